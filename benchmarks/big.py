@@ -23,7 +23,7 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.report import Report, Row
 from roadtrain.units import parse_bytes
 
@@ -40,7 +40,7 @@ def run(quick: bool = False) -> Report:
     parameters = layers * width * (4 * width + 3 * inner)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         need_disk(Path(name), 2 * BYTES * parameters + 2 * 10**9)
-        got = apart(
+        got = run_child(
             "benchmarks.big",
             "--child",
             name,

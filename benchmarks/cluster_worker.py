@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import roadtrain
-from benchmarks.apart import peak_bytes
+from benchmarks.children import peak_bytes
 from benchmarks.model420 import adamw, batch, build, compute_default
 from roadtrain.errors import DeadlineError
 

@@ -48,7 +48,7 @@ class HostCosts:
     ends: dict[int, float]
     backward: float  # seconds of a backward over those of its forward
     update: float  # seconds per parameter
-    touch: float  # processor seconds per byte sent, and per byte received
+    touch: float  # seconds per byte sent, and per byte received
 
 
 def measure_costs(

@@ -19,7 +19,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a Llama. `hidden` and `inner` are the widths of the stream and of the MLP."""
+    """Size of a Llama. `hidden` is the width of the residual stream, `inner` that of the MLP."""
 
     layers: int = 16
     hidden: int = 512

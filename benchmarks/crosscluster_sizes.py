@@ -1,5 +1,7 @@
-"""Compare exactly searched stage sizes with the published formula and uniform stages, on random
-clusters: `crosscluster`'s item 2. Arithmetic only; the search does not use the formula's answer.
+"""Compare the stage sizes of an exact search with those of the published formula and with uniform
+ones, on random clusters: `crosscluster`'s item 2.
+
+Arithmetic only. The search does not use the formula's answer.
 """
 
 from __future__ import annotations

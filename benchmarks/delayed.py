@@ -42,7 +42,7 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk
+from benchmarks.children import need_disk, run_child
 from benchmarks.report import Report, Row
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -90,7 +90,7 @@ def run(quick: bool = False) -> Report:
 def converges(steps: int, tail: int, small: bool) -> list[Row]:
     found = {}
     for way in WAYS:
-        found[way] = apart(
+        found[way] = run_child(
             "benchmarks.delayed",
             "--child",
             "train",
@@ -195,7 +195,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
             training = place_job(job, lambda _: None)
             stack.callback(training.optimizer.close)
             if way == "plain":
-                training = plainly(training)
+                training = plain_torch(training)
                 stack.close()
             losses, seconds, begin = [], [], time.perf_counter()
             for number in range(steps):
@@ -213,7 +213,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
     return {"losses": losses, "seconds": seconds, "held_out": held_out, "tokens": tokens}
 
 
-def plainly(placed: PlacedJob) -> PlacedJob:
+def plain_torch(placed: PlacedJob) -> PlacedJob:
     """Build the same job in plain torch, with the initial values of `placed`."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
@@ -241,7 +241,7 @@ def hides(quick: bool) -> list[Row]:
             need_disk(Path(name), 2 * 10**9)
             with LoopDevice(Path(name) / "ssd", 1536 * MIB) as device:
                 limits = ["--device", device.major_minor, "--rate", rate] if rate else []
-                result = found[way] = apart(
+                result = found[way] = run_child(
                     "benchmarks.delayed",
                     "--child",
                     "step",

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.report import Report, Row
 from roadtrain.units import parse_bytes
 
@@ -130,7 +130,7 @@ def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> li
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * 12 * blocks * 12 * width**2 + 10**9)
                 results.append(
-                    apart(
+                    run_child(
                         "benchmarks.depth",
                         "--child",
                         blocks,

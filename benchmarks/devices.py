@@ -503,9 +503,8 @@ def measure(
             stack.enter_context(LoopDevice(directory / f"{n}-{i}.img", size)) for i in range(n)
         ]
         down, up = Wire("down", TokenLink(LINK)), Wire("up", TokenLink(LINK))
-        stack.callback(
-            up.close
-        )  # closed after the engines, so that their last messages are carried
+        # closed after the engines, so that their last messages are carried
+        stack.callback(up.close)
         stack.callback(down.close)
 
         def ours(of: ChunkTable, name: str, buffers: int) -> Ours:

@@ -19,9 +19,8 @@ State = tuple[int, ...]
 
 
 Action = tuple[Any, ...]  # an event of the model, which `describe` puts into words
-Step = tuple[
-    Action, State, str
-]  # (action, next state, what is wrong with that state: "" if nothing)
+# (action, next state, error in that state or "")
+Step = tuple[Action, State, str]
 
 
 @dataclass(frozen=True, slots=True)

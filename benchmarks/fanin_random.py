@@ -36,16 +36,8 @@ from roadtrain.switch.switch_table import SwitchTable
 BATCH = 45  # numbers that a worker sends in one call
 SILENT_TICKS = 8  # ticks without progress after which workers send again
 EXPONENTS_EVERY = 8  # one in so many numbers is of exponents
-FACTORS = (
-    3,
-    1_000_003,
-    77_777,
-    123_457,
-    31,
-    65_537,
-    999_983,
-    7,
-)  # a factor a worker; those of more workers repeat
+# of each worker; repeated for more workers
+FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)
 
 
 class Table(Protocol):
@@ -61,9 +53,7 @@ class Faults:
 
     loss: float = 0.01
     repeated: float = 0.01
-    late: float = (
-        0.3  # does not arrive in this tick, nor with the same probability in the next ones
-    )
+    late: float = 0.3  # stays in flight for another tick
     very_late: float = 0.002  # arrives once more, some hundred ticks later
     restart: float = 0.001  # per tick: the switch loses its table
 
@@ -110,9 +100,8 @@ class Payloads:
     def _made(self, width: int, workers: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         dtype = WIDTHS[width] if width else np.uint8
         factors = np.array(FACTORS, np.int64)[workers % len(FACTORS)]
-        scattered = (
-            numbers * 2_654_435_761 >> 13
-        )  # otherwise numbers of one slot would be alike in 8 bits
+        # otherwise numbers of the same slot would be equal in 8 bits
+        scattered = numbers * 2_654_435_761 >> 13
         plus = (scattered * factors).astype(dtype)
         return (self.rows.view(dtype)[workers] + plus[:, None]).view(np.uint8)
 
@@ -258,7 +247,7 @@ class Scene:
             receive(self.beats[self.random.integers(len(self.beats))])
 
 
-def through(
+def send_through(
     table: Callable[[int, int], Table],
     packets: int = 10_000_000,
     *,
@@ -284,7 +273,7 @@ CASE = "random packets through a switch's table: loss, repetition, reordering, r
 
 def rows(quick: bool) -> list[Row]:
     """Count the wrong sums of a long random run."""
-    found = through(SwitchTable, 100_000 if quick else 10_000_000)
+    found = send_through(SwitchTable, 100_000 if quick else 10_000_000)
     text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
     rate = found.packets / found.seconds
     return [

@@ -61,9 +61,8 @@ class Upwards:
         self.window, self.numbers, self.variant = window, numbers, variant
         self.timeouts = timeouts
         self.nodes = list[Tree]()  # switches, children before parents: the last is the root
-        self.above = dict[
-            Tree, tuple[int, int]
-        ]()  # child -> (its parent's index, its index among the parent's children)
+        # child -> (its parent's index, its index among the parent's children)
+        self.above = dict[Tree, tuple[int, int]]()
         self._place(tree)
         self.workers = sorted(c for node in self.nodes for c in node if isinstance(c, int))
         machine = LiteralSwitch if variant is Variant.LITERAL else SwitchStateMachine

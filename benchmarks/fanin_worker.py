@@ -25,7 +25,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import roadtrain
-from benchmarks.apart import peak_bytes
+from benchmarks.children import peak_bytes
 from benchmarks.model420 import adamw, batch, build
 from roadtrain.switch.options import FanIn, SwitchNode
 

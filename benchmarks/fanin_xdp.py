@@ -243,9 +243,7 @@ def _user_space(way: str, parent: str) -> None:
 
 def _in_kernel(way: str, parent: str) -> None:
     greeting = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    greeting.sendto(
-        b"here", (parent, PORT + 1)
-    )  # the parent's hardware address is resolved by this
+    greeting.sendto(b"here", (parent, PORT + 1))  # resolves the parent's hardware address
     time.sleep(0.2)
     if way == "xdp-forward":
         program = BpfObject(FORWARDER)

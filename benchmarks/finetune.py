@@ -31,7 +31,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.model420 import disk_bytes
 from benchmarks.report import Report, Row
 from roadtrain.config.job import Job, make_job
@@ -52,12 +52,8 @@ FEEDBACK_BUDGET = "600MB"
 TEXT = [f"{sysconfig.get_path('stdlib')}/a*.py", f"{sysconfig.get_path('stdlib')}/t*.py"]
 ROWS, SEQ, HELD_OUT, HELD_OUT_BATCHES = 1, 128, 0.02, 16
 STEPS, LEARNING_RATE = 30, 5e-5
-COMMUNICATED = (
-    10.0,
-    5.0,
-    2.0,
-    1.0,
-)  # percent of the gradient's bytes that are sent, indices included
+# percent of the gradient's bytes that are sent, indices included
+COMMUNICATED = (10.0, 5.0, 2.0, 1.0)
 SAME = 1e-4  # nats between the placed model and the reloaded one
 NAMES = {  # names of a layer's tensors: GGUF -> Hugging Face
     "attn_norm": "input_layernorm",
@@ -83,7 +79,7 @@ def run(quick: bool = False) -> Report:
         home = Path(name)
         need_disk(home, 8 * 10**9)
         folder, out = home / "pretrained", home / "exported"
-        mine = partial(apart, "benchmarks.finetune")
+        mine = partial(run_child, "benchmarks.finetune")
         mine("--child", "import", "--folder", folder)
         plain = mine(
             "--child",

@@ -27,7 +27,7 @@ SERVE, TRAIN = "serve", "train"
 
 
 @dataclass
-class Scenery:
+class FaultTarget:
     """A run, and the Ray nodes that it runs on."""
 
     run: LaunchedRun
@@ -59,7 +59,7 @@ class Scenery:
         ask_supervisor(self.run.run_home, "tell", words)
 
 
-Do = Callable[[Scenery], None]
+Do = Callable[[FaultTarget], None]
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Outcome:
     repeated: int
 
 
-def strike(scenery: Scenery, fault: Fault) -> Outcome:
+def strike(target: FaultTarget, fault: Fault) -> Outcome:
     """Apply the fault and wait for the next step. Raises DeadlineError or RoadtrainError if the run
     does not go on.
     """
-    run = scenery.run
+    run = target.run
     before = run.log()
     step, then = int(STEP.findall(before)[-1]), time.monotonic()
-    fault.do(scenery)
+    fault.do(target)
     while True:
         text = run.log()[len(before) :]
         starts = list(STARTED.finditer(text))
@@ -132,50 +132,50 @@ def _first(found: Sequence[FoundProcess], what: str) -> FoundProcess:
 
 
 def worker_killed(rank: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        named = [p for p in scene.run.workers() if p.environment["RANK"] == str(rank)]
+    def do(target: FaultTarget) -> None:
+        named = [p for p in target.run.workers() if p.environment["RANK"] == str(rank)]
         _first(named, f"worker {rank}").kill()
 
     return Fault(f"worker {rank} is killed", do)
 
 
 def worker_killed_twice(rank: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        once, offset = worker_killed(rank), len(scene.run.log())
-        once.do(scene)
-        scene.wait_log("starting workers on", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        once, offset = worker_killed(rank), len(target.run.log())
+        once.do(target)
+        target.wait_log("starting workers on", offset, BACK_S)
         time.sleep(1.0)
-        once.do(scene)
+        once.do(target)
 
     return Fault(f"worker {rank} is killed, and again while it starts", do)
 
 
 def server_killed() -> Fault:
-    def do(scene: Scenery) -> None:
-        _first(scene.run.services("--store"), "server").kill()
+    def do(target: FaultTarget) -> None:
+        _first(target.run.services("--store"), "server").kill()
 
     return Fault("the server is killed", do)
 
 
 def server_and_worker_killed() -> Fault:
-    def do(scene: Scenery) -> None:
-        server_killed().do(scene)
-        worker_killed(0).do(scene)
+    def do(target: FaultTarget) -> None:
+        server_killed().do(target)
+        worker_killed(0).do(target)
 
     return Fault("the server and worker 0 are killed at once", do)
 
 
 def reducer_killed(number: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        found = sorted(scene.run.services("--sum"), key=lambda process: process.words)
+    def do(target: FaultTarget) -> None:
+        found = sorted(target.run.services("--sum"), key=lambda process: process.words)
         _first(found[number:], f"reducer {number}").kill()
 
     return Fault(f"reducer {number} is killed", do, restarts=False)
 
 
 def agent_killed(host: str, restarts: bool = True) -> Fault:
-    def do(scene: Scenery) -> None:
-        found = [p for p in scene.run.agents() if p.words[-1].endswith(f"/{host}")]
+    def do(target: FaultTarget) -> None:
+        found = [p for p in target.run.agents() if p.words[-1].endswith(f"/{host}")]
         _first(found, f"agent of {host}").kill()
 
     return Fault(f"the agent of {host} is killed, with all that runs there", do, restarts)
@@ -184,8 +184,8 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
     """Kill the Ray process that holds a process with these words: the parent of its agent."""
 
-    def do(scene: Scenery) -> None:
-        here = [p for p in scene.run.held() if all(word in p.words for word in words)]
+    def do(target: FaultTarget) -> None:
+        here = [p for p in target.run.held() if all(word in p.words for word in words)]
         agent = psutil.Process(_first(here, what).pid).parent()
         actor = agent.parent() if agent else None
         assert actor is not None
@@ -195,19 +195,21 @@ def actor_killed(what: str, words: Sequence[str]) -> Fault:
 
 
 def launcher_killed() -> Fault:
-    return Fault("the launcher is killed, the run goes on", Scenery.launcher_dies, restarts=False)
+    return Fault(
+        "the launcher is killed, the run goes on", FaultTarget.launcher_dies, restarts=False
+    )
 
 
 def launcher_killed_that_stops() -> Fault:
     """Kill the launcher of a run that is restarted with --if-launcher-dies stop."""
 
-    def do(scene: Scenery) -> None:
-        run = scene.run
+    def do(target: FaultTarget) -> None:
+        run = target.run
         run.stop()
         offset = len(run.log())
         run.follow("launch", "--resume", run.name, "--if-launcher-dies", "stop")
         run.wait_log_step(offset, START_S)
-        scene.launcher_dies()
+        target.launcher_dies()
         code = run.wait_end(START_S)
         if code != 130:
             raise RoadtrainError(f"the run ended with {code}, not with 130 as a clean stop does")
@@ -217,23 +219,23 @@ def launcher_killed_that_stops() -> Fault:
 
 
 def supervisor_killed(then: str) -> Fault:
-    return Fault(f"the supervisor is killed, {then}", Scenery.supervisor_dies)
+    return Fault(f"the supervisor is killed, {then}", FaultTarget.supervisor_dies)
 
 
 def host_taken(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.send("hold", host)
-        scene.wait_log(f"host {host} is lost", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.send("hold", host)
+        target.wait_log(f"host {host} is lost", offset, BACK_S)
 
     return Fault(f"host {host} is taken away: {then}", do, restarts, fewer=fewer)
 
 
 def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        command("launch", "--comes", f"{scene.run.name}:{host}")
-        scene.wait_log(f"host {host} ", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        command("launch", "--comes", f"{target.run.name}:{host}")
+        target.wait_log(f"host {host} ", offset, BACK_S)
 
     return Fault(f"host {host} comes: {then}", do, restarts, fewer=fewer)
 
@@ -241,44 +243,44 @@ def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False)
 def host_leaves(
     host: str, notice_s: float, then: str, restarts: bool = True, fewer: bool = False
 ) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        command("launch", "--leaves", f"{scene.run.name}:{host}", "--notice", f"{notice_s:g}")
-        scene.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        command("launch", "--leaves", f"{target.run.name}:{host}", "--notice", f"{notice_s:g}")
+        target.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
 
     what = f"host {host} leaves with {notice_s:g} s of notice: {then}"
     return Fault(what, do, restarts, fewer=fewer)
 
 
 def node_killed(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        scene.ray.kill(name)
-        scene.ray.add(name)
+    def do(target: FaultTarget) -> None:
+        target.ray.kill(name)
+        target.ray.add(name)
 
     return Fault(f"all processes of Ray node {name} are killed, a node is added for it", do)
 
 
 def raylet_killed(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        scene.ray.kill_raylet(name)
-        scene.ray.add(name)
+    def do(target: FaultTarget) -> None:
+        target.ray.kill_raylet(name)
+        target.ray.add(name)
 
     return Fault(f"the raylet of Ray node {name} is killed, a node is added for it", do)
 
 
 def node_added(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.ray.add(name)
-        scene.wait_log(f"host {name} joined", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.ray.add(name)
+        target.wait_log(f"host {name} joined", offset, BACK_S)
 
     return Fault(f"Ray node {name} is added as a spare", do, restarts=False)
 
 
 def node_taken(name: str, then: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.ray.kill(name)
-        scene.wait_log(f"host {name} is lost", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.ray.kill(name)
+        target.wait_log(f"host {name} is lost", offset, BACK_S)
 
     return Fault(f"Ray node {name} is taken away: {then}", do)

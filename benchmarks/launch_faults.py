@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import launch_fault as fault
 from benchmarks.launch_bench import START_S, STEP_S, Bench, row
-from benchmarks.launch_fault import Fault, Outcome, Scenery, strike
+from benchmarks.launch_fault import Fault, FaultTarget, Outcome, strike
 from benchmarks.launch_ray import on_nodes
 from benchmarks.launch_run import LaunchedRun
 from benchmarks.launch_scene import MODEL, HostKind, Scene
@@ -212,11 +212,11 @@ def struck(
         run = stack.enter_context(planned(bench, scene, f"f-{scene.name}", scene.on, *more))
         run.follow()
         run.wait_log_step(0, START_S)
-        scenery = Scenery(run, nodes)
+        target = FaultTarget(run, nodes)
         for each in scene.faults:
             try:
                 run.wait_step(run.step + BETWEEN, START_S)
-                found.append(strike(scenery, each))
+                found.append(strike(target, each))
                 report = f"{found[-1].seconds:.1f} s, {found[-1].repeated} steps again"
             except (RoadtrainError, OSError) as error:
                 failed[each] = report = _first(error)

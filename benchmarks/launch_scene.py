@@ -177,11 +177,10 @@ STAGES = Scene(
     seq_len=64,
     at_once=2,
 )
-SERVED = (
-    Scene(  # each pass moves all parameters, so two passes of one worker take less than a slow link
-        "two workers and a server",
-        (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
-        "server",
-        accumulate=2,
-    )
+# each pass moves all parameters, so two passes of one worker take less time than a slow link
+SERVED = Scene(
+    "two workers and a server",
+    (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
+    "server",
+    accumulate=2,
 )

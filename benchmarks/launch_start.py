@@ -58,9 +58,8 @@ def rows(bench: Bench) -> Iterator[Row]:
                 START_S,
             )
             ends = {**run.state().stamps, **_begun(run)}
-            ends[StartPhase.PLACED] = min(
-                ends[StartPhase.PLACED], ends[WORKER]
-            )  # the supervisor is notified later
+            # the supervisor is notified later
+            ends[StartPhase.PLACED] = min(ends[StartPhase.PLACED], ends[WORKER])
             run.stop()
             job = (home / "run" / "launch" / "job.toml").read_text()
     yield row(case, f"{RAY}: the cluster of two nodes", "s", cluster_s)

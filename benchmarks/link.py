@@ -233,7 +233,7 @@ def _serve(pipe: Connection, namespace: str) -> None:
     node.close()
 
 
-class _Two:
+class _Pair:
     """Two processes that receive requests at the same time."""
 
     def __init__(self, *namespaces: str) -> None:
@@ -276,7 +276,7 @@ class _Two:
 
 def _loopback(buffers: int, quick: bool) -> list[Row]:
     chunks, rounds = (16, 1) if quick else (256, 9)
-    two = _Two("", "")
+    two = _Pair("", "")
     rates: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     folder = tempfile.mkdtemp(prefix="roadtrain-link-")
@@ -441,7 +441,7 @@ def _shaped(rate: str, bytes_per_s: float, goal: float, quick: bool) -> list[Row
     chunks = max(4, int(bytes_per_s * (0.5 if quick else 6) / CHUNK))
     found = []
     with _emulated(rate) as names:
-        two = _Two(*names)
+        two = _Pair(*names)
         try:
             for _ in range(1 if quick else 3):
                 (address,) = two.ask(None, ("listen", "tcp", "10.99.0.2"))

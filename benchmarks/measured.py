@@ -75,7 +75,7 @@ def predicted(run: Run, of: Constants) -> float:
     return simulate(run.plan, run.cluster, run.model, of, checked=False).seconds
 
 
-def alike(own: Sequence[Run]) -> list[list[Run]]:
+def by_plan(own: Sequence[Run]) -> list[list[Run]]:
     """Group runs of the same plan, which were measured more than once."""
     found: dict[Any, list[Run]] = {}
     for run in own:
@@ -89,7 +89,7 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
     """Pairs of (predicted, measured) seconds; each plan is simulated once."""
     return [
         (seconds, run.seconds)
-        for same in alike(own)
+        for same in by_plan(own)
         for seconds in (predicted(same[0], of),)
         for run in same
     ]
@@ -164,7 +164,7 @@ def fitted(
     minimizing the mean absolute error of the logarithm. Runs of the same plan are simulated
     once.
     """
-    groups = alike(fit)
+    groups = by_plan(fit)
 
     def of(x: Sequence[float]) -> Constants:
         found: dict[str, Any] = {

@@ -48,12 +48,8 @@ SAILOR = {
     "GPT-Neo-1.3B": (24, 2048, 16),
     "GPT-Neo-2.7B": (32, 2560, 20),
 }
-METRICS = (
-    "iteration_time",
-    "tokens_per_s",
-    "peak_alloc",
-    "peak_memory",
-)  # prefixes of the metrics that are used
+# prefixes of the metrics that are used
+METRICS = ("iteration_time", "tokens_per_s", "peak_alloc", "peak_memory")
 UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
 
 

@@ -286,7 +286,7 @@ def sgc_plan(which: str, nodes: int) -> Plan:
     return base.changed(placement=placement("smartnic"), slots=3, kept=1000)
 
 
-# BytePS: 32 hosts with 8 V100, 100 Gbit/s, up to 32 hosts without
+# BytePS: 32 hosts with 8 V100 and up to 32 hosts without devices, 100 Gbit/s
 
 
 def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -> Cluster:

@@ -585,8 +585,8 @@ WHY = {
     "luwu.fig11b.speedup_z": (
         "the paper prints 50 TFLOPS (ZeRO-Infinity) and 62 (ZeRO-3); ours are 69 and 105 at "
         "micro-batch 32, which fits and gives LuWu its 145, but 39 and 62 at 16: the batch of "
-        "their peaks is not printed. At 32 the printed 62 leave 2.5 s a step for 6.9 GB a card that nothing "
-        "hides, though the paper calls only 30 % of communication serialised"
+        "their peaks is not printed. At 32 the printed 62 leave 2.5 s a step for 6.9 GB a card "
+        "that nothing hides, though the paper calls only 30 % of communication serialised"
     ),
     "luwu.fig2b": "the paper prints 17 % and 23 % for it (L1); 3.98x at one micro-batch needs 20 %",
     "sgc.fig12.comparable": (

@@ -55,16 +55,15 @@ HARD_S = 90.0  # a fault that takes longer hangs
 SHORT_S = 3.0  # the job's deadline in faults that wait for it
 RATE = 20e6  # bytes/s of a slowed link
 LEFT = 64 << 10  # bytes that are left on a full disk
-WHO = re.compile(
-    r"(server|worker) \d \((127\.0\.0\.1:\d+|/)"
-)  # role and host; a relay has a socket
+# role and host; a relay has a socket
+WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")
 # the step, or the expected event
 WHAT = re.compile(
     r"step \d|wait(ed|ing) (\d+ s )?for|refused|(another|different) model|asked for|requested"
 )
 
 
-# every kind occurs in so many faults; kinds that can strike at many moments occur more often
+# all kinds, in the order of a seed's faults; kinds that can strike at many moments are repeated
 CYCLE = (
     "worker killed",
     "server killed",

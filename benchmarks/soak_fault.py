@@ -85,9 +85,8 @@ class NothingToStrike(Exception):
     """
 
 
-Play = Callable[
-    [Any, Fault, Reference], list[str]
-]  # the first argument is a Scene or an AloneScene
+# the first argument is a Scene or an AloneScene
+Play = Callable[[Any, Fault, Reference], list[str]]
 
 
 @dataclass(frozen=True)

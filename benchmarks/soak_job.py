@@ -85,7 +85,7 @@ class WorkerArgs:
     grows_at: int = 1 << 30
     stops_at: int = 0
     replicas: int = 1
-    run: str = ""  # a run directory, which knows the store; worker 0's alone
+    run: str = ""
 
 
 class Model(nn.Module):
@@ -106,7 +106,7 @@ class Model(nn.Module):
         return out
 
 
-class Growing:
+class GrowingState:
     """State of the job that is committed with each step."""
 
     nbytes = 0
@@ -178,7 +178,7 @@ def warm() -> None:
 
 
 def _train(args: WorkerArgs, token: bytes) -> None:
-    flavour, growing = FLAVOURS[args.flavour], Growing()
+    flavour, growing = FLAVOURS[args.flavour], GrowingState()
     torch.manual_seed(0)
     model = Model()
     if args.change == "model":

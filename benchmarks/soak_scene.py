@@ -365,9 +365,9 @@ class Scene:
         for number, server in enumerate(self.servers):
             if server.ended and not server.killed:
                 raise Wrong(f"server {number} ended with {server.process.exitcode}")
-        for log in self.home.glob("*.log"):
-            if "Traceback" in (text := log.read_text(errors="replace")):
-                raise Wrong(f"a traceback in {log.name}: {text[text.index('Traceback') :][:3000]}")
+        for path in self.home.glob("*.log"):
+            if "Traceback" in (text := path.read_text(errors="replace")):
+                raise Wrong(f"a traceback in {path.name}: {text[text.index('Traceback') :][:3000]}")
 
     def note(self, text: str) -> None:
         """Add a note for people to worker 0's log."""

@@ -61,7 +61,7 @@ class Net(nn.Module):
         return x
 
 
-class _Level(Summation):
+class _EqualPriority(Summation):
     """Sums of equal priority."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
@@ -231,7 +231,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         model = parallel
     else:
         if args.how.endswith("no priorities"):
-            hvd.Summation = _Level  # type: ignore[misc]
+            hvd.Summation = _EqualPriority  # type: ignore[misc]
         hvd.init(**options)
         optimizer = hvd.DistributedOptimizer(
             optimizer,

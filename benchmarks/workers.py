@@ -33,7 +33,14 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import forget_peak, need_disk, peak_bytes, resident_bytes, serving, together
+from benchmarks.children import (
+    forget_peak,
+    need_disk,
+    peak_bytes,
+    resident_bytes,
+    run_children,
+    serving,
+)
 from benchmarks.report import Report, Row
 from roadtrain.device.buffers import Heap
 from roadtrain.units import parse_bytes
@@ -183,7 +190,7 @@ def measure(
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * BYTES * blocks * 13 * width**2 + 10**9)
                 with serving(Path(name), SERVER_BUDGET, SERVERS) as addresses:
-                    results = together(
+                    results = run_children(
                         "benchmarks.workers",
                         [
                             "--child",
@@ -216,7 +223,7 @@ def measure(
 
 
 def measure_plain(blocks: int, width: int) -> dict[str, Any]:
-    result = together(
+    result = run_children(
         "benchmarks.workers", ["--child", "plain", "--blocks", blocks, "--width", width], [{}]
     )[0]
     print(f"plain training, {blocks} blocks: {result['peak'] / 1e6:.0f} MB", flush=True)

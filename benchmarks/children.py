@@ -23,7 +23,7 @@ from roadtrain.errors import FullError, RoadtrainError
 from roadtrain.units import show_bytes
 
 
-def apart(
+def run_child(
     module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
 ) -> dict[str, Any]:
     """Run `python -m module ARGS --json FILE` and return what it wrote to FILE.
@@ -35,15 +35,15 @@ def apart(
     Raises:
         RoadtrainError: the child failed; the message ends with its last output
     """
-    return together(module, args, [env or {}], echo=echo)[0]
+    return run_children(module, args, [env or {}], echo=echo)[0]
 
 
-def together(
+def run_children(
     module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
 ) -> list[dict[str, Any]]:
     """Run the module once for each of `envs`, at the same time, and return all results.
 
-    The arguments are those of `apart`. When a process fails, the others are killed.
+    The arguments are those of `run_child`. When a process fails, the others are killed.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
