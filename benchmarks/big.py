@@ -165,7 +165,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
     memory = optimizer.memory()
-    optimizer.close()  # what is still being written belongs to the last step
+    optimizer.close()  # pending writes belong to the last step
     read_after, written_after = model420.disk_bytes()
     steps[-1]["step_s"] += time.perf_counter() - began
     steps[-1]["read_bytes"] += read_after - read
@@ -184,7 +184,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--budget", default=BUDGET)
     for name, default in (("layers", LAYERS), ("width", WIDTH), ("inner", INNER), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)

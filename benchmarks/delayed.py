@@ -263,7 +263,7 @@ def hides(quick: bool) -> list[Row]:
     none, sync, late = found["none"], found["sync"], found["late"]
     case = (
         f"one worker, {none['parameters'] / 1e6:.1f} M parameters, {seq} bytes of text, a server"
-        f" whose device gives {show_rate(rate)} each way"
+        f" with a device of {show_rate(rate)} each way"
     )
     exposed, left = sync["step_s"] - none["step_s"], late["step_s"] - none["step_s"]
     rows = [

@@ -198,7 +198,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", type=int, required=True, help="number of blocks")
     parser.add_argument("--dir", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--budget", default=BUDGET)
     args = parser.parse_args(argv)

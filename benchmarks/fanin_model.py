@@ -130,7 +130,7 @@ def rows(quick: bool) -> list[Row]:
         result = scene.result()
         metric = f"refuted: {variant.value}"
         count = len(result.trace or ())
-        found.append(_row(metric, "steps to what is wrong", count, "refuted", not result.right))
+        found.append(_row(metric, "steps to the violation", count, "refuted", not result.right))
     print(f"{Variant.LITERAL.value}:")
     for step, description in enumerate(literal_trace(), 1):
         print(f"  {step}. {description}")

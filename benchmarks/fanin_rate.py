@@ -121,7 +121,7 @@ def _pass_on(
 def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
     while count:
         found = end.receive(into, WAIT_S)
-        assert found is not None, f"{count} packets did not come back over loopback"
+        assert found is not None, f"{count} packets did not return over loopback"
         count -= found[0] // PACKET_NBYTES
 
 

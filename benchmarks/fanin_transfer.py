@@ -94,7 +94,7 @@ def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
     yield from step_rows(case, ours, {TCP: tcp, DDP: ddp}, bench.spec(), lab.scene)
     yield from link_rows(case, ours, bench.spec())
     carried = tcp.frames["node"].received * TCP_CARRIED / bench.spec().nbytes
-    yield row(case, f"comes to the node a step, {TCP}", "S", carried)
+    yield row(case, f"received by the node a step, {TCP}", "S", carried)
 
 
 def tree(bench: Bench) -> Iterator[Row]:
@@ -124,7 +124,7 @@ def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> I
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
     met = share >= TRANSFER
-    what = "of what datagrams can carry, each way at every link"
+    what = "share of what datagrams can carry, in each direction at every link"
     yield row(case, what, "", share, f">= {TRANSFER}", met)
     yield row(case, "S / seconds, each way", "MB/s", goodput / 1e6)
     yield row(case, "processors busy, share of all", "", run.busy)

@@ -211,7 +211,7 @@ def _ends(to: str, seconds: float, way: str) -> None:
             lost += back - arrived if not warm else 0
     elapsed = time.perf_counter() - begin
     sent = (number - first) * CHILDREN
-    assert lost < sent / 100, f"{lost} packets of {sent} did not come back"
+    assert lost < sent / 100, f"{lost} packets of {sent} did not return"
     print(json.dumps({"packets": sent, "seconds": elapsed}), flush=True)
 
 

@@ -87,7 +87,7 @@ class Bench:
 
 
 def differing(losses: dict[int, float], other: dict[int, float]) -> list[int]:
-    """Return the steps in both whose losses differ by at least a bit."""
+    """Return the steps of both runs whose losses are not equal bit for bit."""
     return [step for step in sorted(losses.keys() & other.keys()) if losses[step] != other[step]]
 
 

@@ -215,7 +215,7 @@ def launcher_killed_that_stops() -> Fault:
             raise RoadtrainError(f"the run ended with {code}, not with 130 as a clean stop does")
         run.resume()
 
-    return Fault("the launcher is killed, with which the run ends; --resume", do, again=True)
+    return Fault("the launcher of a run that ends with it is killed; --resume", do, again=True)
 
 
 def supervisor_killed(then: str) -> Fault:

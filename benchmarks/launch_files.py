@@ -84,7 +84,7 @@ def _read(path: str) -> str:
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:
     """Run `sbatch --test-only` on a Slurm that has the plan's hosts."""
-    what, unit = "sbatch --test-only takes the script", "hosts"
+    what, unit = "sbatch --test-only accepts the script", "hosts"
     lacking = f"{', '.join(MISSING)} not installed" if MISSING else ""
     if lacking or os.geteuid():
         why = lacking or "Slurm's daemons need root"

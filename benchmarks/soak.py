@@ -286,7 +286,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     for other in others:
         other.process.join(max(0.0, scene.until - time.monotonic()))
         if not other.ended:
-            scene.hung("a worker to end whose peer was stopped")
+            scene.hung("the end of a worker whose peer was stopped")
     if role == "worker" or fault.choice % 2:
         node.kill()  # SIGKILL also ends a stopped process
         node.process.join()

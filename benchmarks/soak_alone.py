@@ -477,5 +477,5 @@ def flip(path: Path, at: int, bit: int) -> None:
 def mend(path: Path, at: int, bit: int) -> None:
     """Flip the bit back. Raises Wrong if the file is gone."""
     if not path.exists():
-        raise Wrong(f"{path} is gone after a start that was refused")
+        raise Wrong(f"{path} is missing after a refused start")
     flip(path, at, bit)

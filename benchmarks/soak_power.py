@@ -222,7 +222,7 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """Leave in `roots` what a power cut leaves, after every process that uses them is dead.
+    """Emulate a power cut in `roots`. All processes that use them must be dead.
 
     Returns a description of what happened to unsynced bytes and names.
     """

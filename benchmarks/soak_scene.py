@@ -296,7 +296,7 @@ class Scene:
         return sentences
 
     def finish(self) -> None:
-        """Start what does not run, and check that the run ends well."""
+        """Start all processes that do not run, and check that the run ends well."""
         self.start()
         self.finished()
 
