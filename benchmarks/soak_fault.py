@@ -149,7 +149,7 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Restart killed processes, as torchrun and a service manager do. Returns the workers' errors."""
+    """Restart killed processes as torchrun and a service manager do. Returns workers' errors."""
     scene.wait_struck()
     if fault.prompt:
         for number, server in enumerate(scene.servers):
