@@ -1,9 +1,9 @@
-"""Each peer beside us. Only here are peers imported.
+"""Benchmarks that measure roadtrain beside its peers. Peer libraries are imported only here.
 
     python -m benchmarks NAME [--json FILE] [--quick]
 
-Benchmarks start children as `python -m benchmarks.NAME`; those find this folder whatever the
-working directory is.
+Benchmarks start children as `python -m benchmarks.NAME`. PYTHONPATH is set below so that a child
+finds this package from any working directory.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: runs one benchmark beside its peer and prints its table.
+"""`python -m benchmarks NAME`: run a benchmark beside its peer and print its table.
 
 A missed goal is printed; it is not an error.
 """
@@ -18,18 +18,27 @@ from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:
-    """The modules here that have a `run`, read from their text: importing all takes seconds."""
+    """List the modules here that define `run`. Reads their source, because importing all takes
+    seconds.
+    """
     folder = Path(benchmarks.__file__).parent
     found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
     return [name for name in found if "\ndef run(" in (folder / f"{name}.py").read_text()]
 
 
 def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
-    """Run benchmarks.NAME; `json`: the file that its figures go to; `only`: items of it. Raises
-    ConfigError."""
-    known = names()
-    if name not in known:
-        raise unknown_name("benchmark", name, known)
+    """Run benchmarks.NAME and print its table.
+
+    Args:
+        json: also write the figures to this file
+        only: run only these items of the benchmark
+
+    Raises:
+        ConfigError: the benchmark or an item does not exist
+    """
+    existing = names()
+    if name not in existing:
+        raise unknown_name("benchmark", name, existing)
     module = importlib.import_module(f"benchmarks.{name}")
     items = list(getattr(module, "ITEMS", ()))
     if only and not items:
@@ -44,13 +53,13 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
 
 
 def bench(name: str, json: str | None = None, quick: bool = False) -> None:
-    """Run a benchmark beside its peer: the older name of `python -m benchmarks NAME`.
+    """Run a benchmark beside its peer. Deprecated: use `python -m benchmarks NAME`.
 
     Args:
         json: also write the figures to this file
-        quick: small sizes: does it run at all
+        quick: use small sizes, to check that the benchmark runs at all
     """
-    print("roadtrain bench: is `python -m benchmarks` now", file=sys.stderr)
+    print("roadtrain bench is deprecated: use `python -m benchmarks`", file=sys.stderr)
     run(name, json, quick)
 
 
@@ -58,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument("name", help=f"one of {', '.join(names())}")
     parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
     parser.add_argument(
-        "--only", metavar="ITEM,..", default="", help="items of it, where it has some"
+        "--quick", action="store_true", help="small sizes, only to check that it runs"
+    )
+    parser.add_argument(
+        "--only", metavar="ITEM,..", default="", help="run only these items of the benchmark"
     )
     args = parser.parse_args(argv)
     try:

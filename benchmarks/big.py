@@ -1,9 +1,10 @@
-"""A model of more than 1.5 billion parameters trains real steps in at most 3 GB, all processes
-together.
+"""Train real steps of a model of more than 1.5 billion parameters in at most 3 GB of memory, all
+processes together.
 
-A Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta`, first values made
-block by block, bf16 parameters, fp32 master and AdamW: 14 bytes a parameter in two slots. Text,
-wide compute and loop are model420's. The directory is made under the current one and removed.
+The model is a Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta` and
+initialized block by block: bf16 parameters, fp32 masters and AdamW state, 14 bytes a parameter in
+each of two slots. Text, wide products and training loop are those of model420. The store's
+directory is created in the current directory and removed afterwards.
 
     python -m benchmarks.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
 """
@@ -22,7 +23,7 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.report import Report, Row
 from roadtrain.units import parse_bytes
 
@@ -39,7 +40,7 @@ def run(quick: bool = False) -> Report:
     parameters = layers * width * (4 * width + 3 * inner)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         need_disk(Path(name), 2 * BYTES * parameters + 2 * 10**9)
-        got = apart(
+        got = run_child(
             "benchmarks.big",
             "--child",
             name,
@@ -164,7 +165,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     losses, steps = model420.training(model, optimizer, range(args.steps), ROWS, SEQ)
     (read, written), began = model420.disk_bytes(), time.perf_counter()
     memory = optimizer.memory()
-    optimizer.close()  # what is still being written belongs to the last step
+    optimizer.close()  # pending writes belong to the last step
     read_after, written_after = model420.disk_bytes()
     steps[-1]["step_s"] += time.perf_counter() - began
     steps[-1]["read_bytes"] += read_after - read
@@ -183,7 +184,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--budget", default=BUDGET)
     for name, default in (("layers", LAYERS), ("width", WIDTH), ("inner", INNER), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,4 +1,4 @@
-"""Bytes of roadtrain's buffers under a plan, by arithmetic; real runs are compared with them."""
+"""Bytes of roadtrain's buffers under a plan, computed. Tests compare real runs with them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from roadtrain.units import round_up
 
 
 def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Bytes of the buffers of a process that trains under `plan`, as options/budgets.py plans them:
-    in whole huge pages, without saved inputs of blocks."""
+    """Compute the buffer bytes of a process that trains under `plan`, like options/budgets.py: in
+    whole huge pages, without the saved inputs of blocks.
+    """
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)
     sizes = [
@@ -30,6 +31,6 @@ def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
         rest += (
             total * max(0.0, plan.memory.public - plan.memory.resident) * plan.sizes.parameter_bytes
         )
-        # a page of scalars
+        # one page of scalars per record
         sizes += [(records, chunk * plan.sizes.state_bytes + PAGE), (max(2, records), chunk * 4)]
     return rest + sum(n * round_up(int(nbytes), HUGE) for n, nbytes in sizes)

@@ -1,11 +1,12 @@
-"""Training steps of several worker hosts over emulated links: ours in two placements against FSDP2
-over gloo.
+"""Training steps of several worker hosts over emulated links: roadtrain in two placements against
+FSDP2 over gloo.
 
-`host`: every worker's host serves its share of the chunks. `network`: as many spare hosts serve.
-State rests in memory (/dev/shm). S: bytes of the bf16 parameters, B: the links' rate each way. The
-floor of a step is what must cross the busier direction of a link at B: 1.5 S at four workers in
-`host`, S in `network`. At staleness 0 a step waits for all of the last one; at 1 parameters come
-while gradients leave. Needs root. Does NOT emulate latency.
+In placement `host` every worker's host serves its share of the chunks; in `network` as many extra
+hosts serve them. State is kept in memory (/dev/shm). S is the bytes of the bf16 parameters, B the
+rate of a link in each direction. The least possible step time is the bytes that must cross the
+busier direction of a link over B: 1.5 S/B with four workers in `host`, S/B in `network`. At
+staleness 0 a step waits for the whole of the last update; at 1, parameters arrive while gradients
+are sent. Needs root. Does NOT emulate latency.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """`workers` hosts w0.. and as many spare ones s0.., each with one NIC of `rate` bytes a second
-    each way. `workers` may be lowered later: the rest idle. With `placing_rate` links have that
-    rate until all workers have placed.
+    """`workers` hosts w0.. and as many server hosts s0.., each with a NIC of `rate` bytes/s each
+    way.
+
+    `workers` may be lowered later; the other hosts then idle. With `placing_rate`, links have that
+    rate until all workers have placed their models.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Cluster:
         write_token(self.token)
 
     def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
-        """A server on each of `hosts`, with its store in memory: (processes, addresses)."""
+        """Start a server on each of `hosts`, with its store in memory. Returns (processes,
+        addresses).
+        """
         made, where = [], []
         for host in hosts:
             store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
@@ -81,7 +86,11 @@ class Cluster:
         return made, where
 
     def train(self, *words: str, **env: str) -> list[dict[str, Any]]:
-        """What each worker wrote. RoadtrainError with the last words of one that failed."""
+        """Run all workers and return their results.
+
+        Raises:
+            RoadtrainError: a worker failed; the message ends with its last output
+        """
         running = []
         if self.placing_rate is not None:
             self.set_rate(self.placing_rate)
@@ -117,11 +126,13 @@ class Cluster:
             host.nics[0].set_rate(rate)
 
     def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
-        """Once every worker stands at the gate: the links get their rate, and training begins."""
+        """Wait until every worker has placed, set the links to their full rate, and let training
+        begin.
+        """
         until = time.monotonic() + TIMEOUT_S
         while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:
             if any(process.poll() for process in processes):
-                return  # who waits for it says why
+                return  # the caller waits for the processes and raises the error
             time.sleep(0.02)
         self.set_rate(self.rate)
         (gate / "open").touch()

@@ -1,13 +1,13 @@
-"""One worker of `bench cluster`: trains the decoder, ours or FSDP2's, and writes its step times and
-losses.
+"""One worker of the benchmark `cluster`: trains the decoder with roadtrain or FSDP2 and writes its
+step times and losses.
 
-    ours:
+    roadtrain:
     RANK=0 WORLD_SIZE=4 python -m benchmarks.cluster_worker --servers H:P --steps N --json OUT
-    torch's:
+    FSDP2:
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-Both: bf16 parameters and gradients on the wire, products as benchmarks/model420.py says. FSDP2
-keeps bf16 parameters, as its users do who save traffic; ours keeps fp32 masters, on the servers.
+Both send bf16 parameters and gradients, and compute products as benchmarks/model420.py does. FSDP2
+keeps bf16 parameters, a common choice to save traffic; roadtrain keeps fp32 masters on the servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import roadtrain
-from benchmarks.apart import peak_bytes
+from benchmarks.children import peak_bytes
 from benchmarks.model420 import adamw, batch, build, compute_default
 from roadtrain.errors import DeadlineError
 
@@ -32,8 +32,9 @@ WAIT_S = 300.0
 
 
 def carried() -> tuple[int, int]:
-    """Bytes that came in and went out by this host's NIC so far, whole frames; zeros where it
-    has no `eth0`."""
+    """Count the bytes received and sent by this host's NIC so far, in whole frames; zeros if it has
+    no `eth0`.
+    """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
@@ -43,13 +44,16 @@ def carried() -> tuple[int, int]:
 
 
 def wait_at(gate: Path, rank: int) -> None:
-    """Everything is placed; until the gate opens. DeadlineError after WAIT_S."""
+    """Report that this worker has placed, and wait for the gate to open. Raises DeadlineError after
+    WAIT_S.
+    """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S
     while not (gate / "open").exists():
         if time.monotonic() > until:
             raise DeadlineError(
-                f"waited {WAIT_S:.0f} s for the gate to open", hint="another worker does not place"
+                f"waited {WAIT_S:.0f} s for the gate to open",
+                hint="see the log of the worker that is late",
             )
         time.sleep(0.01)
 

@@ -1,20 +1,20 @@
-"""Training over two clusters whose fast networks cannot reach each other, in the lab: ours beside
-torch's data parallel and torch's own pipeline.
+"""Train over two clusters whose fast networks cannot reach each other, in the lab: roadtrain beside
+torch's data parallel and torch's pipeline.
 
 Two clusters of two hosts, one process a host, 0.4 CPUs each: 800 Mbit/s "InfiniBand" in one, 600
 Mbit/s "RoCE" in the other, 50 Mbit/s "Ethernet" between all. A decoder of 42 M parameters, fp32,
 trained with AdamW; a step is 32 rows of 128 tokens, in 8 micro-batches. The layout is that of Yang
-et al. (Holmes): a pipeline across the clusters, data parallel inside them. Rates hold for whole
+et al. (Holmes): a pipeline across the clusters, data parallel inside them. Rates count whole
 Ethernet frames; bytes are TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     environments  the same layout with a network of each kind, and in the hybrid
     throttled     one cluster's CPUs at 60 %
-    overlap       the optimizer during the step and after it
-    predicted     the steps of the items above, predicted from two hosts alone
-    sizes         measured stages against the published formula's
-    losses        39 parallelisms against one process
-    broken        what the preflight says of eight broken set-ups
+    overlap       the optimizer overlapped with the step, against after it
+    predicted     the steps of the items above, predicted from measurements of two hosts alone
+    sizes         measured stage sizes against the published formula's
+    losses        losses of 39 parallelisms against one process
+    broken        the preflight's errors for eight broken set-ups
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from benchmarks import crosscluster_broken, crosscluster_losses, crosscluster_sizes
 from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, HYBRID
 from benchmarks.crosscluster_model import Batch, ModelSize
-from benchmarks.crosscluster_predicted import measured_known, predictions
+from benchmarks.crosscluster_predicted import host_costs, predictions
 from benchmarks.crosscluster_runs import Bench, Run, Setting
 from benchmarks.crosscluster_traffic import sent_by_nics
 from benchmarks.report import Report, Row
@@ -50,16 +50,16 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         bench = Bench(Setting(size, batch, 1 if quick else 3, Path(name)))
-        # Before the runs: predictions know two hosts alone.
-        known = measured_known(size, batch, Path(name) / "known") if "predicted" in items else None
+        # Measured before the runs: predictions are based on two otherwise idle hosts.
+        costs = host_costs(size, batch, Path(name) / "costs") if "predicted" in items else None
         if "environments" in items:
             rows += four_environments(bench)
         if "throttled" in items:
             rows += throttled_cluster(bench)
         if "overlap" in items:
             rows += overlapped_optimizer(bench)
-        if known is not None:
-            rows += predictions(bench.runs, known)
+        if costs is not None:
+            rows += predictions(bench.runs, costs)
     if "sizes" in items:
         rows += crosscluster_sizes.rows(quick)
     if "losses" in items:
@@ -70,10 +70,10 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def four_environments(bench: Bench) -> Iterator[Row]:
-    """Item 1: the same layout with a network of each kind everywhere, and in the hybrid."""
+    """Item 1: the same layout with each kind of network everywhere, and in the hybrid."""
     plain = bench.peer("plain data parallel", "ddp")
     torchs = bench.peer("torch's pipeline", "torch_pipeline")
-    runs = {name: bench.ours(name, one) for name, one in ENVIRONMENTS.items()}
+    runs = {name: bench.ours(name, environment) for name, environment in ENVIRONMENTS.items()}
     for name, got in runs.items():
         goal = 2.5 if name == HYBRID.name else None
         yield _faster(got, plain, DDP, goal)
@@ -116,7 +116,7 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
-    """Item 3: where gradients go over Ethernet."""
+    """Item 3: the optimizer overlapped with the step, where gradients go over Ethernet."""
     ethernet = ENVIRONMENTS["all Ethernet"]
     batch = replace(bench.setting.batch, microbatches=2)
     on, off = (
@@ -127,7 +127,7 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def broken_setups() -> Iterator[Row]:
-    """Item 6: the preflight's sentences about set-ups that are broken on purpose."""
+    """Item 6: the preflight's errors about set-ups that are broken on purpose."""
     case = "preflight: seconds until all ranks have ended, and the sentence of the first"
     whole, *broken = crosscluster_broken.rows()
     fine = not whole["refused"] and not whole["sentence"]

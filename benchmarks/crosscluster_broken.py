@@ -1,7 +1,7 @@
-"""Set-ups that are broken on purpose: each is refused by the preflight, with a sentence of its own.
+"""Set-ups that are broken on purpose. The preflight refuses each with an error of its own.
 
-Two clusters of two hosts in the lab, InfiniBand here, RoCE there, Ethernet between. One process a
-host stays up and runs one preflight after another, as `roadtrain preflight` does.
+Two clusters of two hosts in the lab: InfiniBand in one, RoCE in the other, Ethernet between. The
+process on each host runs one preflight after another, as `roadtrain preflight` does.
 
     python -m benchmarks.crosscluster_broken     prints the scenarios, seconds and sentences
 """
@@ -65,8 +65,8 @@ JOB = PARALLELISM + NETWORKS
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank is started with. `clock_s`: its clock is so much ahead."""
+class RankStart:
+    """Arguments of one rank. `clock_s`: its clock is ahead by so many seconds."""
 
     rank: int
     job: str
@@ -78,8 +78,8 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a rank ended. `sentence`: of the error, "" where there was none."""
+class RankEnd:
+    """Outcome of one rank. `sentence`: the error message, "" if there was none."""
 
     seconds: float
     sentence: str
@@ -88,13 +88,13 @@ class Said:
 
 @dataclass
 class Clusters:
-    """A network that is up, with a process on each host."""
+    """The running network, with a process on each host."""
 
     network: Network
     home: Path
     workers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     port: int = 29500
-    patience: float = MEET_S  # of ranks that wait for others
+    patience: float = MEET_S  # seconds that ranks wait for others
 
     def host(self, name: str) -> LabHost:
         return self.network.hosts[name]
@@ -119,12 +119,16 @@ class Clusters:
 
     def run(
         self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
-    ) -> dict[str, Said]:
-        """A preflight on these hosts, and how each ended. changes: by host, of Told."""
+    ) -> dict[str, RankEnd]:
+        """Run a preflight on these hosts and return each one's outcome.
+
+        Args:
+            changes: overrides of `RankStart` fields, by host name, or `every` for all hosts
+        """
         self.port += 1
         address = self.host("a0").nics[1].address
         for name in hosts:
-            told = {
+            start = {
                 "rank": HOSTS.index(name),
                 "job": job,
                 "address": address,
@@ -135,9 +139,9 @@ class Clusters:
             }
             stream = self.workers[name].stdin
             assert stream is not None
-            stream.write(json.dumps(told) + "\n")
+            stream.write(json.dumps(start) + "\n")
             stream.flush()
-        return {name: Said(**self.answer(name)) for name in hosts}
+        return {name: RankEnd(**self.answer(name)) for name in hosts}
 
     def stop(self) -> None:
         for worker in self.workers.values():
@@ -150,7 +154,7 @@ class Clusters:
 
 @contextlib.contextmanager
 def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
-    """Up, with all four processes."""
+    """Start the network and all four processes; stop them at the end of the block."""
     nics = {
         name: [
             LabNic((800 if name[0] == "a" else 600) * MBIT, f"fast {name[0]}"),
@@ -167,13 +171,13 @@ def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
             made.stop()
 
 
-def wrong_interface(lab: Clusters) -> dict[str, Said]:
-    """The names of the InfiniBand and the Ethernet card of a1 are swapped."""
+def wrong_interface(lab: Clusters) -> dict[str, RankEnd]:
+    """The job swaps the names of a1's InfiniBand and Ethernet cards."""
     return lab.run(PARALLELISM + SWAPPED + NETWORKS)
 
 
-def one_way_firewall(lab: Clusters) -> dict[str, Said]:
-    """What a1 sends to b1 is dropped there."""
+def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
+    """b1 drops all packets from a1."""
     lab.host("b1").drop_from(lab.host("a1"))
     try:
         return lab.run()
@@ -181,23 +185,23 @@ def one_way_firewall(lab: Clusters) -> dict[str, Said]:
         lab.host("b1").pass_from(lab.host("a1"))
 
 
-def mixed_kinds(lab: Clusters) -> dict[str, Said]:
-    """The InfiniBand of a and the RoCE of b are said to be one fabric."""
+def mixed_kinds(lab: Clusters) -> dict[str, RankEnd]:
+    """The job claims that cluster a's InfiniBand and cluster b's RoCE are the same fabric."""
     return lab.run(PARALLELISM + ONE_FABRIC)
 
 
-def wrong_world_size(lab: Clusters) -> dict[str, Said]:
-    """b1 was started as one of six."""
+def wrong_world_size(lab: Clusters) -> dict[str, RankEnd]:
+    """b1 was started with a world size of six."""
     return lab.run(b1={"world_size": 6})
 
 
-def clock_skew(lab: Clusters) -> dict[str, Said]:
+def clock_skew(lab: Clusters) -> dict[str, RankEnd]:
     """The clock of b0 is a minute ahead."""
     return lab.run(b0={"clock_s": 60.0})
 
 
-def mtu(lab: Clusters) -> dict[str, Said]:
-    """The cards of cluster a send jumbo frames, the switch's port at a1 carries none."""
+def mtu(lab: Clusters) -> dict[str, RankEnd]:
+    """The cards of cluster a send jumbo frames, but the switch port of a1 does not carry them."""
     for name in ("a0", "a1"):
         lab.host(name).nics[0].set_mtu(9000, 1500 if name == "a1" else 9000)
     try:
@@ -207,12 +211,12 @@ def mtu(lab: Clusters) -> dict[str, Said]:
             lab.host(name).nics[0].set_mtu(1500)
 
 
-def missing_host(lab: Clusters) -> dict[str, Said]:
+def missing_host(lab: Clusters) -> dict[str, RankEnd]:
     """Nothing was started on b1."""
     return lab.run(hosts=HOSTS[:-1])
 
 
-def loopback_name(lab: Clusters) -> dict[str, Said]:
+def loopback_name(lab: Clusters) -> dict[str, RankEnd]:
     """/etc/hosts of every host calls a0 127.0.1.1, as a0's own does."""
     for name in HOSTS:
         lab.host(name).set_names({"a0": "127.0.1.1"})
@@ -223,7 +227,7 @@ def loopback_name(lab: Clusters) -> dict[str, Said]:
             lab.host(name).set_names({"a0": lab.host("a0").nics[1].address})
 
 
-SCENARIOS: dict[str, Callable[[Clusters], dict[str, Said]]] = {
+SCENARIOS: dict[str, Callable[[Clusters], dict[str, RankEnd]]] = {
     "wrong interface": wrong_interface,
     "one-way firewall": one_way_firewall,
     "mixed kinds": mixed_kinds,
@@ -236,45 +240,48 @@ SCENARIOS: dict[str, Callable[[Clusters], dict[str, Said]]] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Of each scenario: the seconds until the last rank had ended, the sentence of rank 0, and
-    how many ranks said the same. A set-up that is whole comes first, and is not refused."""
+    """Run every scenario; a set-up without faults comes first.
+
+    Each row has the seconds until the last rank ended, the error of rank 0, and how many ranks
+    raised the same error.
+    """
     with clusters() as lab:
         out = [_row("whole", lab.run())]
         out += [_row(name, scenario(lab)) for name, scenario in SCENARIOS.items()]
     return out
 
 
-def _row(name: str, said: dict[str, Said]) -> dict[str, Any]:
-    sentence = said["a0"].sentence
+def _row(name: str, outcomes: dict[str, RankEnd]) -> dict[str, Any]:
+    sentence = outcomes["a0"].sentence
     return {
         "scenario": name,
-        "seconds": round(max(one.seconds for one in said.values()), 2),
+        "seconds": round(max(rank.seconds for rank in outcomes.values()), 2),
         "sentence": sentence,
-        "ranks": len(said),
-        "agree": sum(one.sentence == sentence for one in said.values()),
-        "refused": all(one.sentence for one in said.values()),
+        "ranks": len(outcomes),
+        "agree": sum(rank.sentence == sentence for rank in outcomes.values()),
+        "refused": all(rank.sentence for rank in outcomes.values()),
     }
 
 
 def worker() -> None:
-    """Runs one preflight after another, as it is told on its input; a line of JSON for each."""
+    """Run one preflight for each line of JSON on stdin, and print its outcome as a line of JSON."""
     out = os.fdopen(os.dup(1), "w")
     real = time.time
     print(json.dumps("ready"), file=out, flush=True)
     for line in sys.stdin:
-        told = Told(**json.loads(line))
+        start = RankStart(**json.loads(line))
         os.environ |= {
-            "RANK": str(told.rank),
-            "WORLD_SIZE": str(told.world_size),
-            "MASTER_ADDR": told.address,
-            "MASTER_PORT": str(told.port),
+            "RANK": str(start.rank),
+            "WORLD_SIZE": str(start.world_size),
+            "MASTER_ADDR": start.address,
+            "MASTER_PORT": str(start.port),
         }
-        time.time = lambda ahead=told.clock_s: real() + ahead  # type: ignore[misc]
-        said = _preflight(told.job, told.patience)
-        print(json.dumps(vars(said)), file=out, flush=True)
+        time.time = lambda ahead=start.clock_s: real() + ahead  # type: ignore[misc]
+        outcome = _preflight(start.job, start.patience)
+        print(json.dumps(vars(outcome)), file=out, flush=True)
 
 
-def _preflight(job: str, patience: float) -> Said:
+def _preflight(job: str, patience: float) -> RankEnd:
     begin, sentence, printed = time.monotonic(), "", ""
     with tempfile.TemporaryDirectory() as home:
         path = Path(home, "job.toml")
@@ -286,7 +293,7 @@ def _preflight(job: str, patience: float) -> Said:
             except RoadtrainError as error:
                 sentence = str(error)
         printed = text.read_text()
-    return Said(time.monotonic() - begin, sentence, printed)
+    return RankEnd(time.monotonic() - begin, sentence, printed)
 
 
 def main() -> None:
@@ -294,8 +301,8 @@ def main() -> None:
         worker()
         return
     for row in rows():
-        print(f"{row['scenario']}: {row['seconds']} s, {row['agree']} of {row['ranks']} ranks say:")
-        print(f"    {row['sentence'] or 'nothing: all is well'}")
+        print(f"{row['scenario']}: {row['seconds']} s, {row['agree']} of {row['ranks']} ranks:")
+        print(f"    {row['sentence'] or 'no error'}")
 
 
 if __name__ == "__main__":

@@ -23,48 +23,49 @@ from roadtrain.lab import LabHost, LabNic, Network, Traffic
 
 MBIT = 1e6 / 8
 INFINIBAND, ROCE, ETHERNET = 800 * MBIT, 600 * MBIT, 50 * MBIT
-CPUS = 0.4  # of each of four hosts, of a machine of two cores
-START_CPUS = 2.0  # while a process imports torch, which is not what is measured
+CPUS = 0.4  # of each of four hosts, on a machine of two cores
+START_CPUS = 2.0  # during `import torch`, which is not measured
 FAST, SLOW = 0, 1  # a host's NICs
 RUN_S, START_S = 900.0, 180.0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Which fast network each cluster is on, or none: then all goes over Ethernet."""
+    """The fast network of each cluster; None: all traffic goes over Ethernet."""
 
     name: str
     fast: tuple[str, str] | None
 
     def nics(self, cluster: int) -> list[LabNic]:
-        # the NIC is there in any environment; where it is not used, nothing is said of it
+        # the NIC exists in every environment; an unused one is not mentioned in the job
         switch = self.fast[cluster] if self.fast else f"unused{cluster}"
         rate = ROCE if switch == "roce" else INFINIBAND
         return [LabNic(rate, switch), LabNic(ETHERNET, "ethernet")]
 
     def share_fast(self, rank: int, other: int) -> bool:
-        """Whether these ranks' hosts reach each other by their fast NICs."""
+        """Check whether these ranks' hosts reach each other by their fast NICs."""
         return self.fast is not None and self.fast[rank // 2] == self.fast[other // 2]
 
     def statements(self) -> list[dict[str, Any]]:
-        """What is said of the cards, as `networks` of a job: nothing of this is found out by the
-        system, to which all of the lab is Ethernet."""
-        said: list[dict[str, Any]] = [
+        """Return the job's `networks` tables. The system cannot detect the kinds of the lab's NICs,
+        which all look like Ethernet to it.
+        """
+        networks: list[dict[str, Any]] = [
             {"interface": "eth1", "kind": "ethernet", "rate": _words(ETHERNET)}
         ]
         if self.fast is None:
-            return [*said, {"interface": "eth0", "use": False}]
+            return [*networks, {"interface": "eth0", "use": False}]
         for cluster, name in zip("ab", self.fast, strict=True):
             kind, rate = ("roce", ROCE) if name == "roce" else ("infiniband", INFINIBAND)
-            said.append(
+            networks.append(
                 {"hosts": [f"{cluster}*"], "interface": "eth0", "kind": kind, "rate": _words(rate)}
             )
-        return said
+        return networks
 
 
 ENVIRONMENTS = {
-    one.name: one
-    for one in (
+    environment.name: environment
+    for environment in (
         Environment("all InfiniBand", ("ib", "ib")),
         Environment("all RoCE", ("roce", "roce")),
         Environment("all Ethernet", None),
@@ -83,20 +84,20 @@ def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS))
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. `traffic`: host -> of each of its NICs, TCP payload of one step."""
+    """Result of one run. `traffic`: host -> TCP payload of one step, for each of its NICs."""
 
     seconds: float
     losses: list[float]
     traffic: dict[str, list[Traffic]]
     results: list[dict[str, Any]]
-    """Of each rank, as it wrote them."""
+    """The result of each rank, as the rank wrote it."""
 
     def sent_bytes(self, nic: int) -> float:
         return sum(nics[nic].sent for nics in self.traffic.values())
 
 
 class Rank:
-    """A process of a run. It says what it has reached, a line each, and goes on when it is told."""
+    """A process of a run. It prints a line at each stage and waits there for `go_on`."""
 
     MODULE = "benchmarks.crosscluster_worker"
 
@@ -114,14 +115,14 @@ class Rank:
             )
 
     def wait_for(self, what: str, until: float) -> dict[str, Any]:
-        """The line that begins with `what`; others are notes for people."""
+        """Return the data of the line that begins with `what`, skipping other lines."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             word, _, rest = line.partition(" ")
             if word.strip() == what:
                 return json.loads(rest or "{}")
             if time.monotonic() > until:
-                raise DeadlineError(f"{self.name} has not come to {what!r} in time")
+                raise DeadlineError(f"{self.name} did not reach {what!r} in time")
         raise RoadtrainError(
             f"{self.name} ended with {self.process.wait()} before {what!r}: "
             f"{self.errors.read_text()[-3000:]}"
@@ -134,8 +135,11 @@ class Rank:
 
 
 def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
-    """Runs one process a host of the network, in the order of hosts. Raises RoadtrainError with the
-    last words of a rank that failed."""
+    """Run one process on each host of the network, in the order of the hosts.
+
+    Raises:
+        RoadtrainError: a rank failed; the message ends with its last output
+    """
     home.mkdir(parents=True, exist_ok=True)
     spec.write(home / "spec.json")
     hosts = list(network.hosts.values())
@@ -166,7 +170,7 @@ def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
         ]
         for name, nics in before.items()
     }
-    # a step ends when its last rank has ended it
+    # a step ends when its last rank has finished
     seconds = [max(of_step) for of_step in zip(*(result["seconds"] for result in results))]
     return Measured(median(seconds), results[-1]["losses"], traffic, results)
 

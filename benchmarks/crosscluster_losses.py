@@ -1,6 +1,6 @@
 """Losses of many parallelisms beside those of one process: `crosscluster`'s items 3 and 5.
 
-All processes are on this host, over loopback; those of one world size run its cells one after
+All processes run on this host, over loopback; those of one world size run its cells one after
 another.
 
     python -m benchmarks.crosscluster_losses SPECS.json RANK WORLD
@@ -31,14 +31,14 @@ from roadtrain.transport.address import write_token
 
 SIZE = ModelSize(layers=8, hidden=64, inner=128, heads=4, vocabulary=256)
 STEPS, ROWS, SEQUENCE = 6, 8, 32
-WITHIN = 2e-5  # relative: sums in another order, fp32
+WITHIN = 2e-5  # relative; fp32 sums are taken in another order
 TIMEOUT_S = 400.0
 TOKEN = "only for this measurement"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One parallelism, and how many processes it takes."""
+    """A parallelism, and the number of processes that it needs."""
 
     name: str
     world: int
@@ -77,8 +77,8 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """The largest relative difference of a step's losses; infinite where one is not a number."""
-    found = [abs(ours - one) / abs(one) for ours, one in zip(losses, alone, strict=True)]
+    """The largest relative difference of a step's losses; infinite if a loss is NaN."""
+    found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 
@@ -90,9 +90,9 @@ def alone() -> list[float]:
 
 
 def rows(quick: bool = False) -> list[Row]:
-    one = alone()
+    single = alone()
     found = losses_of(grid(quick))
-    apart = {name: worst_difference(losses, one) for name, losses in found.items()}
+    apart = {name: worst_difference(losses, single) for name, losses in found.items()}
     far = {name: by for name, by in apart.items() if by > WITHIN}
     for name, by in far.items():
         print(f"losses differ by {by:.1e}: {name}", flush=True)
@@ -101,13 +101,14 @@ def rows(quick: bool = False) -> list[Row]:
     return [
         _row(case, "parallelisms with the same losses", "", len(found) - len(far), len(found)),
         _row(case, "largest relative difference", "", worst, WITHIN, most=True),
-        *composition(one),
+        *composition(single),
     ]
 
 
-def composition(one: Sequence[float]) -> list[Row]:
-    """Stage 1 updated by an optimizer node, stage 2 plain data parallel, stage 3 streamed from
-    files; fed by widths of 2, 2 and 1."""
+def composition(single: Sequence[float]) -> list[Row]:
+    """Compose three stages: stage 1 updated by an optimizer node, stage 2 plain data parallel,
+    stage 3 streamed from files; widths 2, 2 and 1.
+    """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
         stores = {
             "0": {"servers": [at], "token": TOKEN},
@@ -118,7 +119,7 @@ def composition(one: Sequence[float]) -> list[Row]:
         )
         (losses,) = losses_of([three]).values()
     case = "stage 1 under an optimizer node, stage 2 data parallel, stage 3 streamed from files"
-    apart = worst_difference(losses, one)
+    apart = worst_difference(losses, single)
     return [_row(case, "largest relative difference of losses", "", apart, WITHIN, most=True)]
 
 
@@ -129,7 +130,7 @@ def _row(case: str, metric: str, unit: str, ours: float, goal: float, *, most: b
 
 @contextmanager
 def _server(home: Path) -> Iterator[str]:
-    """An optimizer node of this host: its address."""
+    """Run an optimizer node on this host and yield its address."""
     write_token(home / "token", TOKEN.encode())
     at = f"127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "roadtrain.cli", "serve", at, "--store", str(home / "node")]
@@ -146,22 +147,26 @@ def _server(home: Path) -> Iterator[str]:
 
 
 def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """By the cell's name. Raises RoadtrainError with the last words of a process that failed."""
+    """Run the cells and return the losses of each, by name.
+
+    Raises:
+        RoadtrainError: a process failed; the message ends with its last output
+    """
     of_world: dict[int, list[Cell]] = defaultdict(list)
-    for one in cells:
-        of_world[one.world].append(one)
+    for cell in cells:
+        of_world[cell.world].append(cell)
     found: dict[str, list[float]] = {}
     for world, lot in of_world.items():
-        found |= dict(zip((one.name for one in lot), _run(lot, world), strict=True))
+        found |= dict(zip((cell.name for cell in lot), _run(lot, world), strict=True))
     return found
 
 
 def _run(cells: Sequence[Cell], world: int) -> list[list[float]]:
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         folders = []
-        for k, one in enumerate(cells):
+        for k, cell in enumerate(cells):
             folders.append(Path(name, f"{k}.json"))
-            replace(one.spec, port=free_port()).write(folders[-1])
+            replace(cell.spec, port=free_port()).write(folders[-1])
         Path(name, "specs").write_text(json.dumps([str(path) for path in folders]))
         words = [sys.executable, "-m", "benchmarks.crosscluster_losses", f"{name}/specs"]
         logs = [Path(name, f"log{rank}") for rank in range(world)]
@@ -175,8 +180,10 @@ def _run(cells: Sequence[Cell], world: int) -> list[list[float]]:
         for code, log in zip(codes, logs, strict=True):
             if code:
                 raise RoadtrainError(f"a process ended with {code}: {log.read_text()[-3000:]}")
-        told = logs[-1].read_text().splitlines()
-    return [json.loads(line.removeprefix("losses ")) for line in told if line.startswith("losses ")]
+        lines = logs[-1].read_text().splitlines()
+    return [
+        json.loads(line.removeprefix("losses ")) for line in lines if line.startswith("losses ")
+    ]
 
 
 def _start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

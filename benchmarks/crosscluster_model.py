@@ -1,4 +1,4 @@
-"""The decoder of `crosscluster`, what it trains on, and what a run is told. Does NOT train."""
+"""The decoder of `crosscluster`, its data, and the arguments of a run. Does NOT train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Llama's: `hidden` and `inner` are widths of the stream and of the MLP."""
+    """Size of a Llama. `hidden` is the width of the residual stream, `inner` that of the MLP."""
 
     layers: int = 16
     hidden: int = 512
@@ -28,7 +28,7 @@ class ModelSize:
     vocabulary: int = 512
 
     def build(self) -> LlamaForCausalLM:
-        """The same values in every process; float32, untied embeddings."""
+        """Build the model with the same values in every process; float32, untied embeddings."""
         torch.manual_seed(SEED)
         model: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
@@ -46,7 +46,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on: `rows` of `sequence` tokens, in micro-batches of the same size."""
+    """Data of a step: `rows` of `sequence` tokens, in micro-batches of the same size."""
 
     rows: int = 32
     sequence: int = 128
@@ -57,8 +57,9 @@ class Batch:
         return self.rows // self.microbatches
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
-        """int64 [rows, sequence]: each row counts on from somewhere by a stride of its own, so that
-        there is something to learn."""
+        """int64 [rows, sequence]: each row counts up from a random token by a random stride, so
+        that there is something to learn.
+        """
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
         stride = torch.randint(1, 8, (self.rows, 1), generator=generator)
@@ -70,7 +71,7 @@ class Batch:
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of each token but the first, of its logits.
+    """Mean cross entropy of every token but the first.
 
     Args:
         logits: float [rows, sequence, vocabulary]
@@ -80,7 +81,7 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """`adamw`, or `sgd` with momentum: to which it matters by what gradients are multiplied."""
+    """Return AdamW, or SGD with momentum for `sgd`: its update depends on the gradients' scale."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -88,7 +89,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What every process of a run is told."""
+    """Arguments of every process of a run."""
 
     method: str
     """`ours`, or a peer: `ddp`, `torch_pipeline`; `single`: one process."""
@@ -97,34 +98,36 @@ class RunSpec:
     batch: Batch = field(default_factory=Batch)
     optimizer: str = "adamw"
     warmup: int = 1
-    """Steps before those whose seconds count."""
+    """Steps before the measured ones."""
 
     steps: int = 3
     master: str = "127.0.0.1"
     port: int = 29400
     interface: str = "lo"
-    """By which a peer talks: it has one for everything."""
+    """Network interface of a peer, which uses the same for all traffic."""
 
     parallelism: dict[str, Any] = field(default_factory=dict)
-    """Of ours: the fields of `Parallelism`; of torch's pipeline: `dp`, `pp`, `stages`."""
+    """For `ours`: the fields of `Parallelism`. For torch's pipeline: `dp`, `pp`, `stages`."""
 
     networks: list[dict[str, Any]] = field(default_factory=list)
-    """Of ours: what is said of the hosts' cards."""
+    """For `ours`: the job's `networks`, which describe the hosts' cards."""
 
     stages: str = "even"
-    """Of ours: how layers are divided where `parallelism` does not say it."""
+    """For `ours`: how layers are divided when `parallelism` does not say so."""
 
     overlap: bool = True
-    """Of ours: the optimizer talks while the backward and the next forward run."""
+    """For `ours`: the optimizer communicates during the backward and the next forward."""
 
     stage_stores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of ours: stage -> what keeps and updates it, where that is not the stage's own ranks."""
+    """For `ours`: stage -> the store that keeps and updates it, instead of the
+    stage's own ranks.
+    """
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        known = json.loads(path.read_text())
-        known["model"], known["batch"] = ModelSize(**known["model"]), Batch(**known["batch"])
-        return cls(**known)
+        fields = json.loads(path.read_text())
+        fields["model"], fields["batch"] = ModelSize(**fields["model"]), Batch(**fields["batch"])
+        return cls(**fields)

@@ -1,5 +1,6 @@
-"""Ours, as a process of a run of `crosscluster` trains: roadtrain.parallelize() in the user's own
-loop."""
+"""A process of a run of `crosscluster` that trains with roadtrain.parallelize() in the user's own
+loop.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def parallelism_of(fields: dict[str, Any]) -> Parallelism:
-    """Lists, as JSON has them, become tuples."""
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return Parallelism(**given)
+    """Build a Parallelism from JSON fields; lists become tuples."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Parallelism(**values)
 
 
 class Ours:
-    """A step is one call; what is measured is all that a user sees."""
+    """Training by roadtrain. A step is one call; its seconds include all that a user waits for."""
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.notes = spec, list[str]()
@@ -46,8 +47,8 @@ class Ours:
             parallelism=parallelism_of(spec.parallelism),
             num_microbatches=spec.batch.microbatches,
             stages=spec.stages,  # type: ignore[arg-type]
-            stores={int(stage): _store(said) for stage, said in spec.stage_stores.items()},
-            networks=[NetworkStatement(**said) for said in spec.networks],
+            stores={int(stage): _store(fields) for stage, fields in spec.stage_stores.items()},
+            networks=[NetworkStatement(**fields) for fields in spec.networks],
             overlap=spec.overlap,
             deadline_s=DEADLINE_S,
         )
@@ -69,10 +70,10 @@ class Ours:
 
     def settle(self) -> None:
         optimizer = self.training.optimizer
-        optimizer.piece(optimizer.extents()[0])  # waits for the last step
-        self.training.context.control.agree(None, "the end of what is measured")
+        optimizer.piece(optimizer.extents()[0])  # waits until the last step has ended
+        self.training.context.control.agree(None, "the end of the measurement")
 
-    def told(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         layout = self.training.context.layout
         return {
             "notes": self.notes,
@@ -83,8 +84,8 @@ class Ours:
         self.training.close()
 
 
-def _store(said: dict[str, Any]) -> Files | Servers:
-    """`files`: directories. `servers`: addresses, and `token`, the job's secret."""
-    if "files" in said:
-        return Files(said["files"])
-    return Servers(said["servers"], token=said["token"].encode())
+def _store(fields: dict[str, Any]) -> Files | Servers:
+    """Build a store from `files`, directories, or `servers`, addresses, and `token`, the secret."""
+    if "files" in fields:
+        return Files(fields["files"])
+    return Servers(fields["servers"], token=fields["token"].encode())

@@ -1,4 +1,4 @@
-"""Measurements of `crosscluster`: what each was told, and what came of it. Does NOT judge them."""
+"""Measurements of `crosscluster`: their arguments and results. Does NOT judge them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = {"pp": 2, "dp": 2}
 
 @dataclass(frozen=True)
 class Setting:
-    """What every measurement of a run of the benchmark has in common."""
+    """Settings common to every measurement of a run of the benchmark."""
 
     size: ModelSize
     batch: Batch
@@ -36,7 +36,7 @@ class Run:
     case: str
     environment: Environment
     cpus: tuple[float, float]
-    """Of each host of the two clusters."""
+    """CPUs of each host, for the two clusters."""
 
     spec: RunSpec
     measured: Measured
@@ -48,7 +48,7 @@ class Run:
 
 @dataclass
 class Bench:
-    """Runs, in the order in which they were measured."""
+    """The runs, in the order in which they were measured."""
 
     setting: Setting
     runs: list[Run] = field(default_factory=list)
@@ -75,9 +75,14 @@ class Bench:
         return self._run(case, ENVIRONMENTS["all Ethernet"], (CPUS, CPUS), spec)
 
     def _spec(self, method: str) -> RunSpec:
-        had = self.setting
+        common = self.setting
         return RunSpec(
-            method, had.size, had.batch, steps=had.steps, master="a0-eth1", interface="eth1"
+            method,
+            common.size,
+            common.batch,
+            steps=common.steps,
+            master="a0-eth1",
+            interface="eth1",
         )
 
     def _run(

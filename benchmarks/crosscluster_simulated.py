@@ -1,15 +1,15 @@
-"""What the simulator says of a row of `crosscluster`: the run's plan, its cluster, and what is
-known of the lab's hosts (crosscluster_known.py). Arithmetic only.
+"""Simulate a run of `crosscluster` from its plan, its cluster and the measured costs of the lab's
+hosts (crosscluster_costs.py). Arithmetic only.
 
-The sizes of stages are those that the run chose. A throttled cluster has the seconds of the others
-over its share of their processors.
+The stage sizes are those that the run chose. Seconds of a throttled cluster are scaled by its share
+of processors.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from benchmarks.crosscluster_known import Known
+from benchmarks.crosscluster_costs import HostCosts
 from benchmarks.crosscluster_lab import CPUS, ETHERNET, INFINIBAND, ROCE
 from benchmarks.crosscluster_model import RunSpec
 from benchmarks.crosscluster_runs import Run
@@ -29,14 +29,14 @@ LATENCY = "50us"
 Networks = dict[NetworkGroup, Literal["ethernet"]]
 
 
-def predicted(run: Run, of: Known) -> Result:
-    """Of each rank by itself."""
+def predicted(run: Run, costs: HostCosts) -> Result:
+    """Simulate each rank by itself."""
     model = shape_of(run.spec)
     return simulate(
         plan_of(run),
-        cluster_of(run, of),
+        cluster_of(run, costs),
         model,
-        constants_of(run, of),
+        constants_of(run, costs),
         checked=False,
         apart=True,
     )
@@ -57,23 +57,23 @@ def shape_of(spec: RunSpec) -> ModelShape:
 
 
 def plan_of(run: Run) -> Plan:
-    """Raises ConfigError for a run of which no plan is made."""
+    """Build the plan of a run. Raises ConfigError for a run with stage stores."""
     spec, batch = run.spec, run.spec.batch
     if spec.stage_stores:
         raise ConfigError(f"{run.case}: stages with stores of their own are not predicted")
     networks: Networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
-    if spec.method == "ddp":  # each rank its rows in one pass
+    if spec.method == "ddp":  # each rank computes its rows in one pass
         whole = Parallelism(dp=4)
         return Plan(
             placement("ddp"), whole, batch.rows // 4, networks={"dp": "ethernet"}, sizes=FP32
         )
-    had = dict(spec.parallelism)
-    # of each replica; of all of them where widths differ
-    many = batch.microbatches // (1 if "widths" in had else had.get("dp", 1))
-    stages = had.pop("stages", None) or run.measured.results[0]["stages"]
-    tuples = {key: tuple(given) for key, given in had.items() if isinstance(given, list)}
-    parallelism = Parallelism(**{**had, **tuples}, stages=tuple(stages))
-    if spec.method == "torch_pipeline":  # sums when all backwards are done
+    fields = dict(spec.parallelism)
+    # micro-batches of each replica; of all together where widths differ
+    many = batch.microbatches // (1 if "widths" in fields else fields.get("dp", 1))
+    stages = fields.pop("stages", None) or run.measured.results[0]["stages"]
+    tuples = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    parallelism = Parallelism(**{**fields, **tuples}, stages=tuple(stages))
+    if spec.method == "torch_pipeline":  # sums gradients after all backwards
         return Plan(
             placement("ddp"),
             parallelism,
@@ -95,8 +95,8 @@ def plan_of(run: Run) -> Plan:
     )
 
 
-def cluster_of(run: Run, of: Known) -> Cluster:
-    """Two hosts of a cluster, with the cards that the run used."""
+def cluster_of(run: Run, costs: HostCosts) -> Cluster:
+    """Describe the two clusters of two hosts, with the NICs that the run used."""
 
     def hosts(name: str, number: int) -> dict[str, Any]:
         nics = [{"kind": "ethernet", "rate": rate(ETHERNET), "latency": LATENCY}]
@@ -116,7 +116,7 @@ def cluster_of(run: Run, of: Known) -> Cluster:
             },
             "memory": "24GB",
             "memory_rate": "20GB/s",
-            "updates": rate(UPDATE_BYTES / of.update * run.cpus[number] / CPUS),
+            "updates": rate(UPDATE_BYTES / costs.update * run.cpus[number] / CPUS),
             "nics": nics,
         }
 
@@ -127,17 +127,17 @@ def rate(nbytes: float) -> str:
     return f"{nbytes:.0f}B/s"
 
 
-def constants_of(run: Run, of: Known) -> Constants:
+def constants_of(run: Run, costs: HostCosts) -> Constants:
     def times(cpus: float) -> HostTimes:
         slower = CPUS / cpus
-        rows = {("layer", rows): seconds * slower for rows, seconds in of.layer.items()}
-        rows |= {("output", rows): seconds * slower for rows, seconds in of.ends.items()}
-        rows |= {("embedding", rows): 0.0 for rows in of.ends}
-        return HostTimes(rows, of.touch * slower)
+        rows = {("layer", rows): seconds * slower for rows, seconds in costs.layer.items()}
+        rows |= {("output", rows): seconds * slower for rows, seconds in costs.ends.items()}
+        rows |= {("embedding", rows): 0.0 for rows in costs.ends}
+        return HostTimes(rows, costs.touch * slower)
 
     return Constants(
         network=CARRIED,
-        backward=of.backward,
+        backward=costs.backward,
         hosts={name: times(run.cpus[i]) for i, name in enumerate("ab")},
         source="two hosts of the lab that do nothing else",
     )

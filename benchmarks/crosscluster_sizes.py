@@ -1,6 +1,8 @@
-"""The exact search of stages' sizes beside the published formula and uniform stages, on clusters
-drawn by chance: `crosscluster`'s item 2. Arithmetic only; the search is not told the formula's
-answer."""
+"""Compare the stage sizes of an exact search with those of the published formula and with uniform
+ones, on random clusters: `crosscluster`'s item 2.
+
+Arithmetic only. The search does not use the formula's answer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
-    """2 to 4 stages in as many clusters or fewer, whose devices differ up to threefold."""
+    """Draw 2 to 4 stages in at most as many clusters, with device speeds that differ up to
+    threefold.
+    """
     stages = chance.randint(2, 4)
     speeds = [chance.uniform(1.0, 3.0) for _ in range(stages)]
     clusters = [f"c{min(stage, chance.randint(1, 3))}" for stage in range(stages)]

@@ -1,5 +1,6 @@
-"""What a step must send by each NIC: the figures of a plan, which `crosscluster` counts bytes
-against. Arithmetic only."""
+"""Bytes that each NIC must send in a step according to the plan. `crosscluster` compares the
+counted bytes with them. Arithmetic only.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ FP32 = 4
 def sent_by_nics(
     spec: RunSpec, environment: Environment, stages: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """(rank, its host's NIC) -> bytes that it sends in a step. stages: layers of each."""
+    """Map (rank, NIC index) to the bytes sent in a step.
+
+    Args:
+        stages: number of layers of each stage
+    """
     counts = [FP32 * n for n in stage_parameters(spec, stages)]
     passed = FP32 * spec.batch.micro_rows * spec.batch.sequence * spec.model.hidden
     links = link_bytes(
@@ -34,7 +39,7 @@ def sent_by_nics(
 
 
 def stage_parameters(spec: RunSpec, stages: Sequence[int]) -> list[int]:
-    """Of each stage of so many layers: embeddings are in the first, head and norm in the last."""
+    """Parameters of each stage: the first has the embeddings, the last the head and norm."""
     size = spec.model
     layer = 4 * size.hidden**2 + 3 * size.hidden * size.inner + 2 * size.hidden
     ends = size.vocabulary * size.hidden

@@ -1,10 +1,10 @@
-"""One process of a run of `crosscluster`: trains as its spec says, ours or a peer's, and writes its
-steps' seconds and losses.
+"""One process of a run of `crosscluster`: trains by its spec, with roadtrain or a peer, and writes
+its step times and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 
-It prints `imported` at the start, `ready` before the first step, `done` after the last one, each
-time waits for a line, and prints `result {...}` at the end.
+It prints `imported` at the start, `ready` before the first step and `done` after the last, each
+time waits for a line on stdin, and prints `result {...}` at the end.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from benchmarks.crosscluster_model import ModelSize, RunSpec, next_token_loss, o
 from benchmarks.crosscluster_ours import Ours
 
 TIMEOUT = timedelta(seconds=300)
-BUCKET_ELEMENTS = 25 << 18  # 25 MiB, as torch's DDP
+BUCKET_ELEMENTS = 25 << 18  # 25 MiB, like torch's DDP
 
 
 class Training(Protocol):
-    """What is measured: steps, one after another."""
+    """A measured method, trained step by step."""
 
     def step(self, number: int) -> float:
-        """The loss of the whole step; nan where this rank does not know it."""
+        """Train a step and return its loss; nan on a rank that does not have it."""
 
     def settle(self) -> None:
-        """Waits for what the last step has left under way."""
+        """Wait for work that the last step has left in flight."""
 
-    def told(self) -> dict[str, Any]:
-        """What else this rank knows of the run."""
+    def details(self) -> dict[str, Any]:
+        """Further results of this rank."""
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Release everything that was started."""
 
 
 class Single:
@@ -68,7 +68,7 @@ class Single:
     def settle(self) -> None:
         pass
 
-    def told(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Single:
 
 
 class PlainData:
-    """torch's DistributedDataParallel: a rank has its rows of each batch, in one pass."""
+    """torch's DistributedDataParallel: each rank computes its rows of a batch in one pass."""
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.rank, self.world = spec, rank, world
@@ -98,7 +98,7 @@ class PlainData:
     def settle(self) -> None:
         distributed.barrier()
 
-    def told(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
@@ -106,7 +106,9 @@ class PlainData:
 
 
 class LlamaStage(nn.Module):
-    """Layers [begin, stop) of a Llama, with what comes before the first and after the last."""
+    """Layers [begin, stop) of a Llama, with the embedding before the first and norm and head after
+    the last.
+    """
 
     def __init__(self, size: ModelSize, begin: int, stop: int) -> None:
         super().__init__()
@@ -130,8 +132,9 @@ class LlamaStage(nn.Module):
 
 
 class TorchPipeline:
-    """torch's own one-forward-one-backward schedule, gradients summed over each stage's ranks after
-    it; every group by the one interface that gloo is told."""
+    """torch's 1F1B schedule; gradients are summed over each stage's ranks after it. Every group
+    uses gloo's one interface.
+    """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec = spec
@@ -178,7 +181,7 @@ class TorchPipeline:
     def settle(self) -> None:
         distributed.barrier()
 
-    def told(self) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {}
 
     def close(self) -> None:
@@ -205,22 +208,24 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 
 
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds and loss of each measured step, and what the method tells of itself.
+    """Train and return seconds and loss of each measured step, and further details of the method.
 
-    pause: called before the first step, and when all that the last one left has ended."""
+    Args:
+        pause: called before the first step, and after all work of the last step has ended
+    """
     training = METHODS[spec.method](spec, rank, world)
     pause("ready")
     losses, ends = list[float](), list[float]()
     for number in range(spec.warmup + spec.steps):
         losses.append(training.step(number))
         ends.append(time.perf_counter())
-    # what a step leaves for later is in the step after it, so not in the last one's seconds
+    # deferred work of a step counts in the next step, so the last step's seconds lack it
     seconds = [after - before for before, after in pairwise(ends[max(spec.warmup - 1, 0) :])]
     training.settle()
     pause("done")
-    told = training.told()
+    details = training.details()
     training.close()
-    return {"seconds": seconds, "losses": losses, **told}
+    return {"seconds": seconds, "losses": losses, **details}
 
 
 def _pause(what: str) -> None:

@@ -1,11 +1,11 @@
-"""The 420 M model out of core: ours beside DeepSpeed's NVMe offload, whole training steps, on this
-disk and on an emulated device of 500/500 MB/s, with plain torch for the losses.
+"""Train the 420 M model out of core: roadtrain beside DeepSpeed's NVMe offload, on this disk and on
+an emulated device of 500/500 MB/s, with plain torch for the losses.
 
-Every run is a process of its own; ours and the peer's alternate. A run's step time is the mean of
-its steps after the first two, from a store at rest until every write of the last one is durable.
-Peak memory is the resident memory of the process and its children, pinned and shared pages
-included. Assumes the extras `bench` and `hf`, a C++ compiler and libaio's headers; the emulated
-device needs root (roadtrain.lab), without it its rows say why they are empty.
+Every run is a process of its own; runs of roadtrain and the peer alternate. A run's step time is
+the mean of its steps after the first two, from an idle store until every write of the last step is
+durable. Peak memory is the resident memory of the process and its children, pinned and shared pages
+included. Needs the extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated
+device needs root (roadtrain.lab); without it, its rows state the reason instead.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from benchmarks.report import Report, Row
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 
-RATE = 500e6  # of the emulated device, bytes a second each way
+RATE = 500e6  # of the emulated device, bytes/s in each direction
 IMAGE_BYTES = 14 * 10**9  # two slots of 14 bytes a parameter, and the file system's own
-FLOOR_BYTES = 12 * 419.5e6  # what must be read, and written, a step: master and two moments
+FLOOR_BYTES = 12 * 419.5e6  # bytes read, and bytes written, a step: fp32 master and two moments
 SAME_LOSS = 1e-3  # nats; rounding alone moves a loss by about 1e-5
 OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "--plain")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process's training: seconds and bytes a step, bytes at its peak, the loss of every
-    step."""
+    """Training by one process: seconds and bytes a step, peak bytes, and the loss of every step."""
 
     step_s: float
     read_bytes: float
@@ -87,7 +86,7 @@ def run(quick: bool = False) -> Report:
                 None,
             )
         )
-    ours, peer = (max(distance(one, plain) for one in here[who]) for who in ("ours", "peer"))
+    ours, peer = (max(distance(result, plain) for result in here[who]) for who in ("ours", "peer"))
     rows.append(
         Row(
             "losses",
@@ -108,8 +107,9 @@ def run(quick: bool = False) -> Report:
 def alternate(
     store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
 ) -> dict[str, list[Run]]:
-    """`reps` runs of each, in turn, each in an empty directory `store` that is removed
-    afterwards."""
+    """Run each `reps` times, alternating, in an empty directory `store` that is
+    removed afterwards.
+    """
     runs: dict[str, list[Run]] = {"peer": [], "ours": []}
     for rep in range(reps):
         for who, what in list({"peer": PEER, "ours": OURS}.items())[:: -1 if rep % 2 else 1]:
@@ -131,8 +131,8 @@ def compare(
     case: str, runs: dict[str, list[Run]], *, goal: float, floor_s: float | None
 ) -> list[Row]:
     ours, peer, name = runs["ours"], runs["peer"], runs["peer"][0].system
-    step = median(one.step_s for one in ours), median(one.step_s for one in peer)
-    peak = max(one.peak_bytes for one in ours), min(one.peak_bytes for one in peer)
+    step = median(r.step_s for r in ours), median(r.step_s for r in peer)
+    peak = max(r.peak_bytes for r in ours), min(r.peak_bytes for r in peer)
     rows = [
         Row(
             case,
@@ -159,7 +159,7 @@ def compare(
         ),
     ]
     for way in ("read", "written"):
-        moved = [median(getattr(one, f"{way}_bytes") for one in who) for who in (ours, peer)]
+        moved = [median(getattr(r, f"{way}_bytes") for r in runs_) for runs_ in (ours, peer)]
         rows.append(
             Row(
                 case,
@@ -177,13 +177,16 @@ def compare(
     return rows
 
 
-def distance(one: Run, plain: Run) -> float:
-    return max(abs(a - b) for a, b in zip(one.losses, plain.losses, strict=True))
+def distance(result: Run, plain: Run) -> float:
+    return max(abs(a - b) for a, b in zip(result.losses, plain.losses, strict=True))
 
 
 def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | None = None) -> Run:
-    """Runs a module of this package as its own process, inside `limit`. Raises RoadtrainError
-    with its last words."""
+    """Run a module of this package as its own process, limited by `limit`.
+
+    Raises:
+        RoadtrainError: the process failed; the message ends with its last output
+    """
     out, log = folder / "result.json", folder / "log.txt"
     out.unlink(missing_ok=True)
     command = [
@@ -202,7 +205,7 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
     ):
         try:
             if limit is not None:
-                limit.enter_process(process.pid)  # long before it has opened its first file
+                limit.enter_process(process.pid)  # before the process opens its first file
             watch = _Watch(process.pid)
             process.wait()
         finally:
@@ -211,7 +214,7 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
         raise RoadtrainError(
             f"{what[0]} ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
         )
-    if not out.exists():  # it compiled
+    if not out.exists():  # `--build` only compiles
         return Run(0.0, 0.0, 0.0, 0, (), "")
     result = json.loads(out.read_text())
     kept = result["steps"][WARM_UP:] or [{}]
@@ -228,20 +231,19 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
 
 
 class _Watch:
-    """The most that a process and its children had resident together, looked at ten times a
-    second until it ends."""
+    """Peak resident memory of a process and its children together, sampled ten times a second."""
 
     def __init__(self, pid: int) -> None:
         self._root, self._peak = psutil.Process(pid), 0
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="watch", daemon=True)
         self._over = threading.Event()
         self._thread.start()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._over.wait(0.1):
             with contextlib.suppress(psutil.Error):
                 family = [self._root, *self._root.children(recursive=True)]
-                self._peak = max(self._peak, sum(one.memory_info().rss for one in family))
+                self._peak = max(self._peak, sum(process.memory_info().rss for process in family))
 
     def ended(self) -> int:
         self._over.set()

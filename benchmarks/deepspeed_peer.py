@@ -1,14 +1,13 @@
-"""The peer of the out-of-core benchmark: the 420 M model under DeepSpeed ZeRO-3 with state
-offloaded to files, on CPU.
+"""Peer of the out-of-core benchmark: train the 420 M model on CPU by DeepSpeed ZeRO-3, with state
+offloaded to files.
 
     python -m benchmarks.deepspeed_peer --json OUT --dir D --steps 4
-    python -m benchmarks.deepspeed_peer --json OUT --build  compile the ops only (minutes,
-                                                                 once)
+    python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)
 
 One process, no launcher, gloo. Needs the extra `bench`, a C++ compiler and libaio's headers
-(Debian: libaio-dev): the ops are compiled at first use, so compile before measuring. Defaults are
-the fastest settings found by trying them out
-(docs name the others): nothing here may be slower than a DeepSpeed user would make it.
+(Debian: libaio-dev). The ops are compiled at first use, so compile before measuring. The defaults
+are the fastest of the settings tried (the docs list the others), so that nothing here is slower
+than a DeepSpeed user would have it.
 """
 
 from __future__ import annotations
@@ -126,20 +125,20 @@ def main(argv: list[str]) -> None:
     parser = arguments(
         argparse.ArgumentParser(description="the 420 M model under DeepSpeed with NVMe offload")
     )
-    parser.add_argument("--build", action="store_true", help="compile the ops and end")
+    parser.add_argument("--build", action="store_true", help="only compile the ops")
     parser.add_argument(
-        "--optimizer", choices=("nvme", "cpu"), default="nvme", help="where optimizer state rests"
+        "--optimizer", choices=("nvme", "cpu"), default="nvme", help="where optimizer state is kept"
     )
     parser.add_argument(
         "--params",
         choices=("nvme", "cpu", "none"),
         default="none",
-        help="where bf16 parameters rest",
+        help="where bf16 parameters are kept",
     )
     parser.add_argument("--pipeline", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument(
-        "--buffers", type=int, default=16, help="optimizer buffers; pipelining dies with 5"
+        "--buffers", type=int, default=16, help="optimizer buffers; pipelining fails with 5"
     )
     parser.add_argument("--param-buffers", type=int, default=300)
     parser.add_argument(

@@ -1,27 +1,26 @@
-"""Delayed update (staleness 1): does it converge like synchronous training, and does it hide the
-update?
+"""Measure the delayed update (staleness 1): does it converge like synchronous training, and does it
+hide the update?
 
-Convergence: the small job (examples/stdlib.toml: its model, text, optimizer and clipping as they
-are) for STEPS steps with staleness 0 and with 1, and plain torch from the same first values. State
-is in RAM: by Rule 1 the tier changes no bit. Compared are the mean of the last TAIL training losses
-and the held-out loss.
+Convergence: train the small job (examples/stdlib.toml, with its model, text, optimizer and
+clipping) for STEPS steps with staleness 0, with 1, and in plain torch from the same initial values.
+State is kept in RAM; by Rule 1 the storage tier does not change a bit. The mean of the last TAIL
+training losses and the held-out loss are compared.
 
-Hiding: one worker, and a server whose device is slow: a throttled loop device (the lab's; needs
-root). Updates begin at step(), as with clipping. Three times the same loop and the same steps:
-staleness 0, staleness 1, and without the update: step() is never called, the gradients travel and
-are dropped. That one comes first, on the device unthrottled, and sets the rates: such that writing
-one step's records takes SHARE of its step, so that all of it could be hidden. Blocks that the
-worker keeps stay valid where nothing is updated, so that step is, if anything, too short. What is
-hidden: (staleness 0 - staleness 1) / (staleness 0 - without). A stage's seconds add up over
-threads.
+Hiding: one worker, and a server with a slow device: a throttled loop device of the lab, which needs
+root. Updates begin at step(), as with clipping. The same steps run three times: at staleness 0, at
+staleness 1, and without the update, when step() is never called and gradients are sent but dropped.
+The run without the update comes first, on the unthrottled device, and sets the rate: writing one
+step's records takes SHARE of its step, so that all of it could be hidden. Without updates, blocks
+kept in the worker stay valid, so this step is, if anything, too short. The hidden share is
+(staleness 0 - staleness 1) / (staleness 0 - without). A stage's seconds are summed over threads.
 
-Does NOT run on a GPU, and does NOT emulate a slow processor of the server: that shares this
-machine's cores.
+Does NOT run on a GPU. Does NOT emulate a slow processor of the server, which shares this machine's
+cores.
 
-    python -m benchmarks.delayed --child train --way late --steps 300 --json OUT  late, sync
+    python -m benchmarks.delayed --child train --way late --steps 300 --json OUT  (late, sync)
     python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8
-    --json OUT
-    python -m benchmarks.delayed --child serve --dir DIR              a line in: its stages out
+        --json OUT
+    python -m benchmarks.delayed --child serve --dir DIR     (prints its stages for each input line)
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk
+from benchmarks.children import need_disk, run_child
 from benchmarks.report import Report, Row
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -61,9 +60,9 @@ WAYS = ("plain", "sync", "late")
 LAYERS, WIDTH, INNER, ROWS, SEQ = 6, 512, 1536, 1, 768
 # keep 4 of 6 blocks in the worker, no record in the server
 WORKER_BUDGET, SERVER_BUDGET = "96MiB", "128MiB"
-RECORD = 14  # bytes a parameter that an update writes: the 16-bit copy, fp32 master and two moments
+RECORD = 14  # bytes a parameter written by an update: the 16-bit copy, fp32 master and two moments
 WARM_UP, TIMED = 3, 5
-SHARE = 0.6  # of the step without update, the time that writing takes
+SHARE = 0.6  # time for writing, over the step without update
 HIDDEN_GOAL = 0.9
 SERVER_STAGES = ("Fetch", "Sum", "Read", "Update", "Write", "Commit")
 
@@ -71,15 +70,15 @@ SERVER_STAGES = ("Fetch", "Sum", "Read", "Update", "Write", "Commit")
 def run(quick: bool = False) -> Report:
     if not JOB.exists():
         raise ConfigError(
-            f"{JOB} is not there", hint="run it from a checkout: the small job is an example"
+            f"{JOB} does not exist", hint="run from a checkout, which has the example job"
         )
     rows = converges(12 if quick else STEPS, 4 if quick else TAIL, small=quick)
     if (why := lab_available()) is None:
         rows += hides(quick)
     else:
         print(
-            f"no slow device can be emulated here ({why}): whether the update is hidden is"
-            " left out",
+            f"no slow device can be emulated here ({why}); the hiding of the update is"
+            " not measured",
             flush=True,
         )
     return Report("delayed", rows)
@@ -91,7 +90,7 @@ def run(quick: bool = False) -> Report:
 def converges(steps: int, tail: int, small: bool) -> list[Row]:
     found = {}
     for way in WAYS:
-        found[way] = apart(
+        found[way] = run_child(
             "benchmarks.delayed",
             "--child",
             "train",
@@ -114,8 +113,11 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
     )
     rows = []
     for metric, value in (
-        (f"training loss, mean of the last {tail} steps", lambda one: fmean(one["losses"][-tail:])),
-        ("held-out loss", lambda one: one["held_out"]),
+        (
+            f"training loss, mean of the last {tail} steps",
+            lambda found: fmean(found["losses"][-tail:]),
+        ),
+        ("held-out loss", lambda found: found["held_out"]),
     ):
         difference = value(late) / value(sync) - 1
         rows += [
@@ -161,21 +163,21 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
             case,
             f"step, state in RAM, staleness {late}",
             "s",
-            fmean(one["seconds"]),
+            fmean(result["seconds"]),
             fmean(plain["seconds"]),
             "plain torch",
-            fmean(plain["seconds"]) / fmean(one["seconds"]),
+            fmean(plain["seconds"]) / fmean(result["seconds"]),
             None,
             None,
             None,
         )
-        for late, one in enumerate((sync, late))
+        for late, result in enumerate((sync, late))
     ]
     return rows
 
 
 def train(way: str, steps: int, small: bool) -> dict[str, Any]:
-    """The small job, one way, in this process."""
+    """Train the small job in this process, in one of WAYS."""
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         job = load_job(
             str(JOB),
@@ -193,7 +195,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
             training = place_job(job, lambda _: None)
             stack.callback(training.optimizer.close)
             if way == "plain":
-                training = plainly(training)
+                training = plain_torch(training)
                 stack.close()
             losses, seconds, begin = [], [], time.perf_counter()
             for number in range(steps):
@@ -211,8 +213,8 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
     return {"losses": losses, "seconds": seconds, "held_out": held_out, "tokens": tokens}
 
 
-def plainly(placed: PlacedJob) -> PlacedJob:
-    """The same job in plain torch, whole, with the values that `placed` begins with."""
+def plain_torch(placed: PlacedJob) -> PlacedJob:
+    """Build the same job in plain torch, with the initial values of `placed`."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -239,7 +241,7 @@ def hides(quick: bool) -> list[Row]:
             need_disk(Path(name), 2 * 10**9)
             with LoopDevice(Path(name) / "ssd", 1536 * MIB) as device:
                 limits = ["--device", device.major_minor, "--rate", rate] if rate else []
-                one = found[way] = apart(
+                result = found[way] = run_child(
                     "benchmarks.delayed",
                     "--child",
                     "step",
@@ -256,12 +258,12 @@ def hides(quick: bool) -> list[Row]:
                     *limits,
                 )
         if way == "none":
-            rate = RECORD * one["parameters"] / (SHARE * one["step_s"])
-        print(f"slow server, {way}: {one['step_s']:.2f} s a step", flush=True)
+            rate = RECORD * result["parameters"] / (SHARE * result["step_s"])
+        print(f"slow server, {way}: {result['step_s']:.2f} s a step", flush=True)
     none, sync, late = found["none"], found["sync"], found["late"]
     case = (
         f"one worker, {none['parameters'] / 1e6:.1f} M parameters, {seq} bytes of text, a server"
-        f" whose device gives {show_rate(rate)} each way"
+        f" with a device of {show_rate(rate)} each way"
     )
     exposed, left = sync["step_s"] - none["step_s"], late["step_s"] - none["step_s"]
     rows = [
@@ -315,8 +317,8 @@ def hides(quick: bool) -> list[Row]:
         ),
     ]
     for stage in sorted({*none["stages"], *sync["stages"], *late["stages"]}):
-        for way, one in found.items():
-            seconds, nbytes = one["stages"].get(stage, (0.0, 0))
+        for way, result in found.items():
+            seconds, nbytes = result["stages"].get(stage, (0.0, 0))
             where = "server" if stage in SERVER_STAGES else "worker"
             rows.append(
                 Row(
@@ -337,8 +339,9 @@ def hides(quick: bool) -> list[Row]:
 
 
 def train_beside(args: argparse.Namespace) -> dict[str, Any]:
-    """WARM_UP and then `--steps` steps beside a server of this process's, which is in the
-    throttled group."""
+    """Train WARM_UP and then `--steps` steps with a server in a child process, throttled if a rate
+    is given.
+    """
     torch.set_num_threads(1)
     compute = model420.compute_default()
     with ExitStack() as stack:
@@ -387,8 +390,10 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
-    """A server in a process of its own: (address, its stages since they were last asked for,
-    its process number)."""
+    """Run a server in its own process.
+
+    Yields (address, function that returns the stages since its last call, process id).
+    """
     command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -397,9 +402,9 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
         into, out = process.stdin, process.stdout
 
         def line() -> Any:
-            if not (said := out.readline()):
-                raise RoadtrainError("the server has ended")
-            return json.loads(said)
+            if not (text := out.readline()):
+                raise RoadtrainError("the server process ended unexpectedly")
+            return json.loads(text)
 
         def stages() -> dict[str, Any]:
             into.write("stages\n")
@@ -409,13 +414,14 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
         try:
             yield line(), stages, process.pid
         finally:
-            into.close()  # it ends
+            into.close()  # the server ends when its input closes
             process.wait()
 
 
 def serve(directory: str) -> None:
-    """`roadtrain serve` that also tells its stages: a line of JSON for its address and for each
-    line that comes in."""
+    """Run `roadtrain serve` and report its stages: print its address as a line of JSON, then its
+    stages for each input line.
+    """
     with SessionHost(
         ("127.0.0.1", 0),
         Path(directory) / "store",
@@ -428,9 +434,9 @@ def serve(directory: str) -> None:
         print(json.dumps(host.where), flush=True)
         for _ in sys.stdin:
             session = host.session
-            taken: Mapping[str, Any] = {} if session is None else session.stages.take()
+            stages: Mapping[str, Any] = {} if session is None else session.stages.take()
             print(
-                json.dumps({name: (stage.seconds, stage.nbytes) for name, stage in taken.items()}),
+                json.dumps({name: (stage.seconds, stage.nbytes) for name, stage in stages.items()}),
                 flush=True,
             )
         host.stop()
@@ -441,16 +447,16 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", choices=("train", "step", "serve"), required=True)
     parser.add_argument("--way", choices=("none", *WAYS))
-    parser.add_argument("--small", action="store_true", help="two layers, short rows")
+    parser.add_argument("--small", action="store_true", help="use two layers and short rows")
     parser.add_argument("--steps", type=int, default=TIMED)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--dir", help="directory on the slow device")
     parser.add_argument("--device", help="MAJ:MIN of the slow device")
     parser.add_argument(
-        "--rate", type=float, default=0.0, help="bytes a second each way; 0: as fast as it is"
+        "--rate", type=float, default=0.0, help="bytes a second each way; 0: unlimited"
     )
-    parser.add_argument("--json", help="where the result goes")
+    parser.add_argument("--json", help="file for the result")
     args = parser.parse_args(argv)
     if args.child == "serve":
         serve(args.dir)

@@ -1,12 +1,13 @@
-"""Depth: peak memory of training the same width at 8, 32 and 128 blocks, state on files, one fixed
-budget.
+"""Measure peak memory of training models of one width with 8, 32 and 128 blocks, with state in
+files and one fixed budget.
 
-Each depth is a process of its own, its peak is VmHWM. A block's saved input (rows x seq x width,
-fp32) must be kept for every block; how many bytes of them were held at the peak is what the
-activations' own counter says (under the budget, the rest rests on files), and growth beyond that
-should be nothing: buffers are as many as the budget gives.
+Each depth is a process of its own, and its peak is VmHWM. The saved input of every block (rows x
+seq x width, fp32) must be kept; the counter of activations tells how many bytes of inputs were in
+memory at the peak (under the budget, the rest is in files). Beyond that, memory should not grow:
+the budget alone decides the number of buffers.
 
-Each peak is the median of REPS processes: how glibc's heap happens to fall moves one by 5 %.
+Each peak is the median of REPS processes, because the layout of glibc's heap varies the peak by 5
+%.
 
     python -m benchmarks.depth --child 8 --dir DIR --width 512 --json OUT
 """
@@ -26,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.report import Report, Row
 from roadtrain.units import parse_bytes
 
@@ -45,21 +46,21 @@ def run(quick: bool = False) -> Report:
 
 def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
     base, rows = got[0], []
-    for one in got:
+    for result in got:
         case = (
-            f"{one['blocks']} blocks x {width}, {one['parameters'] / 1e6:.0f} M parameters, budget"
-            f" {budget}"
+            f"{result['blocks']} blocks x {width}, {result['parameters'] / 1e6:.0f} M parameters,"
+            f" budget {budget}"
         )
-        beyond = growth(base, one)
+        beyond = growth(base, result)
         rows += [
             Row(
                 case,
                 "peak memory of the process",
                 "MB",
-                one["peak_bytes"] / 1e6,
-                one["plain"] / 1e6,
+                result["peak_bytes"] / 1e6,
+                result["plain"] / 1e6,
                 "parameters, gradients, state of plain training",
-                one["plain"] / one["peak_bytes"],
+                result["plain"] / result["peak_bytes"],
                 None,
                 None,
                 None,
@@ -68,10 +69,10 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
                 case,
                 "held by roadtrain's buffers",
                 "MB",
-                one["resident"] / 1e6,
+                result["resident"] / 1e6,
                 parse_bytes(budget) / 1e6,
                 "budget",
-                parse_bytes(budget) / one["resident"],
+                parse_bytes(budget) / result["resident"],
                 None,
                 None,
                 None,
@@ -80,8 +81,8 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
                 case,
                 "all saved block inputs, and held at once",
                 "MB",
-                one["held"] / 1e6,
-                one["inputs"] / 1e6,
+                result["held"] / 1e6,
+                result["inputs"] / 1e6,
                 "all",
                 None,
                 None,
@@ -89,9 +90,9 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
                 None,
             ),
         ]
-        if one is not base:
-            last = one is got[-1]
-            plain = one["peak_bytes"] / base["peak_bytes"] - 1
+        if result is not base:
+            last = result is got[-1]
+            plain = result["peak_bytes"] / base["peak_bytes"] - 1
             rows += [
                 Row(
                     case,
@@ -122,14 +123,14 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
 
 
 def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
-    """One result a depth, shallowest first: the process with the median peak."""
+    """Measure each depth. Returns the process with the median peak for each, shallowest first."""
     got: list[list[dict[str, Any]]] = [[] for _ in depths]
     for _ in range(reps):
         for blocks, results in zip(depths, got):
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * 12 * blocks * 12 * width**2 + 10**9)
                 results.append(
-                    apart(
+                    run_child(
                         "benchmarks.depth",
                         "--child",
                         blocks,
@@ -142,14 +143,14 @@ def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> li
                     )
                 )
     return [
-        sorted(results, key=lambda one: one["peak_bytes"] - one["held"])[len(results) // 2]
+        sorted(results, key=lambda result: result["peak_bytes"] - result["held"])[len(results) // 2]
         for results in got
     ]
 
 
-def growth(base: dict[str, Any], one: dict[str, Any]) -> float:
-    """Of the peak, as a fraction, without the block inputs that either process held."""
-    return (one["peak_bytes"] - one["held"]) / (base["peak_bytes"] - base["held"]) - 1
+def growth(base: dict[str, Any], result: dict[str, Any]) -> float:
+    """Growth of the peak as a fraction, without the block inputs that either process held."""
+    return (result["peak_bytes"] - result["held"]) / (base["peak_bytes"] - base["held"]) - 1
 
 
 def child(
@@ -197,7 +198,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", type=int, required=True, help="number of blocks")
     parser.add_argument("--dir", required=True, help="directory for the state")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--budget", default=BUDGET)
     args = parser.parse_args(argv)

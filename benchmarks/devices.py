@@ -1,18 +1,19 @@
-"""More devices: updates next to each device against a host that reads and writes all state through
-one interconnect.
+"""More devices: update parameters next to each device, against a host that reads and writes all
+state through one interconnect.
 
-Storage is emulated: throttled loop devices, and one shared link each way as fast as 4 devices. M is
-2 bytes a parameter; state is fp32 (6M), gradients and parameters cross as fp32 (2M each).
+Storage is emulated by throttled loop devices and one shared link in each direction, as fast as 4
+devices. M is 2 bytes a parameter; state is fp32 (6M), gradients and parameters cross as fp32 (2M
+each).
 
-Ours: the engine, whole. Its links charge what crosses: gradients down, new parameters up; state
-stays at the devices. Host update (ZeRO-Infinity's way, overlapped): the same state striped over the
-same devices, gradients are written to them, then state and gradients are read, updated with the
-same kernel, and written back; every byte crosses.
+Ours: the whole engine. Its links charge what crosses them: gradients down, new parameters up; state
+stays at the devices. Host update (the method of ZeRO-Infinity, overlapped): the same state striped
+over the same devices. Gradients are written to them, then state and gradients are read, updated
+with the same kernel, and written back; every byte crosses.
 
-The update phase lasts from the first gradient pushed until everything is updated and durable and
-the new parameters are at the host. "norm first": no update begins before all gradients are in, as
-clipping and loss scaling demand; then gradients rest on the devices in ours too. Emulated: rates.
-NOT emulated: latency, the compute power of a real device.
+The update phase lasts from the first push of a gradient until everything is updated and durable and
+the new parameters are at the host. "norm first": no update begins before all gradients have
+arrived, as clipping and loss scaling require; then gradients are stored on the devices in ours too.
+Only rates are emulated, NOT latency or the compute power of a real device.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ from roadtrain.servers.session import JobSession
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
-RATE = 40e6  # bytes a second of one device, each way
-LINK = 4 * RATE  # of the interconnect, each way
+RATE = 40e6  # bytes/s of one device, in each direction
+LINK = 4 * RATE  # of the interconnect, in each direction
 CHUNK = 1 << 17  # elements
 BLOCK = 25 * CHUNK  # elements; 1 % of it is a whole number
-KEEP = 0.01  # of the elements: 2 % communicated
-BUFFERS = 4  # records a server; the host has twice as many a device
-THREADS = 4  # I/O threads of the host, a device and direction
+KEEP = 0.01  # kept fraction of the elements: 2 % of the bytes are sent
+BUFFERS = 4  # record buffers of a server; the host has twice as many for each device
+THREADS = 4  # I/O threads of the host, for each device and direction
 DEADLINE_S = 120.0
 # Transfer handler on and off. Note: the throttle counts in slices of a tenth of a second and lets
-# what is idle catch up. Taking turns between reading and writing costs nothing there unless a turn
-# is longer than a slice. So these rows have slower devices, larger records and less state (2
-# blocks, 4 at 8 devices): compare inside a row only.
+# an idle device catch up, so alternating between reading and writing costs nothing unless a turn is
+# longer than a slice. These rows therefore have slower devices, larger records and less state (2
+# blocks, 4 at 8 devices), and can only be compared with each other.
 SLOW_RATE = 16e6
 SLOW_CHUNK = 1 << 18  # elements: 0.2 s a turn
 
@@ -72,20 +73,21 @@ class TokenLink:
     """One direction of an emulated interconnect inside this process: `take(n)` returns when n bytes
     have crossed.
 
-    Bytes cross in the order of the calls, at `bytes_per_s` while anyone waits; full duplex is two
-    of these. `nbytes` counts what was asked for so far. Sleeping holds no lock and no GIL.
+    Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits; full duplex
+    needs two objects. `nbytes` counts the requested bytes so far. A sleeping caller holds neither
+    the lock nor the GIL.
 
-    Note: late wakers. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. So the
-    last taker's lateness is given back: the next piece begins when the link came free, unless the
-    caller idled beyond that lateness.
+    Note: late wake-ups. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. The
+    next piece therefore begins when the link became free, not when the last caller woke, unless the
+    caller was idle for longer than that lateness.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.nbytes = bytes_per_s, 0
         self._lock = threading.Lock()
-        # when the last piece accepted so far will have crossed; never decreases
+        # when the last accepted piece will have crossed; never decreases
         self._free_at = 0.0
-        self.late_s = 0.0  # how late the taker of that piece woke; 0 while it still sleeps
+        self.late_s = 0.0  # seconds by which the caller of that piece woke late; 0 while it sleeps
 
     def take(self, nbytes: int) -> None:
         with self._lock:
@@ -100,8 +102,9 @@ class TokenLink:
 
 
 class Wire:
-    """One direction of the interconnect: messages are delivered in order, each when its bytes
-    have crossed."""
+    """One direction of the interconnect. Delivers messages in order, each when its bytes have
+    crossed.
+    """
 
     def __init__(self, name: str, link: TokenLink) -> None:
         self.link = link
@@ -127,7 +130,7 @@ class Wire:
 
 
 class ChargedLink:
-    """A MessageLink whose gradients cross the interconnect."""
+    """A MessageLink whose gradients cross the emulated interconnect."""
 
     def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
@@ -144,7 +147,9 @@ class ChargedLink:
 
 
 class Ours:
-    """An engine on these directories behind the two wires; `params` receives what it pulls."""
+    """An engine with stores in these directories, behind the two wires. Pulled parameters are read
+    from `params`.
+    """
 
     def __init__(
         self,
@@ -167,7 +172,7 @@ class Ours:
             BudgetTerms(on_files=True, holds_gradients=False),
             GIB,
         )
-        budgets = replace(  # nothing is kept in memory: every byte of state moves
+        budgets = replace(  # nothing is kept in memory, so that all state is read and written
             budgets,
             worker=replace(budgets.worker, push_buffers=3),
             records=replace(
@@ -192,7 +197,7 @@ class Ours:
         try:
             worker.links.update({n: ChargedLink(link, down) for n, link in worker.links.items()})
             for server in servers.running:
-                server.trial.TRIED = 0  # its first steps are timed here too: none of them in bursts
+                server.trial.TRIED = 0  # no trial steps: all steps are timed
                 server._deliver = lambda message, _: up.post(
                     self._crossing(message), worker.deliver, message
                 )
@@ -244,8 +249,9 @@ class Ours:
         return time.perf_counter() - start
 
     def _release(self, block: Block) -> None:
-        """Asks for the new parameters at once: they are answered from memory as soon as they
-        exist."""
+        """Apply the update and request the new parameters, which are sent from memory as soon as
+        they exist.
+        """
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         worker.start_pull(block, self._hosts[block.index - 1])
@@ -257,11 +263,11 @@ class Ours:
 
 
 class HostUpdate:
-    """The peer. `params` are the host's parameters. Chunk i rests on device i mod n: a record [p,
-    m, v], a gradient.
+    """The peer. `params` are the host's parameters. Device i mod n stores chunk i: a record [p, m,
+    v], and a gradient.
 
-    Reads, kernels and writes overlap: THREADS a direction and device, 2 * BUFFERS chunks a device
-    in flight.
+    Reads, kernels and writes overlap: THREADS for each direction and device, 2 * BUFFERS chunks in
+    flight for each device.
     """
 
     def __init__(
@@ -312,9 +318,12 @@ class HostUpdate:
         record.close()
 
     def update(self, *, norm_first: bool = False) -> float:
-        """One update phase. Gradients run at most two sets of buffers ahead of the updates,
-        which keeps both directions busy all the time; with `norm_first` all of them are written
-        before any is read."""
+        """Run one update phase and return its seconds.
+
+        Gradients are sent at most two sets of buffers ahead of the updates, which keeps both
+        directions busy all the time. With `norm_first` all gradients are written before any is
+        read.
+        """
         self.step += 1
         reads: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
         writes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
@@ -473,16 +482,20 @@ def _table(blocks: int, chunk: int) -> ChunkTable:
 def measure(
     n: int, blocks: int, reps: int, directory: Path, *, handler: bool = True
 ) -> dict[str, float]:
-    """Median seconds of all modes, in turn on `n` fresh devices. Raises AssertionError where a
-    byte more or less crossed than must, or where the two sides' parameters differ."""
+    """Run all modes in turn on `n` fresh devices and return their median seconds.
+
+    Raises:
+        AssertionError: the bytes that crossed are not those expected, or the parameters of the two
+        sides differ
+    """
     table, slow_table = _table(blocks, CHUNK), _table(max(2, n // 2), SLOW_CHUNK)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
     rule = rules_for(optimizer)[0]
     hyper = rule.hyper(optimizer.param_groups[0])
     random = np.random.default_rng(0)
     start, grad = (random.standard_normal(BLOCK, dtype=np.float32) for _ in range(2))
-    # bytes an element: two slots and a spilled gradient in each engine, one slot and a gradient of
-    # the host's
+    # bytes an element: two slots and a spilled gradient in each engine, one slot and a gradient in
+    # the host update
     of_main, of_slow = BLOCK * blocks * (28 + 16), BLOCK * (len(slow_table.blocks) - 1) * 2 * 28
     size = int(1.1 * (of_main + of_slow) / n) + 96 * MIB
     with ExitStack() as stack:
@@ -490,7 +503,8 @@ def measure(
             stack.enter_context(LoopDevice(directory / f"{n}-{i}.img", size)) for i in range(n)
         ]
         down, up = Wire("down", TokenLink(LINK)), Wire("up", TokenLink(LINK))
-        stack.callback(up.close)  # after the engines: what they still say is carried
+        # closed after the engines, so that their last messages are carried
+        stack.callback(up.close)
         stack.callback(down.close)
 
         def ours(of: ChunkTable, name: str, buffers: int) -> Ours:
@@ -532,7 +546,7 @@ def measure(
         assert all(np.array_equal(a, b) for a, b in pairs), (
             "the parameters differ from the host update's"
         )
-        # until every extent of both slots has been touched
+        # until every extent of both slots has been written
         for mode in (NORM, HOST_NORM, *slow_modes, *slow_modes):
             timed(mode)
         seconds: dict[str, list[float]] = {mode: [] for mode in modes | slow_modes}
@@ -541,7 +555,7 @@ def measure(
                 continue
             with Throttle(devices, rate, rate) as throttle:
                 throttle.enter_process(os.getpid())
-                timed(next(iter(some)))  # uses up what an idle device may do above its rate
+                timed(next(iter(some)))  # uses up the burst that the throttle allows after idling
                 for rep in range(reps):
                     for mode in list(some)[:: -1 if rep % 2 else 1]:
                         seconds[mode].append(timed(mode))
@@ -549,9 +563,11 @@ def measure(
 
 
 def floor(mode: str, n: int, unit: int) -> float:
-    """Seconds of an update phase that the rates alone would take. With the norm first one
-    block's gradient of ours stays in a push buffer and never reaches a device: that can be 5 %
-    faster than this floor."""
+    """Seconds of an update phase at the full rates of devices and interconnect.
+
+    With the norm first, the gradient of one block stays in a push buffer of ours and never reaches
+    a device, which can make a phase 5 % faster than this floor.
+    """
     device, link = n * RATE, min(n * RATE, LINK)
     if mode == NORM:
         return unit * (2 / link + 8 / device)
@@ -561,9 +577,10 @@ def floor(mode: str, n: int, unit: int) -> float:
 def run(quick: bool = False, directory: str | None = None) -> Report:
     if (why := lab_available()) is not None:
         raise RoadtrainError(
-            f"storage cannot be emulated here: {why}", hint="it takes root, loop devices and blkio"
+            f"storage cannot be emulated here: {why}",
+            hint="needs root, loop devices and the blkio controller",
         )
-    reps = {4: 3, 8: 3} if quick else {1: 1, 2: 2, 4: 3, 8: 5}  # the slow ones vary least
+    reps = {4: 3, 8: 3} if quick else {1: 1, 2: 2, 4: 3, 8: 5}  # the slow runs vary least
     blocks = 4 if quick else 8
     home = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir=directory or Path.cwd()))
     try:
@@ -622,7 +639,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
                     None,
                 )
             )
-    for mode, peer, _ in PAIRS[:2]:  # measured and asserted, in every update phase
+    for mode, peer, _ in PAIRS[:2]:  # counted and asserted in every update phase
         for n in found:
             rows.append(
                 Row(

@@ -1,19 +1,19 @@
 """Sums inside the network: workers, switches and one optimizer node in the lab, beside the same
-servers over TCP and torch's all-reduce; and what protocol, kernels and numbers do alone.
+servers over TCP and torch's all-reduce; also the protocol, kernels and number formats alone.
 
     --only ITEM,..
-    model        the protocol, explored
+    model        all states of the protocol
     lab          4 and 8 workers below one switch
-    loss         links that lose
-    random       packets by the million
+    loss         links that lose packets
+    random       millions of random packets
     rate         packets a second of a switch
-    beats        heartbeats, and a worker that stands still
+    beats        heartbeats, and a stopped worker
     convergence  integers of 32, 16 and 8 bits
     tree         8 workers in two racks
-    predicted    what was measured in `lab` and `tree`, by the simulator
+    predicted    `lab` and `tree` by the simulator, beside what they measured
 
-Links have 400 Mbit/s each way, unless a case says otherwise; rates hold for whole frames, and all
-hosts share this machine's processors: rows say how busy they were. Needs root.
+Links have 400 Mbit/s in each direction unless a case says otherwise. Rates count whole frames. All
+hosts share this machine's processors; the rows show how busy they were. Needs root.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Raises ConfigError where the lab cannot be emulated."""
+    """Run the items. Raises ConfigError if the lab cannot be emulated."""
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated here: {why}")
     rows: list[Row] = []
@@ -71,6 +71,6 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
                 rows += ITEMS[name](bench)
             except RoadtrainError as error:
                 print(f"fanin: {name} ended: {error}", flush=True)
-                said = str(error).partition("\n")[0]
-                rows.append(Row(name, said, "", None, None, None, None, None, "it runs", False))
+                message = str(error).partition("\n")[0]
+                rows.append(Row(name, message, "", None, None, None, None, None, "it runs", False))
     return Report("fanin", rows)

@@ -1,5 +1,4 @@
-"""Item 5 of `fanin`: what heartbeats take of the links, and how soon a worker that stands still is
-named."""
+"""Item 5 of `fanin`: the heartbeats' share of the links, and how soon a stopped worker is named."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ STOPPED, RUNNING_S, WAIT_S = 2, 3.0, 15.0
 
 @contextmanager
 def counted(host: LabHost) -> Iterator[dict[str, float]]:
-    """What it yields is filled when the context ends."""
+    """Count the heartbeats of a host. The yielded dict is filled when the block ends."""
     words = [sys.executable, "-m", "benchmarks.fanin_count", "eth0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = host.run(words, **pipes, text=True)
@@ -32,8 +31,8 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield found
-        told, _ = process.communicate("enough\n", timeout=30)
-        found.update(json.loads(told.partition(" ")[2]))
+        line, _ = process.communicate("enough\n", timeout=30)
+        found.update(json.loads(line.partition(" ")[2]))
     finally:
         process.kill()
         process.communicate()
@@ -59,7 +58,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """By host, of RUNNING_S seconds in the middle of steps."""
+    """Count the heartbeats by host, for RUNNING_S seconds while workers train."""
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:
         time.sleep(RUNNING_S)
@@ -77,19 +76,19 @@ def _shares(beats: Mapping[str, Mapping[str, float]], scene: Scene) -> Iterator[
 
 
 def _stopped(lab: Lab, ranks: Sequence[FanInRank]) -> Iterator[Row]:
-    """A worker's process stands still (SIGSTOP): the first line anywhere that names it."""
+    """Stop a worker's process (SIGSTOP) and wait for the first log line that names it."""
     logs = {name: lab.log(name) for name in lab.servers}
     logs |= {f"worker {r}": rank.errors for r, rank in enumerate(ranks) if r != STOPPED}
     before = {name: len(log.read_text()) for name, log in logs.items()}
     ranks[STOPPED].process.send_signal(signal.SIGSTOP)
 
-    def said() -> dict[str, str]:
+    def lines() -> dict[str, str]:
         new = {name: log.read_text()[before[name] :] for name, log in logs.items()}
         found = {name: re.search(rf".*\bworker {STOPPED}\b.*", text) for name, text in new.items()}
         return {name: match[0] for name, match in found.items() if match}
 
-    seconds = wait_until(f"a line that names worker {STOPPED}", said, WAIT_S)
-    name, line = next(iter(said().items()))
+    seconds = wait_until(f"a line that names worker {STOPPED}", lines, WAIT_S)
+    name, line = next(iter(lines().items()))
     case = f"worker {STOPPED} is stopped; named by {name}: {' '.join(line.split())}"
     goal = f"<= {NAMED_S:.0f} s"
     yield row(case, "seconds until then", "s", seconds, goal, seconds <= NAMED_S)

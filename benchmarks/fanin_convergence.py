@@ -1,18 +1,18 @@
-"""Does training converge with gradients that the network adds as integers? The small job
-(examples/stdlib.toml: its model, text, optimizer and clipping as they are) for STEPS steps with
-WORKERS workers, whose gradients are added in fp32, and as integers of 32, 16 and 8 bits; all from
-the same first values, each worker with rows of its own.
+"""Does training converge with gradients that the network adds as integers?
 
-Sequences are of SEQ_LEN tokens and each worker has one at a time, so that the five runs take
-minutes. One process computes for all workers. Gradients lie in the chunks that place() cuts a model
-into, and pass through the kernels of the wire (switch/fixed_point.py) packet by packet, so a sum
-has the bits that it has behind switches. Updates are torch's.
-Compared is the loss on text held out, HELD_OUT batches, after the last step; that of the last TAIL
-steps is told beside it.
+Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for STEPS
+steps with WORKERS workers. Their gradients are added in fp32, and as integers of 32, 16 and 8 bits;
+all runs start from the same values, and each worker has rows of its own.
 
-Training is chaotic: any other rounding gives another run. So fp32 runs once more with the last
-bit of one element of the first sum changed. What that changes is no wire's doing: a difference
-below it says nothing, and a goal below it is met or missed by chance.
+Sequences have SEQ_LEN tokens and each worker has one at a time, so that the five runs take minutes.
+One process computes for all workers. Gradients are laid out in the chunks that place() cuts a model
+into, and pass through the wire's kernels (switch/fixed_point.py) packet by packet, so a sum is bit
+for bit that of a switch. Updates are torch's. The loss on HELD_OUT held-out batches after the last
+step is compared; the mean loss of the last TAIL steps is printed beside it.
+
+Training is chaotic: any other rounding gives another run. A control run in fp32 therefore changes
+the last bit of one element of the first sum. Its difference to fp32 is pure chance: smaller
+differences of another format mean nothing, and goals below it are met or missed by chance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Sum = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Worker after worker, as a server adds."""
+    """Add the gradients in fp32, worker after worker, as a server does."""
     total = parts[0].copy()
     for part in parts[1:]:
         total += part
@@ -56,7 +56,9 @@ def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_integers(width: int) -> Sum:
-    """Through the packets of each worker, and those of their sum."""
+    """Return a function that adds gradients as integers, through the packets of each worker and of
+    their sum.
+    """
     kind = fixed_point.INTEGER[width]
 
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -68,11 +70,11 @@ def as_integers(width: int) -> Sum:
         maxima = found.max(axis=0)
         total = np.zeros(count * PACKET_NBYTES, np.uint8)
         sums = total.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
-        one = np.zeros_like(total)
-        of_one = one.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
+        packets = np.zeros_like(total)
+        payloads = packets.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
         for part in parts:
-            fixed_point.quantize(part, "fp32", maxima, workers, width, 0, one)
-            sums += of_one
+            fixed_point.quantize(part, "fp32", maxima, workers, width, 0, packets)
+            sums += payloads
         out, all_of_them = np.empty(elements, np.float32), np.ones(count, bool)
         fixed_point.dequantize(
             total,
@@ -89,7 +91,7 @@ def as_integers(width: int) -> Sum:
 
 
 def _last_bit_changed() -> Sum:
-    """in_fp32, but for one bit of the first sum."""
+    """Return a function like in_fp32 that changes one bit of the first sum."""
     first = True
 
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -110,7 +112,7 @@ WAYS: dict[str, Sum] = {"fp32": in_fp32, CONTROL: _last_bit_changed()} | {
 
 
 class Workers:
-    """The model of all workers, and their gradients cut into the job's chunks."""
+    """The model that all workers share, and their gradients cut into the job's chunks."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.run.seed)
@@ -125,7 +127,9 @@ class Workers:
         self.chunks: list[Chunk] = list(laid_out.trainable)
 
     def gradients(self) -> list[np.ndarray]:
-        """Those of the last backward, fp32, one array a chunk; they are zero after it."""
+        """Return the gradients of the last backward, fp32, an array a chunk, and zero the model's
+        own.
+        """
         out = []
         for chunk in self.chunks:
             flat = np.zeros(chunk.numel, np.float32)
@@ -139,7 +143,7 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Their means become the parameters' gradients."""
+        """Set the parameters' gradients to the means of the sums."""
         for p in self.params:
             p.grad = torch.zeros_like(p)
         for chunk, total in zip(self.chunks, sums):
@@ -152,7 +156,7 @@ class Workers:
 
 
 def held_out_loss(workers: Workers, tokens: Tokens) -> float:
-    """Nats a token, after the last step."""
+    """Mean held-out loss, nats a token, after the last step."""
     job, cpu = workers.job, torch.device("cpu")
     batches = tokens.held_out_batches(HELD_OUT, 4, job.data.seq_len)
     with torch.no_grad():
@@ -160,7 +164,9 @@ def held_out_loss(workers: Workers, tokens: Tokens) -> float:
 
 
 def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[list[float], float]:
-    """The mean loss of the workers in each step, and that on what is held out after them."""
+    """Train and return the workers' mean loss in each step, and the held-out loss
+    after the last.
+    """
     workers, losses, begin = Workers(job), list[float](), perf_counter()
     cpu = torch.device("cpu")
     for number in range(steps):
@@ -190,7 +196,7 @@ def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[lis
 
 
 def rows(quick: bool = False, **changes: Any) -> list[Row]:
-    """`changes`: of the job."""
+    """Train in every format and compare. `changes`: options of the job."""
     steps, tail = (12, 4) if quick else (STEPS, TAIL)
     shorter = {"data.seq_len": SEQ_LEN, "data.batch_size": 1, **changes}
     job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **shorter})
@@ -216,7 +222,7 @@ def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Ro
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
-    """How far it is from fp32, on what is held out."""
+    """Relative difference of the held-out loss to that of fp32."""
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)
     return Row(case, f"{way}, against fp32", "%", 100 * off, None, None, None, None, bar, met)

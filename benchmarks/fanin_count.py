@@ -1,9 +1,9 @@
-"""Counts the heartbeats of the fan-in that leave and come by a network device.
+"""Count the heartbeats of the fan-in that a network device sends and receives.
 
     python -m benchmarks.fanin_count DEVICE       (on a host of the lab)
 
-It prints `ready`, waits for a line, and prints `beats {...}`: bytes of whole frames. It sees frames
-by a packet socket, whose filter lets only heartbeats pass. Needs root.
+It prints `ready`, waits for a line, and prints `beats {...}`: bytes of whole frames. Frames are
+read by a packet socket with a filter that accepts only heartbeats. Needs root.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MAGIC_AT, KIND_AT = 42, 45  # after the headers of Ethernet, IP and UDP
 
 
 def _program() -> bytes:
-    """Classic BPF (linux/filter.h): UDP over IP that begins as a heartbeat of the fan-in."""
+    """Classic BPF (linux/filter.h) that accepts UDP over IP with the header of a
+    fan-in heartbeat.
+    """
     half, byte, equal, leave = 0x28, 0x30, 0x15, 0x06
     wire_magic = int.from_bytes(MAGIC.to_bytes(2, "little"), "big")
     steps = [
@@ -43,7 +45,9 @@ def _program() -> bytes:
 
 
 def count(device: str) -> dict[str, float]:
-    """Bytes of whole frames until a line comes: {"sent", "received", "seconds"}."""
+    """Count bytes of whole frames until a line arrives on stdin: {"sent",
+    "received", "seconds"}.
+    """
     program = _program()
     memory = ctypes.create_string_buffer(program)
     attached = struct.pack("HL", len(program) // 8, ctypes.addressof(memory))

@@ -1,7 +1,7 @@
-"""Parameters, as a model to explore: the server's sender, a switch, workers' receivers, and their
-heartbeats, which the switch merges.
+"""Parameters as a model to explore: the server's sender, a switch, the workers' receivers, and
+their heartbeats, which the switch merges.
 
-What is assumed of network, restarts and the end: the notes of benchmarks/fanin_model.py.
+benchmarks/fanin_model.py notes the assumptions about network, restarts and termination.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.fanin_explore import Parts, State, Step, What
+from benchmarks.fanin_explore import Action, Parts, State, Step
 from benchmarks.fanin_machines import (
     RESTART,
     SEND,
@@ -29,15 +29,14 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):
-    """Merges what those have said that have spoken."""
+    """Merges heartbeats before all children have sent one."""
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
         super().child_beat(child, beat)
         return merged(list(self.beats.values()))
 
 
-SENDER, SWITCH, SENT_UP, RECEIVERS = 0, 1, 2, 3  # where in a state they stand; SENT_UP: all that
-# the switch's heartbeats have said, of which any may come to the sender late
+SENDER, SWITCH, SENT_UP, RECEIVERS = 0, 1, 2, 3  # indices into a state
 
 
 class Downwards:
@@ -51,10 +50,10 @@ class Downwards:
         machine = HastySwitch if variant is Variant.HASTY else SwitchStateMachine
         kind = SwitchStep(machine, window, workers)
         self.switch = Parts(kind.first, kind)
-        self.sent_up = Parts(NOTHING, lambda said, beat: (combined(said, beat), None))
+        self.sent_up = Parts(NOTHING, lambda sent, beat: (combined(sent, beat), None))
         self.receivers = Parts((0, 0), ReceiverStep(window))
-        self.said = cache(self._said)
-        self.heard = cache(self._heard)
+        self.possible_beats = cache(self._possible_beats)
+        self.merged_beats = cache(self._merged_beats)
 
     def first(self) -> State:
         first = self.senders.first, self.switch.first, self.sent_up.first
@@ -74,25 +73,25 @@ class Downwards:
             yield ("restarts",), _with(state, SWITCH, restarted), ""
 
     def _sender(self, state: State) -> Iterator[Step]:
-        """It sends, or a heartbeat comes to it."""
+        """A step of the sender: it sends a packet, or receives a heartbeat."""
         part = state[SENDER]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
             yield ("sends", number), _with(state, SENDER, to), self._beyond(state, number)
-        for beat in self.heard(state[SENT_UP]):
+        for beat in self.merged_beats(state[SENT_UP]):
             to, _ = self.senders.step(part, self.senders.event(beat))
             if to != part:
-                last = self.senders.states[to][4] - 1  # the greatest that it has sent then
-                yield ("hears", beat), _with(state, SENDER, to), self._beyond(state, last)
+                last = self.senders.states[to][4] - 1  # the greatest number sent by then
+                yield ("beat", beat), _with(state, SENDER, to), self._beyond(state, last)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """A packet comes to it, or one of its heartbeats to the switch."""
+        """A step of a worker: it receives a packet, or the switch receives a heartbeat of it."""
         at = RECEIVERS + worker
         for number in range(self.senders.states[state[SENDER]][4]):
             to, new = self.receivers.step(state[at], self.receivers.event(number))
             if new:
-                yield ("comes", worker, number), _with(state, at, to), ""
-        for beat in self.said(state[at]):
+                yield ("packet", worker, number), _with(state, at, to), ""
+        for beat in self.possible_beats(state[at]):
             after, merged_beat = self._merge(state, worker, beat)
             if after != state:
                 wrong = self._untrue(state, merged_beat)
@@ -104,11 +103,11 @@ class Downwards:
         state = _with(state, SWITCH, to)
         if not isinstance(out, Heartbeat):
             return state, None
-        said, _ = self.sent_up.step(state[SENT_UP], self.sent_up.event(out))
-        return _with(state, SENT_UP, said), out
+        sent, _ = self.sent_up.step(state[SENT_UP], self.sent_up.event(out))
+        return _with(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
-        """What is true of each worker."""
+        """The true heartbeat of each worker."""
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
 
     def _beyond(self, state: State, number: int) -> str:
@@ -116,21 +115,23 @@ class Downwards:
         return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
-        """A heartbeat that says more than is true of all workers."""
+        """Check a heartbeat that the switch sent up: it must not claim more than is true of all
+        workers.
+        """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:
             return ""
-        return f"the switch says {beat}, and {true} is true"
+        return f"the switch claims {beat}, but only {true} is true"
 
-    def _said(self, receiver: int) -> list[Heartbeat]:
+    def _possible_beats(self, receiver: int) -> list[Heartbeat]:
         return earlier_beats(self.receivers.states[receiver], self.window)
 
-    def _heard(self, said: int) -> list[Heartbeat]:
-        beat = self.sent_up.states[said]
+    def _merged_beats(self, sent: int) -> list[Heartbeat]:
+        beat = self.sent_up.states[sent]
         if beat == NOTHING:
             return []
         found = earlier_beats((beat.ack, beat.have), self.window)
-        return [replace(one, credit=min(one.credit, beat.credit)) for one in found]
+        return [replace(earlier, credit=min(earlier.credit, beat.credit)) for earlier in found]
 
     # --- a round without loss --------------------------------------------------------------------
 
@@ -146,30 +147,30 @@ class Downwards:
         return self._beats_up(_with(state, SENDER, sender))
 
     def _beats_up(self, state: State) -> State:
-        """Each worker's heartbeat comes to the switch, the last merged one to the sender."""
+        """Deliver each worker's heartbeat to the switch, and the last merged one to the sender."""
         out = None
         for worker, beat in enumerate(self._beats(state)):
             state, out = self._merge(state, worker, beat)
-        assert out is not None, "all have spoken"
+        assert out is not None, "all children have sent heartbeats"
         sender, _ = self.senders.step(state[SENDER], self.senders.event(out))
         return _with(state, SENDER, sender)
 
     # --- words -----------------------------------------------------------------------------------
 
-    def words(self, what: What) -> str:
-        match what:
+    def describe(self, action: Action) -> str:
+        match action:
             case ("sends", number):
                 return f"the server sends {number}"
-            case ("hears", beat):
-                return f"the server hears {beat}"
-            case ("comes", worker, number):
-                return f"{number} comes to worker {worker}"
+            case ("beat", beat):
+                return f"the server receives {beat}"
+            case ("packet", worker, number):
+                return f"worker {worker} receives {number}"
             case ("merges", worker, beat, out):
-                sent = "nothing on" if out is None else f"on {out}"
-                return f"{beat} of worker {worker} comes to the switch, which sends {sent}"
+                sent = "nothing" if out is None else str(out)
+                return f"the switch receives {beat} of worker {worker} and sends {sent}"
             case ("restarts",):
                 return "the switch restarts"
-        raise AssertionError(what)
+        raise AssertionError(action)
 
 
 def _with(state: State, at: int, part: int) -> State:

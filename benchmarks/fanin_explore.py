@@ -1,8 +1,8 @@
-"""All states that a model can be in, breadth first; and whether all of them still lead to the end.
+"""Explore all states of a model, breadth first, and check that each still leads to the end.
 
-A model says its steps; a state is a tuple of small ints, which `Parts` hand out for the states of
-machines. A machine's step depends on its own state and the event alone, so it is taken once and
-remembered: what is explored is what the real machines did.
+A model yields its steps; a state is a tuple of small ints, which `Parts` assigns to the states of
+machines. A machine's step depends only on its own state and the event, so it is computed once and
+remembered: the explored steps are those of the real machines.
 
 Does NOT know any protocol.
 """
@@ -18,21 +18,20 @@ Out = TypeVar("Out")
 State = tuple[int, ...]
 
 
-What = tuple[Any, ...]  # happens: the model has words for it
-Step = tuple[
-    What, State, str
-]  # what happens, what is then, and what is wrong with that, if anything
+Action = tuple[Any, ...]  # an event of the model, which `describe` puts into words
+# (action, next state, error in that state or "")
+Step = tuple[Action, State, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found."""
+    """Result of an exploration."""
 
-    states: int  # different ones that were reached
-    depth: int  # steps from the beginning to the last of them
-    exhaustive: bool  # no state that can be reached is beyond `most_states`
-    wrong: str = ""  # what was found wrong; empty: nothing
-    trace: tuple[str, ...] | None = None  # the fewest steps to what is wrong
+    states: int  # number of different states reached
+    depth: int  # steps from the first state to the farthest
+    exhaustive: bool  # all reachable states were explored, fewer than `most_states`
+    wrong: str = ""  # the violated property; empty: none
+    trace: tuple[str, ...] | None = None  # the shortest sequence of steps to the violation
 
     @property
     def right(self) -> bool:
@@ -43,26 +42,29 @@ class Model(Protocol):
     def first(self) -> State: ...
 
     def steps(self, state: State) -> Iterable[Step]:
-        """All that may happen next, and changes anything."""
+        """Yield every step that changes the state."""
 
-    def words(self, what: What) -> str: ...
+    def describe(self, action: Action) -> str: ...
 
     def round(self, state: State) -> State:
-        """The state after all that was under way is lost, all have waited long enough to send
-        again, and nothing of that is lost."""
+        """Return the state after a round without loss: all packets in flight are lost, then all
+        senders time out and send again, and nothing is lost.
+        """
 
     def done(self, state: State) -> bool:
-        """All is delivered, and all know."""
+        """Check that everything is delivered and every machine knows it."""
 
 
 class Parts(Generic[S, Out]):
-    """The states of one kind of machine, numbered; and what each event did to each."""
+    """The states of one kind of machine, numbered, and the remembered result of
+    each event on each.
+    """
 
     def __init__(self, first: S, step: Callable[[S, Any], tuple[S, Out]]) -> None:
         self._step = step
         self.states: list[S] = []
         self._ids: dict[S, int] = {}
-        self._known: dict[tuple[int, int], tuple[int, Out]] = {}
+        self._steps: dict[tuple[int, int], tuple[int, Out]] = {}
         self.events: list[Any] = []
         self._event_ids: dict[Hashable, int] = {}
         self.first = self.number(first)
@@ -74,32 +76,32 @@ class Parts(Generic[S, Out]):
         return found
 
     def event(self, event: Hashable) -> int:
-        """Its number: what `step` takes."""
+        """Return the number of an event, which `step` takes."""
         found = self._event_ids.setdefault(event, len(self.events))
         if found == len(self.events):
             self.events.append(event)
         return found
 
     def step(self, number: int, event: int) -> tuple[int, Out]:
-        """The machine's number afterwards, and what it did."""
-        known = self._known.get((number, event))
-        if known is None:
+        """Return the number of the machine's next state, and the step's output."""
+        result = self._steps.get((number, event))
+        if result is None:
             state, out = self._step(self.states[number], self.events[event])
-            known = self._known[number, event] = self.number(state), out
-        return known
+            result = self._steps[number, event] = self.number(state), out
+        return result
 
 
 def explore(model: Model, most_states: int = 10_000_000) -> Result:
-    """Until something is wrong, or no state is new, or there are too many."""
+    """Explore until something is wrong, no state is new, or there are too many states."""
     first = model.first()
     before: dict[State, State | None] = {first: None}
     level, depth = [first], 0
     while level:
         found: list[State] = []
         for state in level:
-            for what, to, wrong in model.steps(state):
+            for action, to, wrong in model.steps(state):
                 if wrong:
-                    trace = (*_trace(model, before, state), model.words(what))
+                    trace = (*_trace(model, before, state), model.describe(action))
                     return Result(len(before), depth + 1, False, wrong, trace)
                 if to not in before:
                     before[to] = state
@@ -112,43 +114,45 @@ def explore(model: Model, most_states: int = 10_000_000) -> Result:
 
 
 def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustive: bool) -> Result:
-    """Whether all states lead to the end."""
+    """Check that all states lead to the end, and return the result."""
     leads = _Leading(model)
     for state in before:
         if not leads.to_the_end(state):
-            wrong = "from here the end cannot be reached"
+            wrong = "the end cannot be reached from here"
             return Result(len(before), depth, False, wrong, _trace(model, before, state))
     return Result(len(before), depth, exhaustive)
 
 
 class _Leading:
-    """States from which rounds without loss lead to the end."""
+    """Remembers the states from which rounds without loss lead to the end."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.known: set[State] = set()
+        self.leading: set[State] = set()
 
     def to_the_end(self, state: State) -> bool:
         path: set[State] = set()
-        while state not in self.known and not self.model.done(state):
+        while state not in self.leading and not self.model.done(state):
             if state in path:
                 return False
             path.add(state)
             state = self.model.round(state)
-        self.known |= path
+        self.leading |= path
         return True
 
 
 def _trace(model: Model, before: dict[State, State | None], last: State) -> tuple[str, ...]:
-    """The steps to a state, in words."""
-    words = list[str]()
+    """Describe the steps to a state."""
+    descriptions = list[str]()
     for earlier, state in _pairs(before, last):
-        words.append(next(model.words(what) for what, to, _ in model.steps(earlier) if to == state))
-    return tuple(reversed(words))
+        descriptions.append(
+            next(model.describe(action) for action, to, _ in model.steps(earlier) if to == state)
+        )
+    return tuple(reversed(descriptions))
 
 
 def _pairs(before: dict[State, State | None], last: State) -> Iterator[tuple[State, State]]:
-    """(state, next state), from the end."""
+    """Yield (state, next state), backwards from `last`."""
     while (earlier := before[last]) is not None:
         yield earlier, last
         last = earlier

@@ -1,10 +1,11 @@
-"""The lab of `fanin`: workers and one optimizer node with the same rate each way, and hosts on
-which switches run.
+"""The lab of `fanin`: workers and one optimizer node with the same rate in each direction, and
+hosts for switches.
 
-A switch of hardware has a port for each that is connected; here its host has one fast NIC, which
-is no bottleneck. `racks = 2`: each rack has a bridge of its own with its workers and its switch's
-host, joined to the others by one link of the workers' rate; the root's host and the node are beside
-the racks. Bytes are counted where tc's rates hold, whole frames. Does NOT train (fanin_worker.py).
+A hardware switch has a port for each connection; here its host has one NIC fast enough not to be a
+bottleneck. With `racks = 2`, each rack has a bridge of its own for its workers and its switch's
+host, joined to the spine by a link of the workers' rate; the root's host and the node are on the
+spine. Bytes are counted where tc limits the rate, as whole frames. Does NOT train
+(fanin_worker.py).
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from roadtrain.transport.address import write_token
 
 MBIT = 1e6 / 8
 RATE = 400 * MBIT
-FAST = 10_000 * MBIT  # of a switch's host
-PLACING = 4_000 * MBIT  # of all links until everything is placed, which is not what is measured
+FAST = 10_000 * MBIT  # rate of a switch's host
+PLACING = 4_000 * MBIT  # of all links while models are placed, which is not measured
 SERVER_PORT, SWITCH_PORT = 7000, 7100
-MEMORY = "512MiB"  # of a switch: its socket holds what all workers may have under way
+MEMORY = "512MiB"  # memory of a switch: its socket buffers all that the workers may have in flight
 NODE, ROOT, SPINE = "node", "switch", "spine"
-STILL_S, STILL_BYTES = 1.0, 50_000  # nothing but signs of life goes over any link
+STILL_S, STILL_BYTES = 1.0, 50_000  # links that carry less in this time carry only heartbeats
 RUN_S, START_S = 600.0, 300.0
-FRAME, PAYLOAD = 14 + 28 + 1456, 1408  # bytes of a packet on the link, of what it is for
-CARRIED = PAYLOAD / FRAME  # of a rate: what datagrams of the fan-in carry
+FRAME, PAYLOAD = 14 + 28 + 1456, 1408  # bytes of a packet on the link, and of its payload
+CARRIED = PAYLOAD / FRAME  # share of the rate that carries payload of datagrams
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Scene:
     rate: float = RATE
     racks: int = 1
     loss: float | None = None
-    """Of each packet, at the NICs of workers and node, each way; None: packets are cut and joined
-    as network cards do it."""
+    """Probability that a packet is lost, in each direction at the NICs of workers and node. None:
+    no emulated loss, and packets are segmented and coalesced as network cards do.
+    """
 
     @property
     def per_rack(self) -> int:
@@ -71,7 +73,7 @@ class Scene:
         return Network(hosts, {(rack, SPINE): self.rate for rack in self.rack_names})
 
     def fan_in(self, network: Network, wire: str) -> dict[str, Any]:
-        """The tree, as a job says it."""
+        """The tree, as in a job's file."""
 
         def at(host: str) -> str:
             return f"{network.hosts[host].address}:{SWITCH_PORT}"
@@ -91,25 +93,25 @@ class Scene:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. Bytes and seconds of processors are those of one step."""
+    """Result of one run. Bytes and processor seconds are those of one step."""
 
     seconds: float
-    """Of a step: of its last worker, in the middle of those that count."""
+    """Median seconds of a measured step, until its last worker has finished."""
 
     losses: list[list[float]]
-    """Of each worker, of each step."""
+    """Losses of each step, for each worker."""
 
     frames: dict[str, Traffic]
-    """By link: "w0", "node", "rack0-spine": what left the first, and what came to it."""
+    """Bytes by link ("w0", "node", "rack0-spine"): sent by the first end, and received by it."""
 
     busy: float
-    """Share of the machine's processors that was busy, by whatever."""
+    """Share of the machine's processors that was busy, including other programs."""
 
     cpu: dict[str, float]
-    """By role: seconds of processors of all its processes."""
+    """Processor seconds by role, over all its processes."""
 
     logs: dict[str, str] = field(default_factory=dict)
-    """By role: what its processes printed."""
+    """Output of the processes, by role."""
 
 
 class FanInRank(Rank):
@@ -117,7 +119,9 @@ class FanInRank(Rank):
 
 
 class Lab:
-    """A scene's network, with a server at the node and switches, for as long as the context."""
+    """The network of a scene, with a server at the node and switches. Use it as a
+    context manager.
+    """
 
     def __init__(self, scene: Scene, home: Path) -> None:
         self.scene, self.home = scene, home
@@ -135,12 +139,13 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         self._made.close()
 
-    # what runs beside the workers
+    # processes beside the workers
 
     @contextmanager
     def serving(self, *, switches: bool) -> Iterator[str]:
-        """A server of an empty store at the node, and where wished the switches: the server's
-        address."""
+        """Run a server with an empty store at the node, and the switches if requested. Yields the
+        server's address.
+        """
         store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
         address = f"{self.network.hosts[NODE].address}:{SERVER_PORT}"
         running = []
@@ -182,7 +187,7 @@ class Lab:
 
     @property
     def links(self) -> dict[str, LabLink]:
-        """Those that have the workers' rate."""
+        """The links that have the workers' rate."""
         hosts = self.network.hosts
         own = {name: host.nics[0] for name, host in hosts.items() if not name.startswith(ROOT)}
         return own | {f"{a}-{b}": link for (a, b), link in self.network.links.items()}
@@ -197,8 +202,11 @@ class Lab:
     # runs
 
     def train(self, spec: WorkerSpec, wire: str | None = None) -> Measured:
-        """One worker a host. `wire`: gradients are summed by switches, as integers of so many bits;
-        None: not by switches."""
+        """Train with one worker on each host.
+
+        Args:
+            wire: integer format in which switches sum gradients; None: switches do not sum
+        """
         if spec.method != "ours":
             return self._train(replace(spec, master=self.network.hosts["w0"].address))
         with self.serving(switches=wire is not None) as address:
@@ -217,7 +225,7 @@ class Lab:
             end(ranks)
 
     def start(self, spec: WorkerSpec) -> list[FanInRank]:
-        """Processes of all workers, each with its place in the model's first values."""
+        """Start the processes of all workers, and wait until each has placed its model."""
         spec.write(path := self.home / "spec.json")
         world = self.scene.workers
         hosts = [self.network.hosts[f"w{w}"] for w in range(world)]
@@ -236,7 +244,7 @@ class Lab:
         return ranks
 
     def warm_up(self, ranks: Sequence[FanInRank]) -> None:
-        """Until each waits behind its first steps."""
+        """Let all workers run their first steps, after which they wait."""
         go(ranks)
         self._all(ranks, "warm", RUN_S)
 
@@ -270,8 +278,9 @@ class Lab:
         )
 
     def _still(self) -> dict[str, Traffic]:
-        """The links' counts once what the last step has left under way is there: gradients that
-        are pushed behind it, parameters that are pulled ahead."""
+        """Return the links' byte counts once all traffic of the last step has ended: gradients
+        pushed after it and parameters pulled ahead.
+        """
         then, until = self.frames(), time.monotonic() + RUN_S
         while time.monotonic() < until:
             time.sleep(STILL_S)
@@ -280,7 +289,7 @@ class Lab:
             if all(max(by.sent, by.received) < STILL_BYTES for by in moved):
                 return now
             then = now
-        raise DeadlineError(f"links are not still {RUN_S:.0f} s after a step")
+        raise DeadlineError(f"links still carry data {RUN_S:.0f} s after a step")
 
     def _last_words(self) -> str:
         logs = sorted(self.home.glob("*.log")) + sorted(self.home.glob("errors*"))
@@ -299,8 +308,9 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """The middle of the steps after the warm-up and the one that follows the pause. All processes
-    read one clock; a step ends when its last worker has ended it."""
+    """Median of the steps after the warm-up and the step after the pause. All processes read the
+    same clock; a step ends when its last worker has finished.
+    """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))
 
@@ -310,7 +320,7 @@ def _per_step(traffic: Traffic, steps: int) -> Traffic:
 
 
 def _cpu(roles: Mapping[str, Sequence[psutil.Process]]) -> dict[str, float]:
-    times = {role: [one.cpu_times() for one in some] for role, some in roles.items()}
+    times = {role: [process.cpu_times() for process in some] for role, some in roles.items()}
     return {role: sum(t.user + t.system for t in some) for role, some in times.items()}
 
 
@@ -333,7 +343,7 @@ def _ended(process: subprocess.Popen[Any]) -> None:
 
 
 def wait_until(what: str, done: Any, within_s: float) -> float:
-    """Seconds until `done()` is true. Raises DeadlineError."""
+    """Wait until `done()` is true and return the seconds. Raises DeadlineError."""
     begin = time.monotonic()
     while not done():
         if time.monotonic() - begin > within_s:

@@ -1,8 +1,8 @@
-"""Item 3 of `fanin`: links that lose packets. Goodput beside the same links without loss, and the
-losses of training, which are to be the same.
+"""Item 3 of `fanin`: links that lose packets. Compares goodput with the same links without loss,
+and checks that the training losses are the same.
 
-Packets travel one by one in a lab that loses, which costs processor time: links have 50 Mbit/s
-here, with and without loss.
+A lab that loses packets handles them one by one, which costs processor time, so links have only 50
+Mbit/s here, with and without loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.lab import loss_available
 
 RATE, WORKERS = 50 * MBIT, 4
-GOODPUT = {0.0001: 0.97, 0.001: 0.90, 0.01: 0.60}  # loss -> of the goodput without loss
+GOODPUT = {0.0001: 0.97, 0.001: 0.90, 0.01: 0.60}  # loss -> least share of the goodput without loss
 SIZE = {"layers": 2, "width": 512, "inner": 1536}  # S is 28 MB
 
 

@@ -1,7 +1,8 @@
-"""The machines of the fan-in (switch/protocol/numbered.py, switch/protocol/switch.py) as states
-that can be compared: each step makes a machine of a state, lets it act, and looks at it again.
+"""The state machines of the fan-in (switch/protocol/numbered.py, switch/protocol/switch.py) as
+comparable states: each step rebuilds a machine from a state, lets it act, and reads its state
+again.
 
-What is left out of a state: counters; of resends all but their order.
+A state leaves out counters, and all of resends but their order.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from typing import Any
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender, Resend
 from roadtrain.switch.protocol.switch import Entry, Packet, SwitchStateMachine
 
-Data = tuple[tuple[int, int], ...]  # (worker, number) of all that is in a sum, sorted
+Data = tuple[tuple[int, int], ...]  # (worker, number) of every part of a sum, sorted
 SEND, SILENT, RESTART = "send", "silent", "restart"
 
 
-def collected(one: Data, other: Data) -> Data:
-    """A sum that shows what it is made of, and how often."""
-    return tuple(sorted(one + other))
+def collected(first: Data, second: Data) -> Data:
+    """Combine two sums so that the result shows its parts, and how often each is in it."""
+    return tuple(sorted(first + second))
 
 
 class LiteralSwitch(SwitchStateMachine):
-    """The paper's words taken literally (L10): the table is indexed by the number modulo the
-    window, an entry is cleared when it is complete, and a resend is a packet like others."""
+    """The paper's switch, taken literally (L10): the table is indexed by the number modulo the
+    window, an entry is cleared when it is complete, and a resend is treated as any packet.
+    """
 
     def packet(self, packet: Packet) -> Packet | None:
         slot = packet.number % self.slots
@@ -38,7 +40,7 @@ class LiteralSwitch(SwitchStateMachine):
         return Packet(packet.number, entry.data, packet.op, self.child)
 
 
-# (ack, credit, have, ready, next, judged, lost, numbers that went again in that order)
+# (ack, credit, have, ready, next, judged, lost, resent numbers in order)
 SenderState = tuple[int, int, int, int, int, int, int, tuple[tuple[int, int], ...]]
 
 
@@ -53,12 +55,12 @@ def sender_state(sender: NumberedSender) -> SenderState:
 
 
 def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Returns the number that was sent, or -1."""
+    """Apply an event. Returns the new state and the number that was sent, or -1."""
     sender, sent = NumberedSender(), -1
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
     sender.beat = Heartbeat(ack, credit, have)
     sender.resent = {number: Resend(before, i) for i, (number, before) in enumerate(again)}
-    sender.resends = len(again)  # the next one's order
+    sender.resends = len(again)  # the order of the next resend
     if isinstance(event, Heartbeat):
         sender.heartbeat(event)
     elif event == SILENT:
@@ -70,7 +72,7 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
 
 
 def eager_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Of a worker that sends all that it may as soon as it hears a heartbeat."""
+    """Apply an event to a worker that, on a heartbeat, sends all that it may at once."""
     state, sent = sender_step(state, event)
     more = isinstance(event, Heartbeat)
     while more:
@@ -91,7 +93,7 @@ class ReceiverStep:
         receiver.ack, receiver.have = state
         had = number < receiver.ack or receiver.have >> (number - receiver.ack) & 1
         new = receiver.accept(number)
-        assert not (new and had), f"{number} was taken twice"
+        assert not (new and had), f"{number} was accepted twice"
         receiver.check()
         return (receiver.ack, receiver.have), new
 
@@ -101,12 +103,14 @@ def beat_of(state: ReceiverState, depth: int) -> Heartbeat:
 
 
 def earlier_beats(state: ReceiverState, depth: int) -> list[Heartbeat]:
-    """All that a receiver may have said before: of what has come, whatever came first."""
+    """All heartbeats that a receiver may have sent before, for every order in which the numbers may
+    have arrived.
+    """
     ack, have = state
-    came = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
+    arrived = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
     found = []
     for first in range(ack + 1):
-        later = [n for n in came if first < n < first + depth]
+        later = [n for n in arrived if first < n < first + depth]
         for choice in range(1 << len(later)):
             bits = sum(1 << (n - first) for i, n in enumerate(later) if choice >> i & 1)
             found.append(Heartbeat(first, first + depth - 1, bits))
@@ -119,7 +123,9 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 
 @dataclass(frozen=True)
 class SwitchStep:
-    """What it gives: what goes up, and the number that lost its slot to a greater one (or -1)."""
+    """A step of a switch. It outputs the packet or heartbeat sent up, and the number that lost its
+    slot to a greater number (or -1).
+    """
 
     machine: type[SwitchStateMachine]
     slots: int
@@ -154,8 +160,8 @@ class SwitchStep:
         switch = self.machine(self.slots, self.children)
         switch.acked = state[0]
         switch.table = {
-            slot: Entry(number, collected, set(came), data, done)
-            for slot, number, came, data, done in state[1]
+            slot: Entry(number, collected, set(children), data, done)
+            for slot, number, children, data, done in state[1]
         }
         switch.beats = dict(state[2])
         return switch

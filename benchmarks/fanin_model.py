@@ -1,28 +1,30 @@
-"""What goes up and down through switches, explored: every sum right, each once, all of it in the
-end, whatever is lost, repeated or late, and whoever restarts.
+"""Explore the packets that go up and down through switches: every sum is right, each arrives once
+and all arrive in the end, whatever packet is lost, repeated or late and whichever machine
+restarts.
 
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The machines are those that run (switch/protocol/numbered.py, switch/protocol/switch.py). In each
-state it is asserted what they say of themselves (`check()`), that no number is taken twice, and
-that no slot is taken while its number has not come to the end.
+The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Each state
+is checked: the machines' own invariants (`check()`), that no number is accepted twice, and that no
+slot is reused before its number has reached the end.
 
-Note "Network": all that was ever sent may arrive at any time, any number of times, or never. This
-covers loss, repetition and reordering anywhere. As a number's data never change, what a worker has
-sent is the numbers below its `next`; a heartbeat may be any that its origin may have sent before.
+Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
+covers loss, repetition and reordering anywhere. As a number's data never change, a worker has sent
+the numbers below its `next`; a heartbeat may be any that its origin may have sent before.
 
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
-all machines are new, and packets of the old job are still under way. So a restart is the first
-state again, with packets of all numbers of an older job under way; they are refused, as a packet's
-tag is the job's (switch/packets.py). Variant.ANY_JOB shows that this is needed.
+all machines are new, and packets of the old job are still in flight. So a restart is the first
+state again, with packets of all numbers of an older job in flight. They are refused, because a
+packet carries a tag of its job (switch/packets.py). Variant.ANY_JOB shows that this is needed.
 
-Note "The end": from every state, all that is under way may be lost; then rounds in which all send
-again and nothing is lost must lead to where all is delivered. So whoever waits, waits not in vain:
-where no packet is lost for ever, all come through.
+Note "The end": from every state, all packets in flight may be lost; then rounds in which all
+machines send again and nothing is lost must lead to full delivery. So no machine waits in vain as
+long as no packet is lost for ever.
 
-Note "At once": with `eager`, workers send all that they may as soon as they hear so. What is right
-of them is right of slower ones, as a packet that is not sent yet is as one that has not come.
+Note "At once": with `eager`, workers send all that they may on each heartbeat. Properties that hold
+then also hold for slower workers, since a packet not yet sent is like a packet that has not
+arrived.
 """
 
 from __future__ import annotations
@@ -46,9 +48,14 @@ def check(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """What goes up. tree: a switch's children, of which an int is a worker; timeouts: that a worker
-    sends again at any time is a step of its own, too, though it sends nothing new; eager: see note
-    "At once"."""
+    """Explore the way up.
+
+    Args:
+        tree: a switch's children; an int is a worker
+        timeouts: a worker may time out at any time, as a step of its own, even if that sends
+            nothing new
+        eager: see note "At once"
+    """
     return explore(Upwards(tree, window, numbers, variant, timeouts, eager), most_states)
 
 
@@ -61,12 +68,14 @@ def check_down(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """What goes down."""
+    """Explore the way down."""
     return explore(Downwards(workers, window, numbers, variant, eager), most_states)
 
 
 def literal_trace() -> tuple[str, ...]:
-    """How the paper's switch, taken literally, makes a wrong sum: the fewest steps."""
+    """Return the shortest sequence of steps in which the paper's switch, taken literally, makes a
+    wrong sum.
+    """
     found = check(Variant.LITERAL, numbers=3)
     assert found.trace is not None, "the literal switch must be refuted"
     return (*found.trace, found.wrong)
@@ -74,7 +83,7 @@ def literal_trace() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is explored, in words and as arguments of `check` or `check_down`."""
+    """An exploration: its name, and the arguments of `check` or `check_down`."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -113,16 +122,18 @@ CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and rest
 
 
 def rows(quick: bool) -> list[Row]:
-    """Of the issue's item: what is right, and what is refuted, with the trace of the paper's."""
+    """Explore all scenes, check that the wrong variants are refuted, and print the trace of the
+    literal switch.
+    """
     found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
     for variant, scene in REFUTED.items():
         result = scene.result()
         metric = f"refuted: {variant.value}"
-        steps = len(result.trace or ())
-        found.append(_row(metric, "steps to what is wrong", steps, "refuted", not result.right))
+        count = len(result.trace or ())
+        found.append(_row(metric, "steps to the violation", count, "refuted", not result.right))
     print(f"{Variant.LITERAL.value}:")
-    for step, words in enumerate(literal_trace(), 1):
-        print(f"  {step}. {words}")
+    for step, description in enumerate(literal_trace(), 1):
+        print(f"  {step}. {description}")
     return found
 
 

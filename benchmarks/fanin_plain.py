@@ -1,5 +1,6 @@
-"""PlainTable: a switch's table as switch/switch_table.py has it, by the state machine of
-switch/protocol/switch.py and numpy. What the compiled one is compared with."""
+"""PlainTable: the table of a switch (switch/switch_table.py) by the state machine of
+switch/protocol/switch.py and numpy. Tests compare the compiled table with it.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
 
 @cache
 def operation(kind: Kind, width: int) -> Callable[[Payload, Payload], Payload]:
-    """How payloads of a kind are summed, always the same one for the same arguments."""
+    """Return the function that sums payloads of a kind; the same object for the same arguments."""
     if kind is Kind.EXPONENTS:
         return np.maximum
     dtype = WIDTHS[width]
 
-    def add(one: Payload, other: Payload) -> Payload:
-        return (one.view(dtype) + other.view(dtype)).view(np.uint8)
+    def add(first: Payload, second: Payload) -> Payload:
+        return (first.view(dtype) + second.view(dtype)).view(np.uint8)
 
     return add
 
@@ -36,7 +37,7 @@ class PlainTable:
         self.machine = machine(slots, children)
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """As SwitchTable.add."""
+        """Add packets like SwitchTable.add."""
         packets = run.reshape(-1, PACKET_NBYTES)
         answers = out[: run.size].reshape(-1, PACKET_NBYTES)
         made = 0

@@ -1,10 +1,10 @@
-"""What the simulator says of a run of `fanin` below switches: seconds of a step, and bytes of every
-link. By the ordinary `simulate`, with a cluster and a plan made of the lab's scene.
+"""Simulate a run of `fanin` below switches: seconds of a step, and bytes of every link. Uses the
+ordinary `simulate`, with a cluster and a plan built from the lab's scene.
 
-Known beforehand are the rates that links were set to, sizes, and what one worker alone takes to
-compute, one server to update, and packets to cross loopback, on this machine; with W workers on C
-processors each computes C / W as fast, and a step is not faster than all of it on all processors.
-Nothing is fitted to a measurement of the lab.
+The inputs are the rates of the links, sizes, and measurements on this machine: computing by one
+worker alone, updating by one server, and packets over loopback. With W workers on C processors each
+computes C / W as fast, and a step takes at least as long as all its work on all processors. Nothing
+is fitted to a measurement of the lab.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from roadtrain.stages.parallelism import Parallelism
 from roadtrain.switch.options import Wire
 
 GOAL = 0.10
-LATENCY = "100us"  # of a veth pair and a bridge, with the time that a thread takes to wake
+LATENCY = "100us"  # of a veth pair and a bridge, with the time for waking a thread
 SERVER_STATE = 12.0
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model of equal layers, and what one worker alone takes for one of them."""
+    """A model of equal layers, with the seconds of one layer on one worker alone."""
 
     layers: int
     layer: int  # elements
-    rest: int = 0  # elements that are in no layer
-    itemsize: int = 4  # bytes of a parameter, and of a gradient before it is an integer
+    rest: int = 0  # elements outside layers
+    itemsize: int = 4  # bytes of a parameter, and of a gradient before it becomes an integer
     forward_s: float = 0.0
     backward_s: float = 0.0
 
@@ -55,11 +55,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step in the steady state."""
+    """Prediction of a step in the steady state."""
 
-    seconds: float  # the greater of what links and hosts, and what this machine's processors take
-    processors: float  # seconds of them, over how many there are
-    # Whole frames, by link as benchmarks/fanin_lab.py calls them, and which way: ("node", "sent")
+    seconds: float  # the greater of the simulated time and `processors`
+    processors: float  # processor seconds of a step, over the number of processors
+    # Whole frames, by (link name of benchmarks/fanin_lab.py, direction): ("node", "sent")
     bytes: dict[tuple[str, str], float]
     result: Result
 
@@ -73,12 +73,19 @@ def predict(
     wire: Wire = "int32",
     staleness: int = 1,
     updates: float = 6e9,
-    of: PacketSeconds = FREE,
+    costs: PacketSeconds = FREE,
 ) -> Prediction:
-    """racks: 1: one switch; else a tree, with a switch a rack. rate: bytes a second of each link,
-    of whole frames. updates: bytes a second that the server updates, 28 a parameter. of: what
-    packets take of this machine's processors.
-    Raises ConfigError."""
+    """Predict a step.
+
+    Args:
+        racks: 1: one switch; else a tree, with a switch in each rack
+        rate: bytes/s of each link, whole frames
+        updates: bytes/s that the server updates, 28 a parameter
+        costs: processor seconds of packets on this machine
+
+    Raises:
+        ConfigError: no such cluster or plan
+    """
     cluster = lab_cluster(workers, racks, rate, updates)
     plan = lab_plan(workers, sizes, wire, staleness)
     slower = max(1.0, workers / cores())
@@ -93,13 +100,14 @@ def predict(
     up, down = (nbytes["w0", way] / FRAME for way in ("sent", "received"))
     computed = workers * sizes.layers * (sizes.forward_s + sizes.backward_s)
     updated = sizes.elements * UPDATE_BYTES / updates
-    busy = (lab_seconds(workers, racks, up, down, of) + computed + updated) / cores()
+    busy = (lab_seconds(workers, racks, up, down, costs) + computed + updated) / cores()
     return Prediction(max(result.seconds, busy), busy, nbytes, result)
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
-    """Workers in racks, and one optimizer node; each switch is a host with a fast card. The lab's
-    bridges copy what is sent to a group."""
+    """Describe workers in racks and one optimizer node. Each switch is a host with a fast card. The
+    lab's bridges copy packets sent to a multicast group.
+    """
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
     def host(name: str, count: int, switch: str) -> dict[str, Any]:
@@ -120,7 +128,9 @@ def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluste
 
 
 def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Plan:
-    """All blocks are kept from forward to backward; each update begins as its gradient is there."""
+    """Plan to keep all blocks from forward to backward, and to begin each update when its gradient
+    arrives.
+    """
     return Plan(
         placement("optimizer-node"),
         Parallelism(dp=workers),
@@ -135,7 +145,7 @@ def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Pla
 
 
 def model_of(sizes: ModelSizes) -> ModelShape:
-    """FLOPs are not asked for: seconds of a layer are known."""
+    """Describe the model. FLOPs are dummies, since the seconds of a layer are measured."""
     layer = BlockShape("layer", sizes.layer, 1.0, 0.0, 0.0)
     blocks = layer.times(sizes.layers)
     if sizes.rest:
@@ -144,7 +154,7 @@ def model_of(sizes: ModelSizes) -> ModelShape:
 
 
 def link_bytes(result: Result, racks: int) -> dict[tuple[str, str], float]:
-    """Links as the lab calls them; all workers' are alike."""
+    """Bytes by the lab's link names; all workers' links are alike."""
     nbytes = result.bytes
     found = {
         ("w0", "sent"): nbytes["stage 0 out"],
@@ -162,12 +172,12 @@ def rate_text(nbytes: float) -> str:
     return f"{nbytes:.0f}B/s"
 
 
-# what one worker and one server alone take
+# times of one worker and one server alone
 
 
 @cache
 def sizes_of(spec: WorkerSpec) -> ModelSizes:
-    """Measured here, with one thread: the least of a few passes."""
+    """Measure the model here, with one thread: the least of a few passes."""
     model = spec.build()
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     layer = sum(p.numel() for p in layers[0].parameters())
@@ -179,7 +189,7 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Of a forward, and of a backward that makes each layer's forward again."""
+    """Seconds of a forward, and of a backward that recomputes each layer's forward."""
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
@@ -197,22 +207,24 @@ def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[
 
 @cache
 def updates_here() -> float:
-    """Bytes a second, as the simulator counts them, that one thread updates."""
+    """Bytes/s that one thread updates, as the simulator counts them."""
     return processors(1)["updates"]
 
 
 def rows(cases: Iterable[Case]) -> Iterator[Row]:
-    """Of those that went through switches."""
+    """Compare the cases that used switches with predictions."""
     for case in cases:
         if case.wire is not None:
             yield from compared(case)
 
 
 def compared(case: Case) -> Iterator[Row]:
-    """Seconds of a step, and the link of which the prediction is farthest off."""
+    """Compare the seconds of a step, and the bytes of the link where the prediction is farthest
+    off.
+    """
     scene: Scene = case.scene
     assert case.wire is not None
-    said = predict(
+    prediction = predict(
         scene.workers,
         scene.racks,
         scene.rate,
@@ -220,18 +232,18 @@ def compared(case: Case) -> Iterator[Row]:
         wire=cast(Wire, case.wire),
         staleness=case.spec.staleness,
         updates=updates_here(),
-        of=packet_seconds(),
+        costs=packet_seconds(),
     )
     measured = case.measured
-    yield _row(case.name, "a step", "s", said.seconds, measured.seconds)
+    yield _row(case.name, "a step", "s", prediction.seconds, measured.seconds)
     ways = {
         (link, way): getattr(measured.frames[link], way)
-        for link, way in said.bytes
+        for link, way in prediction.bytes
         if link in measured.frames
     }
-    worst = max(ways, key=lambda key: abs(said.bytes[key] / ways[key] - 1))
-    what = f"{worst[1]} by {worst[0]} a step, of all links farthest off"
-    yield _row(case.name, what, "MB", said.bytes[worst] / 1e6, ways[worst] / 1e6)
+    worst = max(ways, key=lambda key: abs(prediction.bytes[key] / ways[key] - 1))
+    metric = f"{worst[1]} by {worst[0]} a step, of all links farthest off"
+    yield _row(case.name, metric, "MB", prediction.bytes[worst] / 1e6, ways[worst] / 1e6)
 
 
 def _row(case: str, metric: str, unit: str, predicted: float, measured: float) -> Row:

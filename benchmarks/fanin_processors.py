@@ -1,8 +1,8 @@
-"""What packets of the fan-in take of processors, measured on this machine over loopback, by the
-threads that run: seconds a packet to make and send, to receive, verify and keep, to add to a
-switch's table. In the lab all hosts share them, so that their sum bounds a step.
+"""Measure the processor time of fan-in packets on this machine over loopback, with the real
+threads: seconds to make and send a packet, to receive, verify and keep it, and to add it to a
+switch's table. In the lab all hosts share the processors, so the sum bounds a step.
 
-Does NOT know what the lab's own devices take (virtual links, bridges, rates).
+Does NOT include the lab's own devices (virtual links, bridges, rates).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ JOB, BUFFER, WAIT_S = 1, 4 << 20, 60.0
 
 @dataclass(frozen=True)
 class PacketSeconds:
-    """Of one packet, the kernel's part included."""
+    """Processor seconds per packet, the kernel's part included."""
 
-    across: float  # made of fp32 elements, sealed, sent; received, verified, kept
-    add: float  # to a sum of two children
+    across: float  # quantize from fp32, seal and send; receive, verify and keep
+    add: float  # add to a sum of two children
 
 
-FREE = PacketSeconds(0.0, 0.0)  # where processors are no limit
+FREE = PacketSeconds(0.0, 0.0)  # for predictions where processors are no limit
 
 
 @cache
@@ -54,7 +54,7 @@ def _across() -> float:
 
 
 class _Stream:
-    """One sender and one receiver, with their threads."""
+    """A sender and a receiver, with their threads."""
 
     def __init__(self) -> None:
         self.key = PacketKey.derive(None, bytes(16))
@@ -66,7 +66,7 @@ class _Stream:
         self.maxima = np.zeros(RUN, np.uint8)
         fixed_point.exponents(self.values, "fp32", self.maxima)
         self.kept = np.zeros(RUN * PAYLOAD_NBYTES, np.uint8)
-        self.came, self.changed = 0, threading.Condition()
+        self.received, self.changed = 0, threading.Condition()
         receiver, sender = self.sockets
         self.port = PacketPort(
             [receiver], self.key, JOB, {Kind.GRADIENT: self._take}, _failed, name="receive"
@@ -77,11 +77,11 @@ class _Stream:
         self.sender.heartbeat(Heartbeat(0, WINDOW - 1))
 
     def run(self, below: int) -> None:
-        """Until all numbers below it have come."""
+        """Send, and wait until all numbers below `below` have arrived."""
         self.sender.may_send(below)
         with self.changed:
-            arrived = self.changed.wait_for(lambda: self.came >= below, WAIT_S)
-            assert arrived, f"{self.came} of {below} packets came over loopback"
+            done = self.changed.wait_for(lambda: self.received >= below, WAIT_S)
+            assert done, f"{self.received} of {below} packets arrived over loopback"
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
         packets.write_headers(
@@ -96,15 +96,15 @@ class _Stream:
         index = batch.headers["c"].astype(np.uint32)
         packets.copy_out(batch.buffer, batch.ok, index, self.kept)
         with self.changed:
-            self.came = max(self.came, int(batch.numbers.max()) + 1)
+            self.received = max(self.received, int(batch.numbers.max()) + 1)
             self.changed.notify_all()
-        self.sender.heartbeat(Heartbeat(self.came, self.came + WINDOW - 1))
+        self.sender.heartbeat(Heartbeat(self.received, self.received + WINDOW - 1))
 
     def close(self) -> None:
         self.sender.close()
         self.port.close()
-        for one in self.sockets:
-            one.close()
+        for sock in self.sockets:
+            sock.close()
 
 
 def _failed(error: BaseException) -> None:
@@ -125,9 +125,11 @@ def _add() -> float:
     return (time.process_time() - begin) / (COUNT - WARM_UP)
 
 
-def lab_seconds(workers: int, racks: int, up: float, down: float, of: PacketSeconds) -> float:
-    """Of processors, for a step of all hosts of the lab with so many packets up and down. Up, each
-    worker and each switch sends; down, the network copies, so each worker receives."""
+def lab_seconds(workers: int, racks: int, up: float, down: float, costs: PacketSeconds) -> float:
+    """Processor seconds of a step, for all hosts of the lab with so many packets up and down. Up,
+    each worker and each switch sends; down, the network copies packets, so each worker receives
+    all.
+    """
     switches = 1 if racks == 1 else racks + 1
     crossings = up * (workers + switches) + down * workers
-    return crossings * of.across + up * (workers + switches - 1) * of.add
+    return crossings * costs.across + up * (workers + switches - 1) * costs.add

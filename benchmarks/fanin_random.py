@@ -1,11 +1,13 @@
-"""Packets by the million through a switch whose links lose, repeat and reorder: no wrong sum.
+"""Send millions of packets through a switch whose links lose, repeat and reorder them, and count
+wrong sums.
 
-Workers' NumberedSender, a switch's table and the end's NumberedReceiver, with real payloads: most
-numbers are gradients, of each width in turn, some are exponents. All links lose, repeat and delay,
-some packets for very long; the switch restarts now and then. Every sum that the end takes is
-compared with what numpy makes of the workers' payloads.
+The workers' NumberedSender, a switch's table and the server's NumberedReceiver ("the end") run with
+real payloads: most numbers are gradients, of each width in turn, some are exponents. All links
+lose, repeat and delay packets, some for very long; the switch restarts now and then. Every sum that
+the end accepts is compared with numpy's sum of the workers' payloads.
 
-Time is ticks: in one, whoever may sends, and of all that is under way some arrives, in any order.
+Time is counted in ticks. In each tick, every sender that may send does, and some of the packets in
+flight arrive, in any order.
 """
 
 from __future__ import annotations
@@ -31,61 +33,63 @@ from roadtrain.switch.packets import (
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender
 from roadtrain.switch.switch_table import SwitchTable
 
-BATCH = 45  # numbers that a worker takes at once: what one call sends
-SILENT_TICKS = 8  # without progress, after which workers send again
-EXPONENTS_EVERY = 8  # every so manieth number is of exponents
-FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)  # of workers; that repeat later
+BATCH = 45  # numbers that a worker sends in one call
+SILENT_TICKS = 8  # ticks without progress after which workers send again
+EXPONENTS_EVERY = 8  # one in so many numbers is of exponents
+# of each worker; repeated for more workers
+FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)
 
 
 class Table(Protocol):
-    """What a switch adds up with: SwitchTable, or PlainTable."""
+    """The table of a switch: SwitchTable, or PlainTable."""
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int: ...
     def snoop(self, ack: int) -> None: ...
 
 
 @dataclass(frozen=True)
-class Weather:
-    """What becomes of packets: shares of them, of any link."""
+class Faults:
+    """Probabilities of faults of a packet on any link, and of a restart."""
 
     loss: float = 0.01
     repeated: float = 0.01
-    late: float = 0.3  # not in this tick; in the next ones as many of those
-    very_late: float = 0.002  # once more, some hundred ticks later
-    restart: float = 0.001  # of ticks: the switch loses its table
+    late: float = 0.3  # stays in flight for another tick
+    very_late: float = 0.002  # arrives once more, some hundred ticks later
+    restart: float = 0.001  # per tick: the switch loses its table
 
 
 @dataclass
 class Outcome:
-    packets: int = 0  # gradients and sums that were sent, those that were lost included
-    sums: int = 0  # that the end took, each of another number
-    wrong: int = 0  # of them
+    packets: int = 0  # gradients and sums sent, lost packets included
+    sums: int = 0  # accepted by the end, each of another number
+    wrong: int = 0  # wrong sums
     resent: int = 0  # by workers
     restarts: int = 0
     seconds: float = 0.0
 
 
 class Payloads:
-    """What each worker sends as each number: a row of its own plus a multiple of the number, so
-    that a sum shows whose packet of which number is in it, or is not."""
+    """Payloads by worker and number: a row of the worker plus a multiple of the number, so that a
+    sum shows exactly which packets are in it.
+    """
 
     def __init__(self, workers: int, random: np.random.Generator) -> None:
         self.rows = random.integers(0, 256, (workers, PAYLOAD_NBYTES), np.uint8)
 
     def width(self, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of an element; 0 of exponents."""
+        """Bytes of an element; 0 for exponents."""
         widths = np.array([1, 2, 4], np.uint8)[numbers // EXPONENTS_EVERY % 3]
         return np.where(numbers % EXPONENTS_EVERY == 0, 0, widths)
 
     def fill(self, workers: np.ndarray, numbers: np.ndarray, into: np.ndarray) -> None:
-        """into: uint8 [count, PAYLOAD_NBYTES]."""
+        """Fill `into`, uint8 [count, PAYLOAD_NBYTES], with the payloads."""
         widths = self.width(numbers)
         for width in np.unique(widths):
             rows = np.flatnonzero(widths == width)
             into[rows] = self._made(int(width), workers[rows], numbers[rows])
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """What the end should get. Returns uint8 [count, PAYLOAD_NBYTES]."""
+        """Return the right sums, uint8 [count, PAYLOAD_NBYTES]."""
         total = np.empty((len(numbers), PAYLOAD_NBYTES), np.uint8)
         widths = self.width(numbers)
         for width in np.unique(widths):
@@ -96,7 +100,8 @@ class Payloads:
     def _made(self, width: int, workers: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         dtype = WIDTHS[width] if width else np.uint8
         factors = np.array(FACTORS, np.int64)[workers % len(FACTORS)]
-        scattered = numbers * 2_654_435_761 >> 13  # else numbers of one slot are alike in 8 bits
+        # otherwise numbers of the same slot would be equal in 8 bits
+        scattered = numbers * 2_654_435_761 >> 13
         plus = (scattered * factors).astype(dtype)
         return (self.rows.view(dtype)[workers] + plus[:, None]).view(np.uint8)
 
@@ -106,21 +111,21 @@ class Payloads:
             for worker in range(len(self.rows))
         )
         total = next(each)
-        for one in each:
+        for part in each:
             if width:
-                total = (total.view(WIDTHS[width]) + one.view(WIDTHS[width])).view(np.uint8)
+                total = (total.view(WIDTHS[width]) + part.view(WIDTHS[width])).view(np.uint8)
             else:
-                total = np.maximum(total, one)
+                total = np.maximum(total, part)
         return total
 
 
 @dataclass
 class Link:
-    """What is under way: rows of one array. What of it arrives is said tick by tick."""
+    """The packets in flight on a link, as rows of one array. Each tick some of them arrive."""
 
-    weather: Weather
+    faults: Faults
     random: np.random.Generator
-    under_way: np.ndarray  # no rows yet
+    under_way: np.ndarray  # initially without rows
     very_late: np.ndarray = field(init=False)
     sent: int = 0
 
@@ -129,19 +134,19 @@ class Link:
 
     def send(self, rows: np.ndarray) -> None:
         self.sent += len(rows)
-        chance, weather = self.random.random(len(rows)), self.weather
-        kept = rows[chance >= weather.loss]
-        again = rows[chance >= 1 - weather.repeated]
-        late = rows[self.random.random(len(rows)) < weather.very_late]
+        chance, faults = self.random.random(len(rows)), self.faults
+        kept = rows[chance >= faults.loss]
+        again = rows[chance >= 1 - faults.repeated]
+        late = rows[self.random.random(len(rows)) < faults.very_late]
         self.under_way = np.concatenate([self.under_way, kept, again])
         self.very_late = np.concatenate([self.very_late, late])
 
     def arrived(self) -> np.ndarray:
-        """Takes what arrives in this tick from what is under way, in any order."""
-        stays = self.random.random(len(self.under_way)) < self.weather.late
-        comes = self.random.random(len(self.very_late)) < 0.005
-        found = np.concatenate([self.under_way[~stays], self.very_late[comes]])
-        self.under_way, self.very_late = self.under_way[stays], self.very_late[~comes]
+        """Remove and return the packets that arrive in this tick, in random order."""
+        stays = self.random.random(len(self.under_way)) < self.faults.late
+        arriving = self.random.random(len(self.very_late)) < 0.005
+        found = np.concatenate([self.under_way[~stays], self.very_late[arriving]])
+        self.under_way, self.very_late = self.under_way[stays], self.very_late[~arriving]
         return found[self.random.permutation(len(found))]
 
 
@@ -151,28 +156,28 @@ class Scene:
     def __init__(
         self,
         table: Callable[[int, int], Table],
-        weather: Weather,
+        faults: Faults,
         *,
         seed: int,
         workers: int,
         window: int,
     ) -> None:
         self.random = np.random.default_rng(seed)
-        self.workers, self.window, self.weather = workers, window, weather
+        self.workers, self.window, self.faults = workers, window, faults
         self.new_table = lambda: table(window, workers)
         self.table = self.new_table()
         self.payloads = Payloads(workers, self.random)
         self.senders = [NumberedSender() for _ in range(workers)]
         self.end = NumberedReceiver(window)
-        self.beats = [self.end.heartbeat()]  # the last ones: any of them may come
+        self.beats = [self.end.heartbeat()]  # the last heartbeats, each of which may arrive
         gradients = np.empty((0, 2), np.int64)  # (worker, number)
-        self.up = Link(weather, self.random, gradients)
-        self.sums = Link(weather, self.random, np.empty((0, PACKET_NBYTES), np.uint8))
-        self.still = 0  # ticks since the end had anything new
+        self.up = Link(faults, self.random, gradients)
+        self.sums = Link(faults, self.random, np.empty((0, PACKET_NBYTES), np.uint8))
+        self.still = 0  # ticks since the end received anything new
         self.outcome = Outcome()
 
     def tick(self) -> None:
-        if self.random.random() < self.weather.restart:
+        if self.random.random() < self.faults.restart:
             self.table = self.new_table()
             self.outcome.restarts += 1
         self._send()
@@ -181,7 +186,7 @@ class Scene:
         self._beat()
 
     def finish(self) -> Outcome:
-        """Until all that was begun has come to the end and all workers know it."""
+        """Run until all begun numbers have reached the end and all workers know it."""
         last = max(sender.next for sender in self.senders)
         for sender in self.senders:
             sender.ready = last
@@ -189,7 +194,7 @@ class Scene:
         while not all(sender.idle for sender in self.senders):
             self.tick()
             ticks += 1
-            assert ticks < 10_000, f"it stands still at {self.end.ack} of {last}"
+            assert ticks < 10_000, f"no progress at {self.end.ack} of {last}"
         self.outcome.packets = self.up.sent + self.sums.sent
         self.outcome.resent = sum(sender.resends for sender in self.senders)
         return self.outcome
@@ -230,30 +235,30 @@ class Scene:
         self.still = 0 if new.any() else self.still + 1
 
     def _beat(self) -> None:
-        """A heartbeat comes late or not at all, at the switch and at each worker by itself."""
+        """Send the end's heartbeat. At the switch and at each worker it may be late or lost."""
         self.beats = [*self.beats[-4:], self.end.heartbeat()]
-        self._hear(lambda beat: self.table.snoop(beat.ack))
+        self._deliver_beat(lambda beat: self.table.snoop(beat.ack))
         for sender in self.senders:
-            self._hear(sender.heartbeat)
+            self._deliver_beat(sender.heartbeat)
             sender.check()
 
-    def _hear(self, hear: Callable[[Heartbeat], None]) -> None:
-        if self.random.random() >= self.weather.loss:
-            hear(self.beats[self.random.integers(len(self.beats))])
+    def _deliver_beat(self, receive: Callable[[Heartbeat], None]) -> None:
+        if self.random.random() >= self.faults.loss:
+            receive(self.beats[self.random.integers(len(self.beats))])
 
 
-def through(
+def send_through(
     table: Callable[[int, int], Table],
     packets: int = 10_000_000,
     *,
     seed: int = 0,
     workers: int = 4,
     window: int = 1024,
-    weather: Weather = Weather(),
+    faults: Faults = Faults(),
 ) -> Outcome:
-    """At least so many packets through a switch with such a table (slots, children)."""
+    """Send at least `packets` packets through a switch with such a table (slots, children)."""
     began = perf_counter()
-    scene = Scene(table, weather, seed=seed, workers=workers, window=window)
+    scene = Scene(table, faults, seed=seed, workers=workers, window=window)
     for sender in scene.senders:
         sender.may_send(packets)
     while scene.up.sent + scene.sums.sent < packets:
@@ -267,8 +272,8 @@ CASE = "random packets through a switch's table: loss, repetition, reordering, r
 
 
 def rows(quick: bool) -> list[Row]:
-    """Of the issue's item: how many sums are wrong."""
-    found = through(SwitchTable, 100_000 if quick else 10_000_000)
+    """Count the wrong sums of a long random run."""
+    found = send_through(SwitchTable, 100_000 if quick else 10_000_000)
     text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
     rate = found.packets / found.seconds
     return [

@@ -1,8 +1,9 @@
-"""Item 4 of `fanin`, what needs no lab: packets a second of a switch in user space on one core, by
-itself and over loopback sockets beside a plain forwarder; and its memory under 1,000 stuck slots.
+"""Item 4 of `fanin`, the part without a lab: packets a second of a user-space switch on one core,
+in memory and over loopback sockets beside a plain forwarder, and its memory with 1,000 stuck
+slots.
 
-One thread is children, switch and parent in turn; only the switch's (and the forwarder's) part is
-timed: receive, verify, add, seal, send, its system calls included.
+One thread is children, switch and parent in turn. Only the part of the switch (or forwarder) is
+timed: receive, verify, add, seal and send, including its system calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STUCK, WAIT_S = 1000, 1.0
 
 
 class Ends:
-    """The children's sealed packets, and a table that adds them up."""
+    """The children's sealed packets, and the table of a switch that adds them."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -34,7 +35,7 @@ class Ends:
         self.number = 0
 
     def seal(self) -> None:
-        """The next numbers, of each child."""
+        """Seal the next numbers of each child."""
         for child, run in enumerate(self.runs):
             packets.write_headers(
                 run,
@@ -50,7 +51,7 @@ class Ends:
         self.number += RUN
 
     def add(self, run: np.ndarray) -> int:
-        """What a switch does with what it has received; how many packets go on in `out`."""
+        """Process received packets as a switch does. Returns the number of sums in `out`."""
         count = run.size // PACKET_NBYTES
         right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
         made = self.table.add(run, right, self.out, 0)
@@ -59,74 +60,77 @@ class Ends:
 
 
 def in_memory(seconds: float) -> float:
-    """Packets a second that the table takes in, without sockets."""
-    ends, taken, spent = Ends(), 0, 0.0
+    """Packets a second that the table accepts, without sockets."""
+    ends, accepted, spent = Ends(), 0, 0.0
     for warm in (True, False):
-        taken, spent = 0, 0.0
+        accepted, spent = 0, 0.0
         while spent < (0.1 if warm else seconds):
             ends.seal()
             begin = time.perf_counter()
             made = sum(ends.add(run) for run in ends.runs)
             spent += time.perf_counter() - begin
-            taken += CHILDREN * RUN
+            accepted += CHILDREN * RUN
             assert made == RUN, f"{made} sums of {RUN}"
-    return taken / spent
+    return accepted / spent
 
 
 def over_loopback(seconds: float, *, sums: bool) -> float:
-    """Packets a second that come to the switch's socket; without `sums` it forwards them."""
+    """Packets a second that arrive at the switch's socket; without `sums` it forwards them."""
     sockets = [
         DatagramSocket(("127.0.0.1", 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
         for _ in range(2)
     ]
     end, switch = sockets
     into, ends = np.zeros(RECEIVE_NBYTES, np.uint8), Ends()
-    taken, spent = 0, 0.0
+    received, spent = 0, 0.0
     for warm in (True, False):
-        taken, spent = 0, 0.0
+        received, spent = 0, 0.0
         while spent < (0.1 if warm else seconds):
             ends.seal()
-            went = 0
+            sent = 0
             for run in ends.runs:
                 end.send(run, PACKET_NBYTES, switch.address)
                 begin = time.perf_counter()
-                went += _pass_on(switch, end, into, ends if sums else None)
+                sent += _pass_on(switch, end, into, ends if sums else None)
                 spent += time.perf_counter() - begin
-            taken += CHILDREN * RUN
-            _take(end, into, went)
-    for one in sockets:
-        one.close()
-    return taken / spent
+            received += CHILDREN * RUN
+            _take(end, into, sent)
+    for sock in sockets:
+        sock.close()
+    return received / spent
 
 
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """One child's run, through the switch; how many packets leave it."""
-    left, went = RUN, 0
+    """Pass the packets of one child through the switch. Returns the number of packets sent on."""
+    left, sent = RUN, 0
     while left:
         found = switch.receive(into, WAIT_S)
-        assert found is not None, f"{left} packets did not come over loopback"
+        assert found is not None, f"{left} packets did not arrive over loopback"
         run = into[: found[0]]
         left -= run.size // PACKET_NBYTES
         made = run.size // PACKET_NBYTES if ends is None else ends.add(run)
         if made:
             out = run if ends is None else ends.out[: made * PACKET_NBYTES]
             switch.send(out, PACKET_NBYTES, end.address)
-        went += made
-    return went
+        sent += made
+    return sent
 
 
 def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
     while count:
         found = end.receive(into, WAIT_S)
-        assert found is not None, f"{count} packets did not come back over loopback"
+        assert found is not None, f"{count} packets did not return over loopback"
         count -= found[0] // PACKET_NBYTES
 
 
 def stuck() -> tuple[int, int]:
-    """(bytes that the process grew by, bytes of the table), with STUCK numbers that lack a child
-    and never get it, while as many as the table has are tried again and again."""
+    """Measure memory with STUCK numbers that lack a child's packet for ever, while as many slots as
+    the table has are filled again and again.
+
+    Returns (bytes by which the process grew, bytes of the table).
+    """
     ends = Ends()
     process, before = psutil.Process(), 0
     for _ in range(20):

@@ -1,8 +1,8 @@
-"""Items 2 and 7 of `fanin`: what the links carry and how long a step takes, below one switch and
-below a tree of them, beside the same servers without switches and torch's all-reduce.
+"""Items 2 and 7 of `fanin`: bytes on the links and seconds of a step, below one switch and below a
+tree of switches, beside the same servers without switches and torch's all-reduce.
 
-S: bytes of the parameters in fp32, and of the gradients as int32; B: the links' rate each way, of
-which the fan-in's datagrams carry 0.940 (1408 of 1498 bytes of a frame).
+S is the bytes of the parameters in fp32, and of the gradients as int32; B is the rate of a link in
+each direction, of which the fan-in's datagrams carry 0.940 (1408 of 1498 bytes of a frame).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass
 class Bench:
-    """Measurements, in the order in which they were made."""
+    """The measurements, in order."""
 
     home: Path
     quick: bool = False
@@ -51,7 +51,7 @@ class Bench:
         return replace(made, steps=QUICK_STEPS, **QUICK) if self.quick else made
 
     def sized(self, **size: Any) -> WorkerSpec:
-        """Of another size of the decoder."""
+        """Return the spec with another size of the decoder."""
         return self.spec() if self.quick else replace(self.spec(), **size)
 
     def measure(self, name: str, lab: Lab, spec: WorkerSpec, wire: str | None = None) -> Measured:
@@ -65,7 +65,7 @@ class Bench:
 
 
 def one_switch(bench: Bench) -> Iterator[Row]:
-    """Item 2."""
+    """Item 2: one switch."""
     for workers in (4, 8):
         scene = Scene(workers)
         with Lab(scene, bench.home / f"{workers}") as lab:
@@ -75,7 +75,7 @@ def one_switch(bench: Bench) -> Iterator[Row]:
 
 
 def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    """The same at a rate at which the processors of one machine are no bottleneck."""
+    """Measure the same at a rate low enough that one machine's processors are no bottleneck."""
     ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
     case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
     yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
@@ -94,11 +94,11 @@ def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
     yield from step_rows(case, ours, {TCP: tcp, DDP: ddp}, bench.spec(), lab.scene)
     yield from link_rows(case, ours, bench.spec())
     carried = tcp.frames["node"].received * TCP_CARRIED / bench.spec().nbytes
-    yield row(case, f"comes to the node a step, {TCP}", "S", carried)
+    yield row(case, f"received by the node a step, {TCP}", "S", carried)
 
 
 def tree(bench: Bench) -> Iterator[Row]:
-    """Item 7."""
+    """Item 7: a tree of switches."""
     with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
         name = "8 workers, tree of two racks"
         case = f"{name}, {_sizes(bench.spec())}"
@@ -118,11 +118,13 @@ def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
 
 
 def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> Iterator[Row]:
-    """Parameters and gradients at once: every link carries S each way in a step's time."""
+    """Compare the transfer with the links: every link carries S in each direction
+    in a step's time.
+    """
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
     met = share >= TRANSFER
-    what = "of what datagrams can carry, each way at every link"
+    what = "share of what datagrams can carry, in each direction at every link"
     yield row(case, what, "", share, f">= {TRANSFER}", met)
     yield row(case, "S / seconds, each way", "MB/s", goodput / 1e6)
     yield row(case, "processors busy, share of all", "", run.busy)
@@ -146,7 +148,7 @@ def step_rows(
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
-    """What each link carried a step, each way, beside S."""
+    """Compare the bytes that each link carried a step, in each direction, with S."""
     shares = {
         (name, way): getattr(traffic, way) * CARRIED / spec.nbytes
         for name, traffic in run.frames.items()

@@ -1,6 +1,6 @@
-"""Gradients, as a model to explore: workers' senders, switches, the end's receiver.
+"""Gradients as a model to explore: the workers' senders, switches, and the end's receiver.
 
-What is assumed of network, restarts and the end: the notes of benchmarks/fanin_model.py.
+benchmarks/fanin_model.py notes the assumptions about network, restarts and termination.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 
-from benchmarks.fanin_explore import Parts, State, Step, What
+from benchmarks.fanin_explore import Action, Parts, State, Step
 from benchmarks.fanin_machines import (
     RESTART,
     SEND,
@@ -28,11 +28,11 @@ from benchmarks.fanin_machines import (
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
 from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 
-Tree = tuple["int | Tree", ...]  # a switch: its children, of which an int is a worker
+Tree = tuple["int | Tree", ...]  # a switch: its children; an int is a worker
 
 
 class Variant(Enum):
-    """What is explored. All but OURS are refuted."""
+    """Variants of the protocol. All but OURS are refuted."""
 
     OURS = "the machines that run"
     LITERAL = "the paper's switch, taken literally (L10)"
@@ -41,12 +41,13 @@ class Variant(Enum):
     HASTY = "heartbeats are merged before all children have spoken"
 
 
-OLD = 100  # added to the worker in data of an older job
+OLD = 100  # added to a worker's index in data of an older job
 
 
 class Upwards:
-    """Gradients. A state: the end's, each worker's, and of each switch its own and all sums that it
-    ever sent."""
+    """The way of gradients. A state holds the end's state, each worker's, and for each switch its
+    own and all sums that it ever sent.
+    """
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class Upwards:
         self.window, self.numbers, self.variant = window, numbers, variant
         self.timeouts = timeouts
         self.nodes = list[Tree]()  # switches, children before parents: the last is the root
-        self.above = dict[Tree, tuple[int, int]]()  # whose parent is which switch, as which child
+        # child -> (its parent's index, its index among the parent's children)
+        self.above = dict[Tree, tuple[int, int]]()
         self._place(tree)
         self.workers = sorted(c for node in self.nodes for c in node if isinstance(c, int))
         machine = LiteralSwitch if variant is Variant.LITERAL else SwitchStateMachine
@@ -69,8 +71,8 @@ class Upwards:
         sender = NumberedSender()
         sender.may_send(numbers)
         step = eager_step if eager else sender_step
-        heard, _ = step(sender_state(sender), Heartbeat(0, window - 1))
-        self.senders = Parts(heard, step)
+        begun, _ = step(sender_state(sender), Heartbeat(0, window - 1))
+        self.senders = Parts(begun, step)
         kinds = [SwitchStep(machine, slots, len(node)) for node in self.nodes]
         self.switches = [Parts(kind.first, kind) for kind in kinds]
         self.sums = Parts(frozenset[tuple[int, Data]](), lambda s, e: (s | {e}, None))
@@ -87,11 +89,11 @@ class Upwards:
                 self.above[child] = len(self.nodes) - 1, i
 
     def first(self) -> State:
-        below = [part for one in self.switches for part in (one.first, self.sums.first)]
+        below = [part for switch in self.switches for part in (switch.first, self.sums.first)]
         return (self.end.first, *(self.senders.first for _ in self.workers), *below)
 
     def at(self, switch: int) -> int:
-        """Where in a state a switch stands."""
+        """The index of a switch in a state."""
         return 1 + len(self.workers) + 2 * switch
 
     def done(self, state: State) -> bool:
@@ -117,7 +119,7 @@ class Upwards:
                 yield from self._sum(state, number, data)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """It sends, it gives up waiting, or a heartbeat comes to it."""
+        """A step of a worker: it sends, times out, or receives a heartbeat."""
         part = state[1 + worker]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
@@ -131,10 +133,10 @@ class Upwards:
         for beat in self.beats(state[0]):
             to, _ = self.senders.step(part, self.senders.event(beat))
             if to != part:
-                yield ("hears", worker, beat), _with(state, 1 + worker, to), ""
+                yield ("beat", worker, beat), _with(state, 1 + worker, to), ""
 
     def _switch(self, state: State, switch: int) -> Iterator[Step]:
-        """A packet or a heartbeat comes to it, or it restarts."""
+        """A step of a switch: it receives a packet or a heartbeat, or restarts."""
         at, parts = self.at(switch), self.switches[switch]
         for child, source in enumerate(self.nodes[switch]):
             below = state[1 + source] if isinstance(source, int) else state[self._sums_of(source)]
@@ -144,7 +146,7 @@ class Upwards:
             event = parts.event(Heartbeat(ack, ack + self.window - 1))
             to, _ = parts.step(state[at], event)
             if to != state[at]:
-                yield ("snoops", switch, ack), _with(state, at, to), ""
+                yield ("ack", switch, ack), _with(state, at, to), ""
         to, _ = parts.step(state[at], parts.event(RESTART))
         if to != state[at]:
             yield ("restarts", switch), _with(state, at, to), ""
@@ -162,11 +164,11 @@ class Upwards:
         if after != state:
             wrong = ""
             if lost >= self.end.states[state[0]][0]:
-                wrong = f"the slot of {lost} is taken though {lost} has not come to the end"
-            yield ("comes", switch, number, data, out), after, wrong
+                wrong = f"the slot of {lost} is reused before {lost} has reached the end"
+            yield ("packet", switch, number, data, out), after, wrong
 
     def _sum(self, state: State, number: int, data: Data) -> Iterator[Step]:
-        """A sum comes to the end."""
+        """A step of the end: it receives a sum."""
         to, new = self.end.step(state[0], self.end.event(number))
         if new:
             wrong = "" if data == self.right(number) else f"the sum of {number} is wrong"
@@ -205,7 +207,7 @@ class Upwards:
         return tuple(self._beat(now))
 
     def _beat(self, now: list[int]) -> list[int]:
-        """The end's heartbeat comes to all."""
+        """Deliver the end's heartbeat to every machine."""
         beat = beat_of(self.end.states[now[0]], self.window)
         for switch, parts in enumerate(self.switches):
             at = self.at(switch)
@@ -215,7 +217,7 @@ class Upwards:
         return now
 
     def _deliver(self, now: list[int], worker: int, number: int) -> None:
-        """A worker's packet, and what the switches make of it."""
+        """Deliver a worker's packet, and the sums that the switches send on."""
         node = next(node for node in self.nodes if worker in node)
         switch, child, data = self.nodes.index(node), node.index(worker), ((worker, number),)
         while True:
@@ -233,24 +235,24 @@ class Upwards:
 
     # --- words -----------------------------------------------------------------------------------
 
-    def words(self, what: What) -> str:
-        match what:
+    def describe(self, action: Action) -> str:
+        match action:
             case ("sends", worker, number):
                 return f"worker {worker} sends {number}"
             case ("silent", worker):
-                return f"worker {worker} has waited long and sends again what has not come"
-            case ("hears", worker, beat):
-                return f"worker {worker} hears that all below {beat.ack} has come"
-            case ("snoops", switch, ack):
-                return f"{self._name(switch)} hears that all below {ack} has come"
+                return f"worker {worker} times out and sends the missing numbers again"
+            case ("beat", worker, beat):
+                return f"worker {worker} receives an acknowledgement of all below {beat.ack}"
+            case ("ack", switch, ack):
+                return f"{self._name(switch)} snoops an acknowledgement of all below {ack}"
             case ("restarts", switch):
                 return f"{self._name(switch)} restarts"
-            case ("comes", switch, number, data, out):
-                sent = "" if out is None else f", which sends on as {out.number}: {_sum(out.data)}"
-                return f"{_sum(data)} comes to {self._name(switch)}{sent}"
+            case ("packet", switch, number, data, out):
+                sent = "" if out is None else f" and sends {out.number}: {_sum(out.data)}"
+                return f"{self._name(switch)} receives {_sum(data)}{sent}"
             case ("ends", number, data):
-                return f"the end takes as {number}: {_sum(data)}"
-        raise AssertionError(what)
+                return f"the end accepts {number}: {_sum(data)}"
+        raise AssertionError(action)
 
     def _name(self, switch: int) -> str:
         return "the switch" if len(self.nodes) == 1 else f"switch {switch}"

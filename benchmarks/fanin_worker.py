@@ -1,10 +1,10 @@
-"""One worker of a run of `fanin`: trains as its spec says, ours or torch's, and writes its steps'
-seconds and losses.
+"""One worker of a run of `fanin`: trains by its spec, with roadtrain or torch, and writes its step
+times and losses.
 
     python -m benchmarks.fanin_worker SPEC.json RANK WORLD
 
-It prints `imported`, then `ready` before the first step, `warm` after WARM_UP steps and `done`
-after the last one, each time waits for a line, and prints `result {...}` at the end.
+It prints `imported`, `ready` before the first step, `warm` after WARM_UP steps and `done` after the
+last, each time waits for a line on stdin, and prints `result {...}` at the end.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import roadtrain
-from benchmarks.apart import peak_bytes
+from benchmarks.children import peak_bytes
 from benchmarks.model420 import adamw, batch, build
 from roadtrain.switch.options import FanIn, SwitchNode
 
 TIMEOUT = timedelta(seconds=300)
 DEADLINE_S = 120.0
 CHUNK = 1 << 20  # elements
-WARM_UP = 1  # steps before the bytes and seconds that count
+WARM_UP = 1  # steps before the measured ones
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What every worker of a run is told."""
+    """Arguments of every worker of a run."""
 
     method: str
     """`ours`; `ddp`: torch's data parallel, all-reduce by gloo."""
 
     steps: int
     dtype: str = "fp32"
-    """Of parameters and gradients: `fp32` or `bf16`."""
+    """Dtype of parameters and gradients: `fp32` or `bf16`."""
 
     computes: bool = True
-    """False: blocks without products, whose gradients are constants; the transfer counts."""
+    """False: blocks without matrix products, with constant gradients, to measure the transfer
+    alone.
+    """
 
     layers: int = 10
     width: int = 512
     inner: int = 1536
     tokens: int = 8
-    """Of a worker's batch, a step: few, the machine's processors are everybody's."""
+    """Tokens of a worker's batch in a step; few, because all workers share the machine's
+    processors.
+    """
 
     staleness: int = 1
     servers: tuple[str, ...] = ()
     token: str = ""
-    """The file with it."""
+    """Path of the token file."""
 
     fan_in: dict[str, Any] | None = None
-    """As a job's file says it; None: gradients come to the servers one by one."""
+    """The tree as in a job's file; None: workers send gradients to the servers directly."""
 
     budget: str = "1500MiB"
     master: str = "127.0.0.1"
@@ -76,7 +80,7 @@ class WorkerSpec:
         return cls(**json.loads(path.read_text()))
 
     def build(self) -> nn.Module:
-        """The same values in every process."""
+        """Build the model, with the same values in every process."""
         if not self.computes:
             return Transferred(self.layers, _block_elements(self), DTYPES[self.dtype])
         compute = self.dtype
@@ -86,23 +90,23 @@ class WorkerSpec:
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.build().parameters())
 
     @property
     def nbytes(self) -> int:
-        """S: bytes of the parameters, and of the gradients as one worker has them."""
+        """S: bytes of the parameters, and of one worker's gradients."""
         return self.elements * DTYPES[self.dtype].itemsize
 
 
 def _block_elements(spec: WorkerSpec) -> int:
-    """Of one layer of the decoder that a transfer stands for."""
+    """Elements of one layer of the decoder that a transfer stands for."""
     return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
 
 
 class _Constant(torch.autograd.Function):
-    """What goes in comes out; every element of the weight has the same gradient."""
+    """The identity, with the same gradient for every element of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,7 @@ class Block(nn.Module):
 
 
 class Transferred(nn.Module):
-    """As many bytes as a decoder, and next to nothing to compute."""
+    """A model with as many bytes as a decoder and almost nothing to compute."""
 
     def __init__(self, blocks: int, elements: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -139,10 +143,10 @@ class Transferred(nn.Module):
 
 class Method(Protocol):
     def step(self, number: int) -> float:
-        """The loss of this worker's part of a step."""
+        """Train a step and return the loss of this worker's part."""
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Release everything that was started."""
 
 
 class Ours:
@@ -173,7 +177,7 @@ class Ours:
 
 
 class Ddp:
-    """torch's DistributedDataParallel over gloo: an all-reduce of the gradients."""
+    """torch's DistributedDataParallel over gloo, which all-reduces the gradients."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
         self.loss = losses_of(spec, rank, world)
@@ -203,7 +207,9 @@ METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "d
 
 
 def losses_of(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
-    """From the model and the number of a step to the loss of this worker's tokens."""
+    """Return a function of the model and a step's number that computes the loss of this worker's
+    tokens.
+    """
 
     def of(model: Any, number: int) -> torch.Tensor:
         if not spec.computes:
@@ -223,14 +229,17 @@ def _store(spec: WorkerSpec) -> roadtrain.Servers:
     return roadtrain.Servers(spec.servers, token=spec.token, **more)
 
 
-def fan_in_of(said: dict[str, Any]) -> FanIn:
-    nodes = [SwitchNode(**{**one, "workers": tuple(one["workers"])}) for one in said["switches"]]
-    return FanIn(**{**said, "switches": tuple(nodes)})
+def fan_in_of(tree: dict[str, Any]) -> FanIn:
+    nodes = [SwitchNode(**{**node, "workers": tuple(node["workers"])}) for node in tree["switches"]]
+    return FanIn(**{**tree, "switches": tuple(nodes)})
 
 
 def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """When each step ended, and its loss. pause: called before the first step, after the warm-up
-    and after the last one."""
+    """Train and return the end time and loss of each step.
+
+    Args:
+        pause: called before the first step, after the warm-up and after the last step
+    """
     method = METHODS[spec.method](spec, rank, world)
     pause("ready")
     ends, losses = list[float](), list[float]()
@@ -239,10 +248,10 @@ def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None])
         ends.append(time.perf_counter())
         if number + 1 == WARM_UP:
             pause("warm")
-    told = {"ends": ends, "losses": losses, "peak": peak_bytes()}
+    result = {"ends": ends, "losses": losses, "peak": peak_bytes()}
     pause("done")
     method.close()
-    return told
+    return result
 
 
 def _pause(what: str) -> None:

@@ -1,11 +1,11 @@
-"""Item 4 of `fanin`: packets a second of the switch's table in one core, in the kernel (XDP) and in
+"""Item 4 of `fanin`: packets a second of the switch's table on one core, in the kernel (XDP) and in
 user space, each beside a plain forwarder in the same run.
 
-Two children's packets of int32. "Alone": what the kernel says that the program takes for packets
-that it is run on, one by one, without a device. "Over a link": sender, switch and receiver share
-one core and a link of the lab; the sender waits for what comes back, so nothing is lost. A
-forwarder sends every packet back, a switch one sum for two. In user space also: packets by the
-processor time of the switch's process alone, its system calls included.
+Two children send packets of int32. "Alone": the time that the kernel reports for running the
+program on packets one by one, without a device. "Over a link": sender, switch and receiver share
+one core and a link of the lab; the sender waits for the packets that return, so that nothing is
+lost. A forwarder returns every packet, a switch one sum for two. In user space also: packets over
+the processor time of the switch's process alone, including its system calls.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from roadtrain_switch_offload.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJ
 
 FORWARDER = Path(__file__).with_name("fanin_xdp_forward.bpf.c")
 KEY, JOB, PORT, CHILDREN, SLOTS = PacketKey.derive(b"benchmark", bytes(16)), 1, 9001, 2, 2048
-RUN, ALONE = 44, 20_000  # packets of one call; packets that the program is run on alone
-RATE = 5e9  # bytes a second: the processor is the limit
+RUN, ALONE = 44, 20_000  # packets of one call; packets that the program handles alone
+RATE = 5e9  # bytes/s: the processor is the limit
 WAIT_S, START_S = 0.05, 30.0
 WAYS = {
     "XDP": "xdp-sum",
@@ -51,8 +51,11 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Packets a second that come in, by what is measured; or the line that says why not. seconds:
-    of each flood."""
+    """Measure packets a second by name, or return the reason why it is not possible.
+
+    Args:
+        seconds: duration of each flood
+    """
     if why := network_available():
         return f"no network: {why}"
     try:
@@ -68,18 +71,30 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Beside the forwarder of the same kind; one row says why not, where it cannot be."""
+    """Compare each with the forwarder of its kind; a single row gives the reason if it is not
+    possible.
+    """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):
         return [Row(f"rate: {found}", "XDP", "packets/s", *[None] * 7)]  # type: ignore[arg-type]
     made = []
-    for metric in [one for one in found if "forwarder" not in one]:
+    for metric in [name for name in found if "forwarder" not in name]:
         peer_name = metric.replace("XDP", "XDP forwarder").replace(
             "user space", "user-space forwarder"
         )
         ours, peer = found[metric], found[peer_name]
-        said = (metric, "packets/s", ours, peer, "a plain forwarder", ours / peer, None, None, None)
-        made.append(Row("a switch in one core", *said))
+        figures = (
+            metric,
+            "packets/s",
+            ours,
+            peer,
+            "a plain forwarder",
+            ours / peer,
+            None,
+            None,
+            None,
+        )
+        made.append(Row("a switch in one core", *figures))
     return made
 
 
@@ -87,12 +102,12 @@ def _table_of(program: BpfObject) -> XdpTable:
     live = program.mapped("live", LIVE, MOST_JOBS)[:1]
     job = XdpJob(JOB, PORT, CHILDREN, 0, SLOTS, KEY, ("127.0.0.1", PORT), 0)
     table = XdpTable(program, "", job, live)
-    live["found"] = 1  # so the program addresses the sums
+    live["found"] = 1  # makes the program send the sums to an address
     return table
 
 
 def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
-    """Gradient packets `first`... of a child; their payloads are what `out` has."""
+    """Seal gradient packets `first`... of a child, with the payloads that are in `out`."""
     packets.write_headers(
         out,
         PACKET_NBYTES,
@@ -107,7 +122,7 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
 
 
 def alone(what: str) -> float:
-    """Packets a second of the program, as the kernel times it."""
+    """Packets a second of the program, as timed by the kernel."""
     program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
     table = _table_of(program) if what == "sum" else None
     descriptor = program.program("take_packet" if table else "forward")
@@ -142,14 +157,16 @@ def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
 def _process(
     starts: Callable[..., subprocess.Popen[str]], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """One of this module's processes, once it is ready; ended with the context."""
+    """Run one of this module's child processes, once it is ready; kill it at the
+    end of the block.
+    """
     argv = [sys.executable, "-m", "benchmarks.fanin_xdp", *words]
     process = starts(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        if said != "ready\n":
-            raise BpfError(said.strip() or f"`{' '.join(words)}` has ended")
+        line = process.stdout.readline()
+        if line != "ready\n":
+            raise BpfError(line.strip() or f"`{' '.join(words)}` has ended")
         yield process
     finally:
         process.kill()
@@ -160,21 +177,21 @@ def _over_link(lab: Network, name: str, way: str, seconds: float) -> dict[str, f
     switch, ends = lab.hosts["switch"], lab.hosts["ends"]
     with _process(switch.run, way, ends.address) as process:
         with _process(ends.run, "ends", switch.address, str(seconds), way) as sender:
-            told = json.loads(_answer(sender))
+            report = json.loads(_answer(sender))
         process_s = float(_answer(process))
-    found = {f"{name}, over a link": told["packets"] / told["seconds"]}
+    found = {f"{name}, over a link": report["packets"] / report["seconds"]}
     if way.startswith("user"):
-        found[f"{name}, its process alone"] = told["packets"] / process_s
+        found[f"{name}, its process alone"] = report["packets"] / process_s
     return found
 
 
 def _answer(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate("go\n", timeout=START_S)
-    return told.strip().splitlines()[-1]
+    output, _ = process.communicate("go\n", timeout=START_S)
+    return output.strip().splitlines()[-1]
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Both children and the parent."""
+    """Act as both children and the parent."""
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
     into = np.zeros(RECEIVE_NBYTES, np.uint8)
@@ -188,13 +205,13 @@ def _ends(to: str, seconds: float, way: str) -> None:
                 sealed(child, number, RUN, train)
                 end.send(train, PACKET_NBYTES, (to, PORT))
             number += RUN
-            came = 0
-            while came < back and (found := end.receive(into, WAIT_S)):
-                came += found[0] // PACKET_NBYTES
-            lost += back - came if not warm else 0
+            arrived = 0
+            while arrived < back and (found := end.receive(into, WAIT_S)):
+                arrived += found[0] // PACKET_NBYTES
+            lost += back - arrived if not warm else 0
     elapsed = time.perf_counter() - begin
     sent = (number - first) * CHILDREN
-    assert lost < sent / 100, f"{lost} packets of {sent} did not come back"
+    assert lost < sent / 100, f"{lost} packets of {sent} did not return"
     print(json.dumps({"packets": sent, "seconds": elapsed}), flush=True)
 
 
@@ -202,7 +219,7 @@ def _user_space(way: str, parent: str) -> None:
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     into, out = (np.zeros(RECEIVE_NBYTES, np.uint8) for _ in range(2))
     table, to = SwitchTable(SLOTS, CHILDREN), (parent, PORT)
-    # compiled before the first packet comes
+    # compile before the first packet arrives
     packets.seal(out, PACKET_NBYTES, 1, KEY)
     right = packets.verify(out, PACKET_NBYTES, 1, KEY, JOB)
     table.add(out[:PACKET_NBYTES], right, into, 0)
@@ -226,7 +243,7 @@ def _user_space(way: str, parent: str) -> None:
 
 def _in_kernel(way: str, parent: str) -> None:
     greeting = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    greeting.sendto(b"here", (parent, PORT + 1))  # makes the parent's hardware address known
+    greeting.sendto(b"here", (parent, PORT + 1))  # resolves the parent's hardware address
     time.sleep(0.2)
     if way == "xdp-forward":
         program = BpfObject(FORWARDER)

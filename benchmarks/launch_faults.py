@@ -1,13 +1,14 @@
-"""Item `faults` of `launch`: scripted faults of launched runs, one after the other: whether a run
-goes on by itself, seconds until the next step, how many steps are done again, and losses against
-those of a run without faults, on this host.
+"""Item `faults` of `launch`: scripted faults of launched runs, one after the other. Measures
+whether a run goes on by itself, seconds until the next step, repeated steps, and losses against
+a run without faults on this host.
 
     lab    two workers and a server; two workers and hosts that sum
-    here   two workers that meet, and a spare host
+    here   two workers in one process group, and a spare host
     ray    two workers and a server on three Ray nodes
 
-Losses are the same bit for bit until fewer workers run than the plan has (Rule 1); from then on
-within ROUNDING: other sums are in another order, and a difference grows with the steps. Needs root.
+Losses are bit for bit the same until fewer workers run than the plan has (Rule 1); from then on
+within ROUNDING, because sums are taken in another order and a difference grows with the steps.
+Needs root.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks import launch_fault as fault
 from benchmarks.launch_bench import START_S, STEP_S, Bench, row
-from benchmarks.launch_fault import Fault, Followed, Scenery, strike
+from benchmarks.launch_fault import Fault, FaultTarget, Outcome, strike
 from benchmarks.launch_ray import on_nodes
 from benchmarks.launch_run import LaunchedRun
 from benchmarks.launch_scene import MODEL, HostKind, Scene
@@ -29,19 +30,21 @@ from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import RoadtrainError
 
 BETWEEN = 4  # steps before each fault
-STEPS = 100_000  # more than any run of these makes
-ROUNDING = 1e-5  # of a loss
+STEPS = 100_000  # more steps than any of these runs makes
+ROUNDING = 1e-5  # relative difference of a loss
 TINY = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 MORE = {"model": {"config": TINY}, "run": {"log_every": 1}}
 KEPT = MORE | {"parallelism": {"snapshot_every": 4}}
 GPUS = ("10.9.0.1", "10.9.0.2")
-LOOPBACK = "127.1.0."  # where the run without faults has addresses of a lab
+LOOPBACK = "127.1.0."  # addresses of the run without faults, instead of the lab's
 
 
 @dataclass(frozen=True)
 class FaultScene:
-    """`nodes`: of a Ray cluster. `spares`, `later`: hosts that the plan made has workers or
-    reducers on: spare ones of the run's plan, and such that only its cluster has."""
+    """A scene and its faults. `nodes`: hosts of a Ray cluster. `spares`: added to the spare hosts
+    of the plan. `later`: hosts that are removed from the plan but stay in its cluster, to be
+    added by a fault.
+    """
 
     name: str
     scene: Scene
@@ -164,10 +167,11 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
-    """All of a scene's. A fault that the run does not survive is a missed goal; those after it are
-    tried in a run that is resumed."""
+    """Run all faults of a scene. A fault that the run does not survive is a missed goal; the run is
+    resumed for the faults after it.
+    """
     case = scene.scene.name
-    found: list[Followed] = []
+    found: list[Outcome] = []
     failed: dict[Fault, str] = {}
     losses: dict[int, float] = {}
     theirs: dict[int, float] = {}
@@ -175,12 +179,12 @@ def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
         losses = struck(bench, scene, found, failed)
         theirs = without_faults(bench, scene, max(losses))
     except (RoadtrainError, OSError) as error:
-        for one in scene.faults:
-            failed.setdefault(one, f"the scene ended: {_first(error)}")
-    for one in scene.faults:
-        goal = "it goes on with --resume" if one.again else "it goes on by itself"
-        if one in failed:
-            yield row(case, f"{one.what}: {failed[one]}", "s", None, goal, False)
+        for each in scene.faults:
+            failed.setdefault(each, f"the scene ended: {_first(error)}")
+    for each in scene.faults:
+        goal = "it goes on with --resume" if each.again else "it goes on by itself"
+        if each in failed:
+            yield row(case, f"{each.what}: {failed[each]}", "s", None, goal, False)
     same, apart, worst = True, 0, 0.0
     for number, after in enumerate(found):
         same = same and not after.fault.fewer
@@ -189,35 +193,35 @@ def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
         worst = max([worst, *off])
         good = max(off, default=0.0) <= (0.0 if same else ROUNDING)
         apart += not good
-        said = "losses bit for bit" if same else f"losses within {ROUNDING:g}"
+        bound = "losses bit for bit" if same else f"losses within {ROUNDING:g}"
         goal = "it goes on with --resume" if after.fault.again else "it goes on by itself"
         what = f"{after.fault.what}; {after.repeated} steps again"
-        yield row(case, what, "s", after.seconds, f"{goal}, {said}", good)
+        yield row(case, what, "s", after.seconds, f"{goal}, {bound}", good)
     if losses and theirs:
         what = f"{len(found)} faults, {max(losses)} steps: largest difference of a loss"
         yield row(case, what, "of it", worst, f"0, {ROUNDING:g} after fewer workers", not apart)
 
 
 def struck(
-    bench: Bench, scene: FaultScene, found: list[Followed], failed: dict[Fault, str]
+    bench: Bench, scene: FaultScene, found: list[Outcome], failed: dict[Fault, str]
 ) -> dict[int, float]:
-    """The losses of a run that all of the faults strike; what followed from each."""
+    """Strike a run with all faults and return its losses. Appends to `found` and `failed`."""
     with ExitStack() as stack:
         nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
         more = ("--ray-address", nodes.address) if nodes else ()
         run = stack.enter_context(planned(bench, scene, f"f-{scene.name}", scene.on, *more))
         run.follow()
         run.wait_log_step(0, START_S)
-        scenery = Scenery(run, nodes)
-        for one in scene.faults:
+        target = FaultTarget(run, nodes)
+        for each in scene.faults:
             try:
                 run.wait_step(run.step + BETWEEN, START_S)
-                found.append(strike(scenery, one))
-                said = f"{found[-1].seconds:.1f} s, {found[-1].repeated} steps again"
+                found.append(strike(target, each))
+                report = f"{found[-1].seconds:.1f} s, {found[-1].repeated} steps again"
             except (RoadtrainError, OSError) as error:
-                failed[one] = said = _first(error)
+                failed[each] = report = _first(error)
                 go_on(run)
-            print(f"{scene.scene.name}: step {run.step}: {one.what}: {said}", flush=True)
+            print(f"{scene.scene.name}: step {run.step}: {each.what}: {report}", flush=True)
         run.wait_step(run.step + BETWEEN, START_S)
         run.stop()
         return run.losses()
@@ -229,7 +233,7 @@ def go_on(run: LaunchedRun) -> None:
 
 
 def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, float]:
-    """The losses of a run on this host."""
+    """Return the losses of a run on this host without faults."""
     with planned(bench, scene, f"f-{scene.name}-plain", "here") as run:
         run.start()
         run.wait_step(last, START_S + last * STEP_S)
@@ -237,7 +241,7 @@ def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, floa
 
 
 def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> LaunchedRun:
-    """From the two files to a plan, whose stores are in this benchmark's directory."""
+    """Plan from the two files, with stores in this benchmark's directory."""
     home = bench.home / name
     shutil.rmtree(home, ignore_errors=True)
     scene.scene.write(home, STEPS, "files")
@@ -256,7 +260,7 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """How far apart a step's losses are; 0: not a bit."""
+    """Relative difference of a step's losses; 0 if bit for bit the same."""
     if step not in losses or step not in theirs:
         return float("inf")
     return abs(losses[step] - theirs[step]) / abs(theirs[step])

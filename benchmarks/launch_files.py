@@ -1,5 +1,6 @@
-"""Item `files` of `launch`: Slurm and Kubernetes files of three plans through their validators, and
-where every host name, path and port in them comes from."""
+"""Item `files` of `launch`: validate the Slurm and Kubernetes files of three plans, and check that
+every host name, path and port in them comes from the plan or the job.
+"""
 
 from __future__ import annotations
 
@@ -54,25 +55,27 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
     wrong = [line for path, text in texts.items() for line in checked(kind, path, text)]
     if kind == "slurm":
         yield tried(out, [host.name for host in machines.hosts])
-    said = f": {wrong[0]}" if wrong else ""
-    yield row(scene.name, f"{what}{said}", "files", float(len(texts)), "yes", not wrong)
-    given = "".join(map(_read, files)) + str(run.home)
+    first = f": {wrong[0]}" if wrong else ""
+    yield row(scene.name, f"{what}{first}", "files", float(len(texts)), "yes", not wrong)
+    source = "".join(map(_read, files)) + str(run.home)
     ports = {str(port) for host in machines.hosts for port in host.ports}
     ports.add(str(machines.rendezvous_port))
     every = "".join(texts.values())
     for name, strange in (
         ("ports", set(PORT.findall(every)) - ports),
-        ("addresses", {one for one in ADDRESS.findall(every) if one not in given}),
-        ("paths", {one for one in PATH.findall(every) if not _known(one, given)}),
+        ("addresses", {address for address in ADDRESS.findall(every) if address not in source}),
+        ("paths", {path for path in PATH.findall(every) if not _allowed(path, source)}),
     ):
         what = f"{kind}: {name} that are in neither file {', '.join(sorted(strange))}".rstrip()
         yield row(scene.name, what, "", float(len(strange)), "0", not strange)
 
 
-def _known(path: str, given: str) -> bool:
-    """Whether it is of the two files, in a directory of theirs, or of every Linux."""
+def _allowed(path: str, source: str) -> bool:
+    """Check that a path is in the two files, in a directory of theirs, or a system
+    path of Linux.
+    """
     parents = [path, *map(str, Path(path).parents)][:-1]
-    return path.startswith(SYSTEM) or any(one in given for one in parents if one.count("/") > 1)
+    return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)
 
 
 def _read(path: str) -> str:
@@ -80,8 +83,8 @@ def _read(path: str) -> str:
 
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:
-    """What `sbatch --test-only` says on a Slurm that knows the hosts of the plan."""
-    what, unit = "sbatch --test-only takes the script", "hosts"
+    """Run `sbatch --test-only` on a Slurm that has the plan's hosts."""
+    what, unit = "sbatch --test-only accepts the script", "hosts"
     lacking = f"{', '.join(MISSING)} not installed" if MISSING else ""
     if lacking or os.geteuid():
         why = lacking or "Slurm's daemons need root"
@@ -90,26 +93,30 @@ def tried(files: Path, hosts: Sequence[str]) -> Row:
         TemporaryDirectory(prefix="roadtrain-slurm-") as home,
         LocalSlurm(Path(home), hosts) as slurm,
     ):
-        said = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=files)
-    met = "to start at" in said
-    said = "" if met else f": {' '.join(said.split())}"
-    return row("slurm", f"{what}{said}", unit, float(len(hosts)), "yes", met)
+        output = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=files)
+    met = "to start at" in output
+    output = "" if met else f": {' '.join(output.split())}"
+    return row("slurm", f"{what}{output}", unit, float(len(hosts)), "yes", met)
 
 
 def checked(kind: str, path: Path, text: str) -> list[str]:
-    """What a validator says against a file; nothing of one that is no script or manifest."""
+    """Return a validator's complaints about a file; none for files other than scripts and
+    manifests.
+    """
     if kind == "slurm" and path.suffix == ".sbatch":
         tools = [["bash", "-n"], ["shellcheck"]]
         there = [[*words, str(path)] for words in tools if shutil.which(words[0])]
-        done = [subprocess.run(one, capture_output=True, text=True, check=False) for one in there]
-        return [" ".join((one.stdout + one.stderr).split()) for one in done if one.returncode]
+        done = [
+            subprocess.run(words, capture_output=True, text=True, check=False) for words in there
+        ]
+        return [" ".join((run.stdout + run.stderr).split()) for run in done if run.returncode]
     if kind == "kubernetes" and path.suffix in (".yaml", ".yml"):
         validator = importlib.import_module("kubernetes_validate")
-        said = []
-        for one in importlib.import_module("yaml").safe_load_all(text):
+        complaints = []
+        for document in importlib.import_module("yaml").safe_load_all(text):
             try:
-                validator.validate(one, validator.latest_version(), strict=True)
-            except Exception as error:  # whatever it is, it is what the validator says
-                said.append(f"{path.name}: {error}")
-        return said
+                validator.validate(document, validator.latest_version(), strict=True)
+            except Exception as error:  # any exception is the validator's complaint
+                complaints.append(f"{path.name}: {error}")
+        return complaints
     return []

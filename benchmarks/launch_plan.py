@@ -1,6 +1,7 @@
-"""Item `plan` of `launch`: from cluster.toml and job.toml alone, planned and launched; a step
-beside its prediction; and with the processes of a host killed the run goes on with the same
-losses."""
+"""Item `plan` of `launch`: plan and launch from cluster.toml and job.toml alone, compare a step
+with its prediction, and check that a run goes on with the same losses after the processes of a
+host are killed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def failed(case: str, error: RoadtrainError) -> Row:
 
 
 def run_and_kill(bench: Bench, run: LaunchedRun, case: str, on: str = "lab") -> Iterator[Row]:
-    """`run`: is alive, and runs to its end."""
+    """Measure `run`, which is alive and runs to its end, and a second run with a kill."""
     run.wait_end(bench.steps * STEP_S)
     promised = bench.plan_of(run).predicted
     assert promised is not None
@@ -51,8 +52,8 @@ def run_and_kill(bench: Bench, run: LaunchedRun, case: str, on: str = "lab") -> 
     with bench.again(run, f"{run.home.name}-killed", on) as killed:
         killed.wait_step(bench.steps // 3, bench.steps * STEP_S)
         victims = killed.agents()[:1] or killed.workers()[:1]
-        for one in victims:
-            one.kill()
+        for process in victims:
+            process.kill()
         at = killed.step
         seconds = killed.wait_step(at + 2, START_S)
         killed.wait_end(START_S + bench.steps * STEP_S)
@@ -60,5 +61,5 @@ def run_and_kill(bench: Bench, run: LaunchedRun, case: str, on: str = "lab") -> 
         what = "processes of a host killed: seconds until the step after the next"
         yield row(case, what, "s", seconds, "it goes on by itself", True)
         whole = len(killed.losses()) == len(run.losses())
-        said = "steps whose loss is not as without the kill"
-        yield row(case, said, "", float(len(apart)), "0", not apart and whole)
+        metric = "steps whose loss is not as without the kill"
+        yield row(case, metric, "", float(len(apart)), "0", not apart and whole)

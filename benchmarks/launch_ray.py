@@ -1,6 +1,7 @@
-"""Ray nodes on this machine for items of `launch`, each a raylet of its own, as `ray.cluster_utils`
-makes them. A node that dies is found dead after 2 s, not 15 as Ray does by itself. Does NOT launch
-anything."""
+"""Ray nodes on this machine for items of `launch`, each with a raylet of its own, as in
+`ray.cluster_utils`. A dead node is detected after 2 s instead of Ray's 15. Does NOT launch
+anything.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FOUND_DEAD = {
 
 
 def ray_scene() -> Scene:
-    """Two hosts with a worker each; names and addresses are the engine's to find."""
+    """Two hosts with a worker each; the engine finds their names and addresses."""
     return Scene(
         "two Ray nodes",
         (HostKind("node", 1000, 2),),
@@ -39,7 +40,7 @@ def ray_scene() -> Scene:
 
 
 class RayNodes:
-    """A cluster. `names`: of its hosts, the first is its head's; "": a node that is any host."""
+    """A Ray cluster. `names`: of its hosts, the head's first; "" is a node that may be any host."""
 
     def __init__(self, names: Sequence[str]) -> None:
         try:
@@ -64,14 +65,14 @@ class RayNodes:
         self._nodes[name] = self._cluster.add_node(**_options(name))
 
     def kill(self, name: str) -> None:
-        """All of Ray's processes of a node, with SIGKILL."""
+        """Kill all of Ray's processes of a node with SIGKILL."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def kill_raylet(self, name: str) -> None:
-        """This process alone; the others of its node find that it is gone."""
+        """Kill the raylet alone; the other processes of its node notice."""
         node = self._nodes.pop(name)
-        for one in node.all_processes["raylet"]:
-            psutil.Process(one.process.pid).kill()
+        for raylet in node.all_processes["raylet"]:
+            psutil.Process(raylet.process.pid).kill()
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -93,7 +94,7 @@ def on_nodes(*names: str) -> Iterator[RayNodes]:
 
 @contextmanager
 def on_ray(home: Path) -> Iterator[str]:
-    """The address of a cluster of two nodes. Raises ConfigError where Ray is not installed."""
+    """Yield the address of a cluster of two nodes. Raises ConfigError if Ray is not installed."""
     home.mkdir(parents=True, exist_ok=True)
     with on_nodes("", "") as nodes:
         yield nodes.address

@@ -1,6 +1,7 @@
-"""Two Ray nodes for item `plan` of `launch`, each in a network namespace with a card of its own, as
-on two hosts: what crosses between them crosses links of their rate, which this machine's processors
-do not limit. Does NOT launch anything."""
+"""Two Ray nodes for item `plan` of `launch`, each in a network namespace with a NIC of its own,
+like two hosts: traffic between them crosses links of their rate and is not limited by this
+machine's processors. Does NOT launch anything.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from roadtrain.launch.ray.nodes import LABEL
 from roadtrain.units import MIB
 
 PORT = 6379
-CPUS = 1  # of the two that both nodes share
+CPUS = 1  # of the two processors that both nodes share
 STARTS_S = 60.0
 ENDS_S = 20.0
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--num-cpus={CPUS}")
-LINKED = Scene(  # links limit a step: Ray's own processes take a tenth of two busy processors
+LINKED = Scene(  # the links limit a step; Ray's own processes take a tenth of two busy processors
     "two Ray nodes",
     (HostKind("gpu", 100), HostKind("spare", 100, computes=False)),
     "server",
@@ -41,7 +42,9 @@ LINKED = Scene(  # links limit a step: Ray's own processes take a tenth of two b
 
 @dataclass(frozen=True)
 class LinkedNodes:
-    """`address`: of the head; `inside`: words before a command that is typed on the head's host."""
+    """A running cluster. `address`: of its head; `inside`: prefix of a command to run it on the
+    head's host.
+    """
 
     address: str
     inside: tuple[str, ...]
@@ -49,14 +52,18 @@ class LinkedNodes:
 
 @contextmanager
 def linked_nodes(home: Path) -> Iterator[LinkedNodes]:
-    """The cluster that LINKED describes. Raises ConfigError where Ray is not installed,
-    RoadtrainError where a node does not start."""
+    """Run the cluster that LINKED describes.
+
+    Raises:
+        ConfigError: Ray is not installed
+        RoadtrainError: a node does not start
+    """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed", hint="pip install roadtrain[ray]")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else is in these networks
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach these networks
     home.mkdir(parents=True, exist_ok=True)
     nics = {kind.name: [LabNic(kind.rate * 1e6 / 8)] for kind in LINKED.hosts}
-    # Ray's sockets are in it: a path of theirs has 107 bytes at most
+    # short, because the path of a Unix socket has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="rt") as short, Network(nics) as network:
         head, other = network.hosts.values()
         words = ("--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={short}")
@@ -73,16 +80,16 @@ def _children(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def _node(host: LabHost, home: Path, words: Sequence[str]) -> Iterator[None]:
-    """Of the name of its host, until the block ends: then all its processes have ended."""
+    """Run a node, named like its host. All its processes have ended after the block."""
     log = home / f"ray.{host.name}.log"
     more = (
         f"--node-ip-address={host.address}",
         f"--object-store-memory={128 * MIB}",
         f"--labels={LABEL}={host.name}",
     )
-    with open(log, "wb") as said:
+    with open(log, "wb") as output:
         node = host.run(
-            [*RAY, *words, *more], stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            [*RAY, *words, *more], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         deadline = time.monotonic() + STARTS_S

@@ -1,5 +1,6 @@
-"""Item `replan` of `launch`: what was predicted beside what was measured of every stage; a link
-slowed to a quarter; `launch --replan`; and the next run's steps beside those of the old plan."""
+"""Item `replan` of `launch`: compare every stage's prediction with its measurement, slow a link to
+a quarter, run `launch --replan`, and compare steps of the new plan with those of the old.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.launch.control_socket import ask_supervisor
 
 SLOWED, QUARTER = "gpu1", 0.25
-STEPS = 10_000  # more than are made
+STEPS = 10_000  # more steps than are made
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -23,8 +24,8 @@ def rows(bench: Bench) -> Iterator[Row]:
         try:
             yield from slowed(bench, name, scene)
         except RoadtrainError as error:
-            said = str(error).partition("\n")[0]
-            yield row(scene.name, said, "", None, "it runs", False)
+            message = str(error).partition("\n")[0]
+            yield row(scene.name, message, "", None, "it runs", False)
 
 
 def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
@@ -41,13 +42,13 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
         run.wait_step(slow + bench.steps, bench.steps * STEP_S)
         old, before = run.step_s(slow, run.step), bench.plan_of(run)
         yield row(case, "a step by the old plan, slowed", "s", old)
-        print(said := command("launch", "--replan", run.name, "--detach", within_s=1200.0))
+        print(output := command("launch", "--replan", run.name, "--detach", within_s=1200.0))
         new_plan = load_plan_file(run.run_home.plan_path)
         again = run.step
         run.wait_step(again + bench.steps, START_S + bench.steps * STEP_S)
         new = run.step_s(again, run.step)
         assert new_plan.predicted is not None
-        met = new < old and new_plan != before and "the plan stays" not in said
+        met = new < old and new_plan != before and "the plan stays" not in output
         goal = "another plan, which is faster"
         yield row(case, "a step by the new plan", "s", new, goal, met, beside=("old plan", old))
         beside = ("predicted", new_plan.predicted.seconds)
@@ -58,25 +59,28 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
 
 
 def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
-    """Beside a run whose link is not slowed. Sums are in another order, so losses agree to
-    rounding."""
+    """Compare with a run whose link is not slowed. Sums are taken in another order, so losses agree
+    only to rounding. Returns the number of steps that differ by more.
+    """
     with bench.again(run, f"{run.home.name}-plain") as plain:
         plain.wait_step(until, START_S + until * STEP_S)
         ours, theirs = run.losses(), plain.losses()
-        far = [one for one in differing(ours, theirs) if abs(ours[one] / theirs[one] - 1) > 1e-4]
-        return len([one for one in far if one <= until])
+        far = [
+            step for step in differing(ours, theirs) if abs(ours[step] / theirs[step] - 1) > 1e-4
+        ]
+        return len([step for step in far if step <= until])
 
 
 def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
-    """Of each rank's metrics."""
+    """Compare prediction and measurement of every rank's stages, from its metrics."""
     plan = bench.plan_of(run)
     for rank in range(plan.plan.parallelism.devices):
         lines = run.lines(rank)[-bench.steps // 2 :]
         if not lines or "predicted" not in lines[-1]:
             yield row(case, f"rank {rank}: predicted", "", None, "in metrics.jsonl", False)
             continue
-        told = lines[-1]["predicted"]
-        for name, seconds in told["stages"].items():
+        prediction = lines[-1]["predicted"]
+        for name, seconds in prediction["stages"].items():
             got = median(line["stages"].get(name, {}).get("seconds", 0.0) for line in lines)
-            where = f"{told['where']} (rank {rank}), {name}"
+            where = f"{prediction['where']} (rank {rank}), {name}"
             yield row(case, where, "s", got, beside=("predicted", seconds))

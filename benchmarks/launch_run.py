@@ -1,8 +1,8 @@
-"""LaunchedRun: a run of `launch`, driven by the commands that a user types: `roadtrain plan`,
-`roadtrain launch --detach`, `--stop`; watched by what it writes (state.json, metrics.jsonl,
-all.log).
+"""LaunchedRun: a run of `launch`, driven by the commands of a user (`roadtrain plan`, `roadtrain
+launch --detach`, `--stop`) and watched through its files (state.json, metrics.jsonl, all.log).
 
-Processes of a run are found by their words and environment, to be killed. Does NOT judge anything.
+Processes of a run are found by their command line and environment, to be killed. Does NOT judge
+anything.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from roadtrain.launch.home import RunHome, RunState
 from roadtrain.training.metrics import read_metrics
 
 CLI = (sys.executable, "-m", "roadtrain.cli")
-COMMAND_S = 300.0  # a command that a user waits for
+COMMAND_S = 300.0  # limit of a command that a user waits for
 TURN_S = 0.1
-MOST_RANKS = 8  # of any scene
-FIRST_STEPS = 4  # of a start, which are no steady ones
+MOST_RANKS = 8  # ranks of any scene
+FIRST_STEPS = 4  # steps after a start that are not steady yet
 SUPERVISES = frozenset({"roadtrain.launch.supervise", "roadtrain.launch.standby_main"})
 
 
@@ -39,8 +39,14 @@ def command(
     ok: Sequence[int] = (0,),
     inside: Sequence[str] = (),
 ) -> str:
-    """What `roadtrain WORDS` says; inside: words that a command is typed with on a host of a lab.
-    Raises RoadtrainError where it ends with another code."""
+    """Run `roadtrain WORDS` and return its output.
+
+    Args:
+        inside: prefix to run the command on a host of a lab
+
+    Raises:
+        RoadtrainError: the exit code is not in `ok`
+    """
     done = subprocess.run(
         [*inside, *CLI, *words], capture_output=True, text=True, timeout=within_s, check=False
     )
@@ -54,7 +60,7 @@ def command(
 
 @dataclass(frozen=True)
 class FoundProcess:
-    """One of this machine's."""
+    """A process of this machine."""
 
     pid: int
     words: tuple[str, ...]
@@ -70,15 +76,16 @@ def processes(of: Callable[[FoundProcess], bool]) -> Iterator[FoundProcess]:
         with contextlib.suppress(OSError, ValueError):
             words = tuple((entry / "cmdline").read_bytes().decode().split("\0")[:-1])
             pairs = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            told = dict(pair.partition("=")[::2] for pair in pairs if pair)
-            one = FoundProcess(int(entry.name), words, told)
-            if of(one):
-                yield one
+            environment = dict(pair.partition("=")[::2] for pair in pairs if pair)
+            process = FoundProcess(int(entry.name), words, environment)
+            if of(process):
+                yield process
 
 
 class LaunchedRun:
-    """`home`: of the two files; the run trains in `home`/run. Inside the context it is alive; after
-    it, nothing of it is. `inside`: as of `command`."""
+    """A run. `home` has the two files; the run trains in `home`/run. All its processes are killed
+    at the end of the context. `inside`: as for `command`.
+    """
 
     def __init__(
         self, name: str, on: str, home: Path, *more: str, inside: Sequence[str] = ()
@@ -86,24 +93,25 @@ class LaunchedRun:
         self.name, self.on, self.home, self.more = name, on, home, more
         self.inside = inside
         self.run_home = RunHome.of(name)
-        self.launcher: subprocess.Popen[bytes] | None = None  # that follows the run
+        self.launcher: subprocess.Popen[bytes] | None = None  # the launcher that follows the run
 
     # commands
 
     def plan(self, *more: str) -> str:
-        """From cluster.toml and job.toml to plan.toml."""
+        """Plan: read cluster.toml and job.toml, write plan.toml."""
         files = [str(self.home / name) for name in ("cluster.toml", "job.toml", "plan.toml")]
         return command("plan", files[0], "--job", files[1], "--out", files[2], *more)
 
     def start(self) -> float:
-        """Seconds since the epoch at which the command was typed."""
+        """Start the run detached. Returns the time of the command, seconds since the epoch."""
         then = time.time()
         command(*self._words(), "--detach", inside=self.inside)
         return then
 
     def follow(self, *words: str) -> None:
-        """As `start`, or `roadtrain WORDS`, by a launcher that stays. Returns when the run has
-        begun. Raises RoadtrainError."""
+        """Start the run, or run `roadtrain WORDS`, with a launcher that stays. Returns when the run
+        has begun. Raises RoadtrainError if it does not.
+        """
         self._let_go()
         self.launcher = subprocess.Popen(
             [*CLI, *(words or self._words())],
@@ -115,7 +123,9 @@ class LaunchedRun:
         deadline = time.monotonic() + COMMAND_S
         while not self.run_home.is_supervised():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
-                raise RoadtrainError(f"run {self.name} was not started: its launcher has ended")
+                raise RoadtrainError(
+                    f"run {self.name} did not start within {COMMAND_S:.0f} s, or its launcher ended"
+                )
             time.sleep(TURN_S)
 
     def _words(self) -> list[str]:
@@ -123,7 +133,7 @@ class LaunchedRun:
         return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
 
     def _let_go(self) -> None:
-        """The launcher that stays is killed."""
+        """Kill the launcher that stays."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
@@ -136,7 +146,7 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
-        """A lab's stores are in the run's home: those of a benchmark before are another run's."""
+        """Remove the stores of an earlier benchmark, which a lab keeps in the run's home."""
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
         return self
@@ -146,23 +156,25 @@ class LaunchedRun:
             with contextlib.suppress(RoadtrainError, subprocess.TimeoutExpired):
                 self.stop()
         self._let_go()
-        for one in processes(self._mine):
-            one.kill()
+        for process in processes(self._mine):
+            process.kill()
 
-    # what it shows
+    # its output
 
     def state(self) -> RunState:
         return self.run_home.state()
 
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Of the metrics of a rank."""
+        """Lines of a rank's metrics."""
         return read_metrics(self._metrics(rank))
 
     def _metrics(self, rank: int) -> Path:
         return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
     def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Step -> its line, also those of before the rank was away for some steps."""
+        """Map step -> its line, including the files from before the rank was away
+        for some steps.
+        """
         last, number, found = self._metrics(rank), 1, dict[int, dict[str, Any]]()
         while (before := last.with_name(f"{last.stem}.before-{number}.jsonl")).exists():
             found |= {int(line["step"]): line for line in read_metrics(before)}
@@ -175,21 +187,24 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        """Step -> the mean over its ranks: a data-parallel rank's line tells of its own
-        micro-batches. Where fewer ranks ran, each has more of a step's tokens: lines that the
-        others wrote of such a step before it was done again do not count. Worker 0 of servers
-        tells of all workers, and so of more tokens than another one."""
+        """Map step -> the mean loss over its ranks.
+
+        A data-parallel rank's line covers its own micro-batches. Where fewer ranks ran, each has
+        more of a step's tokens; lines that other ranks wrote before that step was repeated are
+        ignored. With servers, worker 0's line covers all workers, and so more tokens than
+        another's.
+        """
         of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
         steps = sorted(of_rank[0])
         whole = sum(int(lines[steps[0]]["tokens"]) for lines in of_rank if steps[0] in lines)
         out: dict[int, float] = {}
         for step in steps:
             losses, tokens = list[float](), 0
-            told = [lines[step] for lines in of_rank if step in lines]
-            if any(line["tokens"] < told[0]["tokens"] for line in told):
-                out[step] = float(told[0]["loss"])
+            rank_lines = [lines[step] for lines in of_rank if step in lines]
+            if any(line["tokens"] < rank_lines[0]["tokens"] for line in rank_lines):
+                out[step] = float(rank_lines[0]["loss"])
                 continue
-            for line in told:
+            for line in rank_lines:
                 if tokens < whole:
                     losses.append(float(line["loss"]))
                     tokens += int(line["tokens"])
@@ -197,7 +212,7 @@ class LaunchedRun:
         return out
 
     def step_s(self, after: int, until: int | None = None) -> float:
-        """The median of steps behind `after`, the first ones left out."""
+        """Median seconds of the steps after `after`, without the first ones."""
         took = [
             float(line["seconds"])
             for line in self.lines()
@@ -209,8 +224,9 @@ class LaunchedRun:
         return self.run_home.all_log.read_text(errors="replace")
 
     def wait_step(self, step: int, within_s: float) -> float:
-        """Seconds until it was done. Raises DeadlineError, or RoadtrainError where the run ended
-        before."""
+        """Wait until the step is done and return the seconds. Raises DeadlineError, or
+        RoadtrainError if the run ends first.
+        """
 
         def done() -> bool:
             return self.step >= step
@@ -218,15 +234,15 @@ class LaunchedRun:
         return self.wait(done, f"step {step}", within_s)
 
     def wait_log_step(self, offset: int, within_s: float) -> None:
-        """Until worker 0 has said a step in what all.log has from `offset` on."""
+        """Wait until worker 0 has reported a step in all.log from `offset` on."""
 
-        def said() -> bool:
+        def stepped() -> bool:
             return self.run_home.all_log.exists() and "] step " in self.log()[offset:]
 
-        self.wait(said, "a step", within_s)
+        self.wait(stepped, "a step", within_s)
 
     def wait_end(self, within_s: float) -> int:
-        """The run's code."""
+        """Wait for the run's end and return its exit code."""
         self.wait(lambda: self.state().phase == "ended", "its end", within_s, ended=True)
         return self.state().code
 
@@ -243,7 +259,7 @@ class LaunchedRun:
                 )
             if time.monotonic() > then + within_s:
                 raise DeadlineError(
-                    f"run {self.name} (step {self.step}, {state.phase}) has not come to {what}"
+                    f"run {self.name} (step {self.step}, {state.phase}) has not reached {what}"
                     f" within {within_s:.0f} s\n" + self.log()[-2000:]
                 )
             time.sleep(TURN_S)
@@ -251,43 +267,43 @@ class LaunchedRun:
 
     # its processes
 
-    def _mine(self, one: FoundProcess) -> bool:
+    def _mine(self, process: FoundProcess) -> bool:
         home = str(self.run_home.path)
-        mark = one.environment.get(MARK, "")
+        mark = process.environment.get(MARK, "")
         return mark.startswith((f"roadtrain:{home}/", f"roadtrain:{self.name}/")) or (
-            home in one.words and bool(SUPERVISES & {*one.words})
+            home in process.words and bool(SUPERVISES & {*process.words})
         )
 
     def workers(self) -> list[FoundProcess]:
-        """By rank."""
+        """Worker processes, sorted by rank."""
         found = [
-            one
-            for one in processes(self._started)
-            if "train" in one.words and "RANK" in one.environment
+            process
+            for process in processes(self._started)
+            if "train" in process.words and "RANK" in process.environment
         ]
-        return sorted(found, key=lambda one: int(one.environment["RANK"]))
+        return sorted(found, key=lambda process: int(process.environment["RANK"]))
 
     def services(self, what: str) -> list[FoundProcess]:
-        """what: a word that only these are started with: --store, --sum, --switch."""
-        return [
-            one for one in processes(self._started) if "serve" in one.words and what in one.words
-        ]
+        """Processes of servers with the option `what`: --store, --sum or --switch."""
+        return [p for p in processes(self._started) if "serve" in p.words and what in p.words]
 
     def agents(self) -> list[FoundProcess]:
-        return [one for one in processes(self._mine) if "roadtrain.launch.agent" in one.words]
+        return [p for p in processes(self._mine) if "roadtrain.launch.agent" in p.words]
 
     def held(self) -> list[FoundProcess]:
-        """All that an agent has started, and the supervisor."""
+        """All processes started by an agent, and the supervisor."""
         return [
-            one
-            for one in processes(lambda one: self._started(one) or self._mine(one))
-            if "roadtrain.launch.agent" not in one.words
+            process
+            for process in processes(lambda found: self._started(found) or self._mine(found))
+            if "roadtrain.launch.agent" not in process.words
         ]
 
     def supervisors(self) -> list[FoundProcess]:
-        return [one for one in processes(self._mine) if "roadtrain.launch.supervise" in one.words]
+        return [p for p in processes(self._mine) if "roadtrain.launch.supervise" in p.words]
 
-    def _started(self, one: FoundProcess) -> bool:
-        """By the run's engine, whichever it is: its processes name the run's directory."""
+    def _started(self, process: FoundProcess) -> bool:
+        """Check that the run's engine started the process: its command line has the run's
+        directory.
+        """
         directory = str(self.home / "run")
-        return "roadtrain.cli" in one.words and any(directory in word for word in one.words)
+        return "roadtrain.cli" in process.words and any(directory in word for word in process.words)

@@ -1,9 +1,9 @@
-"""Clusters and jobs of `launch`: the two files that a run is made of, as a user would write them.
+"""Clusters and jobs of `launch`: the two files of a run, as a user would write them.
 
 The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so that they limit a step: hosts of a lab share this machine's processors, and one
-that waits for half of a step computes twice as fast as its share says. Devices have the speed that
-this machine has now (launch_speed.py). Does NOT start anything.
+12 to 100 Mbit/s, so that they limit a step: the hosts of a lab share this machine's processors, and
+a host that waits for half of a step computes twice as fast as its share. Devices have the speed
+measured on this machine right before (launch_speed.py). Does NOT start anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATENCY = "50us"
 
 @dataclass(frozen=True)
 class HostKind:
-    """One [[hosts]]. `rate`: of its card, Mbit/s."""
+    """A table of [[hosts]]. `rate`: of its NIC, Mbit/s."""
 
     name: str
     rate: float
@@ -44,19 +44,24 @@ class HostKind:
 
 @dataclass(frozen=True)
 class Scene:
-    """`links`: (switch, switch, Mbit/s). `more`: keys of the job. `at_once`: of a lab's hosts, as
-    many as compute at the same time: those that wait for a link leave their processor to others; 0:
-    all."""
+    """A cluster and a job.
+
+    Attributes:
+        links: (switch, switch, Mbit/s)
+        at_once: number of a lab's hosts that compute at the same time, while the others wait for
+            a link; 0: all
+        more: keys of the job
+    """
 
     name: str
     hosts: tuple[HostKind, ...]
     placements: str
     links: tuple[tuple[str, str, float], ...] = ()
     switches: tuple[dict[str, Any], ...] = ()
-    accumulate: int = 16  # micro-batches of a step, of all workers together
+    accumulate: int = 16  # micro-batches of a step, over all workers
     batch_size: int = 1
     seq_len: int = 32
-    emulated: bool = False  # links have their rates, whatever the run is launched on
+    emulated: bool = False  # links are emulated, with any engine
     at_once: int = 0
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -65,15 +70,21 @@ class Scene:
         return sum(host.count for host in self.hosts if host.computes)
 
     def constants(self, on: str) -> str:
-        """Devices are as fast as was measured; of a lab's cards TCP carries a part."""
+        """Constants of the simulator: devices are as fast as measured; TCP over a lab's NICs
+        carries a part of their rate.
+        """
         return "lab" if on == "lab" or self.emulated else "measured"
 
     def write(self, home: Path, steps: int, on: str = "lab", samples: int = 0) -> Speed:
-        """cluster.toml and job.toml. on: "files": of machines that are not there. samples: of a
-        micro-batch of the plan; 0: there is none yet."""
+        """Write cluster.toml and job.toml.
+
+        Args:
+            on: "files" for machines that do not exist
+            samples: in a micro-batch of the plan; 0: there is no plan yet
+        """
         home.mkdir(parents=True, exist_ok=True)
         (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))
-        # a lab shares this machine's processors out among all of its hosts
+        # the hosts of a lab share this machine's processors
         every = self.at_once or sum(host.count for host in self.hosts)
         many = every if on == "lab" else self.workers
         now = SOME if on == "files" else speed(home / "job.toml", many, samples or self.batch_size)
@@ -146,8 +157,8 @@ CLUSTERS = Scene(
     "zero1",
     links=(("west", "east", 12),),
     switches=({"name": "west"}, {"name": "east"}),
-    accumulate=32,  # what crosses in a step is far more than the 80 kB that a lab's link lets pass
-    seq_len=128,  # a micro-batch computes for longer than Python takes for it
+    accumulate=32,  # so that a step sends far more than the 80 kB burst of a lab's link
+    seq_len=128,  # so that a micro-batch computes for longer than Python's overhead
     at_once=2,
 )
 SUMS = Scene(
@@ -166,7 +177,8 @@ STAGES = Scene(
     seq_len=64,
     at_once=2,
 )
-SERVED = Scene(  # each pass moves all parameters, so one worker's two take less than a slow link
+# each pass moves all parameters, so two passes of one worker take less time than a slow link
+SERVED = Scene(
     "two workers and a server",
     (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
     "server",

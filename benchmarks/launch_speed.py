@@ -1,10 +1,10 @@
-"""How fast this machine's processors compute a job of `launch` when so many hosts compute at once:
-seconds of a micro-batch's forward and backward, of an update of the optimizer and of sums. Measured
-right before a plan is made, so that its cluster file says what the machine gives now.
+"""Measure how fast this machine's processors compute a job of `launch` when several hosts compute
+at once: seconds of a micro-batch's forward and backward, of an optimizer update and of sums.
+Measured right before a plan is made, so that its cluster file has the machine's present speed.
 
-    python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    one of the hosts: a line of JSON
+    python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    (one host: prints a line of JSON)
 
-Each process has one thread, as the workers have. Does NOT talk to anyone.
+Each process has one thread, as the workers have. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ BEGIN = "begin"
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one of several hosts that compute at once. `flops`: that a device needs to compute as
-    fast, all of its peak used."""
+    """Speed of one of several hosts that compute at once. `flops`: peak of a device that is as fast
+    at full efficiency.
+    """
 
     hosts: int
     flops: float
     pass_s: float  # forward and backward of a micro-batch
-    updates: float  # bytes a second, as in the cluster file
+    updates: float  # bytes/s, as in the cluster file
     sums: float
     memory_rate: float
 
 
 def speed(job: Path, hosts: int, samples: int) -> Speed:
-    """With so many processes at once, and so many samples in a micro-batch: larger ones are faster
-    a sample. Raises RuntimeError where a process fails."""
+    """Measure with `hosts` processes at once and `samples` in a micro-batch, since larger
+    micro-batches are faster a sample. Raises RuntimeError if a process fails.
+    """
     words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS), str(samples)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
@@ -59,20 +61,20 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
         for _ in range(hosts)
     ]
     try:
-        for one in processes:  # all have imported torch and built the model
-            assert one.stdout is not None
-            if one.stdout.readline().strip() != BEGIN:
+        for process in processes:  # until all have imported torch and built the model
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != BEGIN:
                 raise RuntimeError(f"a process that measures {job} ended before it began")
-        for one in processes:
-            assert one.stdin is not None
-            one.stdin.write("go\n")
-            one.stdin.flush()
-        found = [json.loads(one.communicate(timeout=LIMIT_S)[0]) for one in processes]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = [json.loads(process.communicate(timeout=LIMIT_S)[0]) for process in processes]
     finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-    pass_s = median(one["pass_s"] for one in found)
+        for process in processes:
+            process.kill()
+            process.wait()
+    pass_s = median(result["pass_s"] for result in found)
     tree = load_job(job)
     config: Any = build_config(tree)
     if "vocab_size" not in tree.model.config:
@@ -85,7 +87,7 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
 
 @cache
 def together() -> dict[str, float]:
-    """Rates of all processors, which the hosts share."""
+    """Rates of all processors together, which the hosts share."""
     return processors(len(os.sched_getaffinity(0)))
 
 

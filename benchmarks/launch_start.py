@@ -1,7 +1,7 @@
-"""Item `start` of `launch`: from nothing to the first step on two Ray nodes, by part; beside it how
-long torchrun takes to the first step of the same job, on this host alone.
+"""Item `start` of `launch`: time from nothing to the first step on two Ray nodes, by part, beside
+torchrun's time to the first step of the same job on this host.
 
-A part ends when the process that the next one is about begins, or when a phase of the start is done
+A part ends when the process of the next part begins, or when a phase of the start is done
 (roadtrain.launch.home.StartPhase).
 """
 
@@ -28,7 +28,7 @@ MOST_S = 60.0
 STEPS = 1000  # the run is stopped after the first few
 SUPERVISOR, WORKER = "supervisor's process", "worker's process"
 RAY, PYTHON, OURS = "Ray's", "Python's", "ours"
-# What ends each part -> whose it is, and what.
+# end of each part -> (responsible software, description)
 PARTS: Mapping[str, tuple[str, str]] = {
     SUPERVISOR: (RAY, "the command's connection and the supervisor's actor"),
     StartPhase.READY: (RAY, "the supervisor's imports and connection"),
@@ -53,12 +53,13 @@ def rows(bench: Bench) -> Iterator[Row]:
             run.plan("--placements", ray_scene().placements, "--constants", "measured")
             began = run.start()
             run.wait(
-                lambda: StartPhase.STEPPED in run.state().stamps, "its first step told", START_S
+                lambda: StartPhase.STEPPED in run.state().stamps,
+                "the report of its first step",
+                START_S,
             )
             ends = {**run.state().stamps, **_begun(run)}
-            ends[StartPhase.PLACED] = min(
-                ends[StartPhase.PLACED], ends[WORKER]
-            )  # the supervisor hears of it later
+            # the supervisor is notified later
+            ends[StartPhase.PLACED] = min(ends[StartPhase.PLACED], ends[WORKER])
             run.stop()
             job = (home / "run" / "launch" / "job.toml").read_text()
     yield row(case, f"{RAY}: the cluster of two nodes", "s", cluster_s)
@@ -75,17 +76,23 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _begun(run: LaunchedRun) -> dict[str, float]:
-    """When the processes of a run began, seconds since 1970."""
+    """Start times of a run's processes, seconds since the epoch."""
     return {SUPERVISOR: min(map(_began, run.supervisors())), WORKER: _began(run.workers()[0])}
 
 
-def _began(one: FoundProcess) -> float:
-    return psutil.Process(one.pid).create_time()
+def _began(process: FoundProcess) -> float:
+    return psutil.Process(process.pid).create_time()
 
 
 def torchrun_s(job: str, home: Path) -> float:
-    """From the command to the first step of a job of two workers. job: the file's content, of a run
-    in `home`/run. Raises DeadlineError."""
+    """Seconds from the command to the first step of a job of two workers.
+
+    Args:
+        job: content of the job file of a run in `home`/run
+
+    Raises:
+        DeadlineError: no step within START_S
+    """
     directory = home / "torchrun"
     directory.mkdir()
     (home / "torchrun.toml").write_text(job.replace(f'"{home}/run"', f'"{directory}"'))
@@ -104,5 +111,5 @@ def torchrun_s(job: str, home: Path) -> float:
             time.sleep(0.05)
         return time.monotonic() - then
     finally:
-        process.terminate()  # it ends its workers
+        process.terminate()  # which ends its workers
         process.wait(START_S)

@@ -1,14 +1,14 @@
 """Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the
-same rounds; the RDMA link too where NIXL is installed, over UCX's TCP mode, which says what the
-link costs and nothing of RDMA; and, where root can make network namespaces, both directions at once
-over an emulated link of a set rate.
+same rounds. Also the RDMA link if NIXL is installed, over UCX's TCP mode, which shows the
+overhead of the link but not the speed of RDMA; and, with root, both directions at once over an
+emulated link of a given rate.
 
-Frames carry checksums, as they do by default; the same rounds without them say what those cost. The
-floor of TCP is a bare socket with the same calls, that of shared memory one copy; both in the same
-rounds. With one buffer a side the bytes stay in the cache; with several in turn, as in training,
-memory bandwidth counts. CPU seconds are of both processes together. Over the emulated link the rate
-is that of what arrives, between the first chunk and the last; its floor is the link's rate less the
-headers that Ethernet, IP and TCP put before each 1448 bytes.
+Frames have checksums, the default; the same rounds without them show their cost. The floor of TCP
+is a bare socket with the same calls, that of shared memory one copy; both are measured in the same
+rounds. With one buffer a side the bytes stay in the cache; with several buffers in turn, as in
+training, memory bandwidth counts. CPU seconds are those of both processes together. Over the
+emulated link the rate is that of arriving data, between the first chunk and the last; its floor is
+the link's rate less the headers of Ethernet, IP and TCP before each 1448 bytes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from roadtrain.transport.link import Link, copy
 from roadtrain.transport.plugins import link_names, link_options
 from roadtrain.units import MIB
 
-CHUNK, WINDOW = 4 * MIB, 8  # bytes; chunks that a sender has under way
+CHUNK, WINDOW = 4 * MIB, 8  # bytes; chunks that a sender has in flight
 CHUNK_KIND, LAST_KIND, ACK_KIND = 1, 2, 3
 WAIT_S = 60.0
 TOKEN = b"only for this measurement"
-# bytes a second, goal of the rate
+# name -> (bytes/s, goal as a share of the rate)
 RATES = {"400mbit": (50e6, 0.95), "1gbit": (125e6, 0.95), "4gbit": (500e6, 0.90)}
 CLONE_NEWNET = 0x40000000
 LINKS = ("tcp", "shm", *(name for name in link_names() if name == "rdma"))
@@ -64,7 +64,7 @@ def _near_options(way: str) -> handshake.Common:
 
 
 class _Node:
-    """One process: it listens or connects, then sends and receives as the parent says."""
+    """A process that listens or connects, then transfers as the parent requests."""
 
     def __init__(self) -> None:
         self.buffers, self.out = ([Buffer(CHUNK).view for _ in range(WINDOW)] for _ in range(2))
@@ -96,7 +96,7 @@ class _Node:
         self.there.set()
         self.acked.set()
 
-    # What the parent asks for
+    # Calls by the parent
 
     def listen(self, transport: str, host: str) -> Any:
         def accept(link: Link, hello: bytes) -> _Node:
@@ -116,8 +116,9 @@ class _Node:
             self.link = tcp.connect(address, self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Seconds until the other side has all, bytes a second arriving here, CPU seconds of
-        this process."""
+        """Send and receive chunks. Returns seconds until both sides have everything, bytes/s of the
+        arriving data, and CPU seconds of this process.
+        """
         assert self.link is not None
         self.there.clear()
         self.acked.clear()
@@ -131,9 +132,9 @@ class _Node:
                 [self.out[i % self.count]],
                 free.release,
             )
-        for event, wanted in ((self.acked, sends), (self.there, receives)):
-            if (wanted and not event.wait(WAIT_S)) or self.error is not None:
-                raise TimeoutError(f"no end of {wanted} chunks: {self.error}")
+        for event, chunks in ((self.acked, sends), (self.there, receives)):
+            if (chunks and not event.wait(WAIT_S)) or self.error is not None:
+                raise TimeoutError(f"no end of {chunks} chunks: {self.error}")
         seconds, rate = perf_counter() - begin, 0.0
         if receives > 1:
             rate = (len(self.times) - 1) * CHUNK / (self.times[-1] - self.times[0])
@@ -150,8 +151,9 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """The floor of shared memory: one copy, as two processes can copy in and out at the
-        same time."""
+        """Measure the floor of shared memory: one copy, since two processes copy in and out at the
+        same time.
+        """
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):
             copy(self.buffers[i % self.count], self.out[i % self.count])
@@ -165,7 +167,7 @@ class _Node:
         self.client = socket.create_connection(address)
 
     def plain_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """The floor of TCP: the same bytes on a bare socket, no frames."""
+        """Measure the floor of TCP: the same bytes on a bare socket, without frames."""
         if receives:
             sock, _ = self.server.accept()
             self.server.close()
@@ -223,16 +225,16 @@ def _serve(pipe: Connection, namespace: str) -> None:
         os.close(fd)
     torch.set_num_threads(1)
     node = _Node()
-    while (asked := pipe.recv()) is not None:
+    while (request := pipe.recv()) is not None:
         try:
-            pipe.send(getattr(node, asked[0])(*asked[1:]))
+            pipe.send(getattr(node, request[0])(*request[1:]))
         except Exception as error:
-            pipe.send(RuntimeError(f"{asked[0]}: {error!r}"))
+            pipe.send(RuntimeError(f"{request[0]}: {error!r}"))
     node.close()
 
 
-class _Two:
-    """Two processes, asked at the same time."""
+class _Pair:
+    """Two processes that receive requests at the same time."""
 
     def __init__(self, *namespaces: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -246,13 +248,15 @@ class _Two:
             self._processes.append(process)
 
     def ask(self, a: tuple[Any, ...] | None, b: tuple[Any, ...] | None) -> list[Any]:
-        there = [(pipe, asked) for pipe, asked in zip(self._pipes, (a, b)) if asked is not None]
-        for pipe, asked in there:
-            pipe.send(asked)
+        requests = [
+            (pipe, request) for pipe, request in zip(self._pipes, (a, b)) if request is not None
+        ]
+        for pipe, request in requests:
+            pipe.send(request)
         answers = []
-        for pipe, asked in there:
+        for pipe, request in requests:
             if not pipe.poll(2 * WAIT_S):
-                raise TimeoutError(f"no answer to {asked[0]}")
+                raise TimeoutError(f"no answer to {request[0]}")
             answers.append(pipe.recv())
         for answer in answers:
             if isinstance(answer, Exception):
@@ -272,14 +276,14 @@ class _Two:
 
 def _loopback(buffers: int, quick: bool) -> list[Row]:
     chunks, rounds = (16, 1) if quick else (256, 9)
-    two = _Two("", "")
+    two = _Pair("", "")
     rates: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     folder = tempfile.mkdtemp(prefix="roadtrain-link-")
     try:
         two.ask(("gloo", 0, f"{folder}/gloo"), ("gloo", 1, f"{folder}/gloo"))
         two.ask(("use", buffers), ("use", buffers))
-        for _ in range(rounds + 1):  # the first is to warm up
+        for _ in range(rounds + 1):  # the first round is a warm-up
             for way in (
                 "tcp",
                 "tcp" + UNSUMMED,
@@ -384,8 +388,9 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a link of that rate each way, 10.99.0.1 and .2; removed whatever
-    happens."""
+    """Create two namespaces joined by a link of that rate in each direction, 10.99.0.1 and .2. They
+    are removed in any case.
+    """
     names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
     try:
         for name in names:
@@ -436,7 +441,7 @@ def _shaped(rate: str, bytes_per_s: float, goal: float, quick: bool) -> list[Row
     chunks = max(4, int(bytes_per_s * (0.5 if quick else 6) / CHUNK))
     found = []
     with _emulated(rate) as names:
-        two = _Two(*names)
+        two = _Pair(*names)
         try:
             for _ in range(1 if quick else 3):
                 (address,) = two.ask(None, ("listen", "tcp", "10.99.0.2"))
@@ -474,8 +479,8 @@ def run(quick: bool = False) -> Report:
             rows += _shaped(rate, bytes_per_s, goal, quick)
     else:
         print(
-            "no network namespaces here (root, ip and tc are needed): the emulated links are"
-            " left out"
+            "no network namespaces here (needs root, ip and tc); the emulated links are"
+            " not measured"
         )
     return Report("link", rows)
 

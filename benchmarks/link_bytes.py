@@ -1,11 +1,11 @@
-"""How many bytes each rank sends to each other rank in one step: what a plan promises of every
-link, and what the counters of a real run are held against.
+"""Bytes that each rank sends to each other rank in one step according to a plan. Tests compare the
+counters of real runs with them.
 
-Between stages: the transfers of the pipeline's state machines, each of one micro-batch. Inside a
-stage of d replicas whose optimizer is sharded: each rank sends (d - 1) / d of its gradients' bytes
-to those that own them (as processors do; NCCL passes them round a ring), and as much of its
-parameters' to the next rank of a ring (all-gather). What a placed optimizer exchanges with its
-servers is counted by them. Payload alone: no headers, no padding, no norms. Pure arithmetic.
+Between stages: the transfers of the pipeline's state machines, one micro-batch each. Inside a stage
+of d replicas with a sharded optimizer: each rank sends (d - 1) / d of its gradients' bytes directly
+to the owners (on processors; NCCL uses a ring), and as much of its parameters' bytes to the next
+rank of a ring (all-gather). The servers of a placed optimizer count its traffic themselves. Payload
+only: no headers, padding or norms. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Links = dict[tuple[int, int, TrafficKind], float]  # (from rank, to rank, kind) 
 
 @dataclass(frozen=True)
 class BoundaryBytes:
-    """Of one micro-batch between two ranks of stages that follow each other."""
+    """Bytes of one micro-batch between two ranks of consecutive stages."""
 
     activations: float
     gradients: float
@@ -42,19 +42,22 @@ class BoundaryBytes:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What one rank of a stage exchanges with the stage's other ranks of its tensor rank. Of a
-    stage of one replica, or of a placed optimizer, nothing is sent."""
+    """Bytes that a rank of a stage exchanges with the stage's other ranks of its tensor rank. A
+    stage of one replica, or with a placed optimizer, sends none.
+    """
 
-    gradients: float = 0.0  # bytes of its gradients, of which each rank gets its part from all
+    gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others
     parameters: float = 0.0  # bytes of its parameters, which go round a ring
-    # bytes of its gradients that go round a ring; twice those of an all-reduce
+    # bytes of its gradients that go round a ring; for an all-reduce, twice the gradients
     ring_gradients: float = 0.0
 
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """A parameter that several stages have (tied embeddings). Each rank gets the elements whose
-    state it keeps of every other stage's summed gradient, from the ranks there that have them."""
+    """A parameter shared by several stages (tied embeddings). From every other stage, each rank
+    gets the summed gradient of the elements whose state it keeps, sent by the ranks there that
+    have it.
+    """
 
     stages: tuple[int, ...]
     gradients: float  # bytes
@@ -67,10 +70,17 @@ def link_bytes(
     stages: Sequence[StageBytes],
     shared: Sequence[SharedBytes] = (),
 ) -> Links:
-    """Of one step. num_microbatches: over all replicas. boundary: of each micro-batch, and each
-    tensor and context rank. Raises ConfigError where `stages` are not those of `parallelism`."""
+    """Compute the bytes of one step.
+
+    Args:
+        num_microbatches: over all replicas
+        boundary: of each micro-batch, and each tensor and context rank
+
+    Raises:
+        ConfigError: the number of `stages` is not that of `parallelism`
+    """
     if len(stages) != parallelism.pp:
-        raise ConfigError(f"bytes of {len(stages)} stages are given, pp is {parallelism.pp}")
+        raise ConfigError(f"got the bytes of {len(stages)} stages, but pp is {parallelism.pp}")
     links: Links = defaultdict(float)
     for here, there, kind, nbytes in itertools.chain(
         _between_stages(parallelism, num_microbatches, boundary),
@@ -92,16 +102,16 @@ def _between_stages(
     places = [(stage, replica) for stage, width in enumerate(widths) for replica in range(width)]
     for stage, replica in places:
         shape = PipelineShape(stage, replica, widths, parallelism.virtual_stages, num_microbatches)
-        for one in StageStateMachine(shape).sends():
+        for transfer in StageStateMachine(shape).sends():
             kind, nbytes = TrafficKind.ACTIVATION_GRADIENTS, boundary.gradients
-            if one.what == FORWARD:
+            if transfer.what == FORWARD:
                 kind, nbytes = TrafficKind.ACTIVATIONS, boundary.activations
-            ends = zip(_ranks(parallelism, one.sender), _ranks(parallelism, one.receiver))
+            ends = zip(_ranks(parallelism, transfer.sender), _ranks(parallelism, transfer.receiver))
             yield from ((here, there, kind, nbytes) for here, there in ends)
 
 
 def _ranks(parallelism: Parallelism, peer: Peer) -> list[int]:
-    """All of a replica: its context and tensor ranks, in order."""
+    """All ranks of a replica: its context and tensor ranks, in order."""
     return [
         parallelism.rank(RankPosition(peer.stage, peer.replica * parallelism.cp + c, t))
         for c in range(parallelism.cp)
@@ -123,12 +133,12 @@ def _inside_stages(parallelism: Parallelism, stages: Sequence[StageBytes]) -> Se
 
 def _of_shared(parallelism: Parallelism, shared: Sequence[SharedBytes]) -> Sent:
     replicas = parallelism.replicas_of
-    for one in shared:
-        for a, b in itertools.permutations(one.stages, 2):
+    for param in shared:
+        for a, b in itertools.permutations(param.stages, 2):
             for i, j in itertools.product(range(replicas[a]), range(replicas[b])):
                 both = min((i + 1) / replicas[a], (j + 1) / replicas[b])
                 share = both - max(i / replicas[a], j / replicas[b])
                 for tensor in range(parallelism.tp):
                     here = parallelism.rank(RankPosition(a, i, tensor))
                     there = parallelism.rank(RankPosition(b, j, tensor))
-                    yield here, there, TrafficKind.SHARED_GRADIENTS, share * one.gradients
+                    yield here, there, TrafficKind.SHARED_GRADIENTS, share * param.gradients

@@ -1,6 +1,7 @@
-"""A Slurm on this machine: a controller, and a daemon for each node that it is to know, for the
-files that `roadtrain launch --write slurm` makes. Needs root, and Debian's slurm-wlm and munge.
-Does NOT touch a Slurm that is there already."""
+"""A Slurm on this machine, to test the files of `roadtrain launch --write slurm`: a controller, and
+a daemon for each node. Needs root, and Debian's slurm-wlm and munge. Does NOT touch an installed
+Slurm that is running.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ ReturnToService=2
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         made = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in made:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in made]
+        for sock in made:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in made]
 
 
 def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -> None:
@@ -61,8 +62,9 @@ def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -
 
 @dataclass
 class LocalSlurm:
-    """All of it is in `home`, and ends with `close`. gpus: how many a node has; none of them is
-    one (terminals stand for them), Slurm counts them and hands them out."""
+    """A Slurm with all files in `home`; `close` ends it. `gpus`: GPUs of a node; terminals stand in
+    for them, Slurm only counts and assigns them.
+    """
 
     home: Path
     nodes: Sequence[str]
@@ -94,18 +96,18 @@ class LocalSlurm:
             *paths,
             f"--seed-file={key.parent / 'seed'}",
         )
-        wait_for((self.home / "munge").exists, 20, lambda: "munged does not begin")
+        wait_for((self.home / "munge").exists, 20, lambda: "munged does not start")
         self._start("slurmctld", "-D", "-c")
         for node in self.nodes:
             self._start("slurmd", "-D", "-N", node)
         wait_for(
             lambda: self.ask("sinfo", "-h", "-o", "%D %T") == f"{len(self.nodes)} idle",
             120,
-            self._said,
+            self._logs,
         )
 
     def _devices(self) -> Iterator[str]:
-        """Slurm wants a device file of its own for each."""
+        """Lines of gres.conf. Slurm needs a different device file for each GPU."""
         first = 0
         for node, count in self.gpus.items():
             yield f"NodeName={node} Name=gpu File=/dev/tty[{first}-{first + count - 1}]\n"
@@ -117,7 +119,7 @@ class LocalSlurm:
                 subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
             )
 
-    def _said(self) -> str:
+    def _logs(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.home.glob("*.log")))
 
     @property
@@ -144,25 +146,26 @@ class LocalSlurm:
         self.close()
 
     def close(self) -> None:
-        """Jobs end with their nodes' daemons; what they had started is found by its ancestors."""
+        """Cancel all jobs and stop the daemons, then kill processes that jobs left behind."""
         self.ask("scancel", "--user=root")
         psutil.wait_procs(self.tasks(), 40)
-        for one in reversed(self.running):
-            one.terminate()
-        for one in self.running:
-            one.wait(30)
+        for daemon in reversed(self.running):
+            daemon.terminate()
+        for daemon in self.running:
+            daemon.wait(30)
         for process in self.tasks():
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """What its jobs have started: all that has this Slurm's configuration in its environment,
-        but the daemons."""
-        daemons = {one.pid for one in self.running}
+        """Processes that its jobs started: all with this Slurm's configuration in their
+        environment, without the daemons.
+        """
+        daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()
         found = []
         for process in psutil.process_iter():
             with suppress(OSError):
-                said = Path(f"/proc/{process.pid}/environ").read_bytes()
-                if ours in said and process.pid not in daemons:
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if ours in environment and process.pid not in daemons:
                     found.append(process)
         return found

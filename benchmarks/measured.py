@@ -3,14 +3,14 @@ constant efficiency.
 
 Runs of vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry (FSDP on A100 and
 H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200), Megatron-Bridge (GB200,
-GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload), with their sources in
-measured.json and their plans in measured_rows.py. The simulator has at most six constants a family,
-in spec/fitted.toml; the closed form five, by least squares; the other baseline one efficiency:
-all fitted to the same rows. Four families are also checked with each model size left out of the fit
-(`held out`). Measured memory is compared too, where a run's report has it.
+GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their sources are in
+measured.json, their plans in measured_rows.py. The simulator has at most six constants a family, in
+fitted.toml; the closed form five, by least squares; the other baseline one efficiency; all are
+fitted to the same rows. Four families are also checked with each model size left out of the fit
+(`held out`). Measured memory is compared too, where a report has it.
 
-    python -m benchmarks.measured --fit FAMILY      # what fitted.toml should say
-    python -m benchmarks.measured --rows FILE  # runs of your own, in the form of measured.json
+    python -m benchmarks.measured --fit FAMILY      # print constants for fitted.toml
+    python -m benchmarks.measured --rows FILE       # your own runs, in the form of measured.json
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.report import Report, Row
 from roadtrain.simulator.compute import Constants, constants
 from roadtrain.simulator.run import simulate
 
-FAMILIES = {  # -> constants; another family's were not fitted to it
+FAMILIES = {  # family -> constants; those of another family were not fitted to it
     "vtrain-multi": "vtrain",
     "vtrain-single": "vtrain-single",
     "foundry-a100": "foundry-a100",
@@ -49,7 +49,7 @@ FAMILIES = {  # -> constants; another family's were not fitted to it
     "sailor-hetero": "sailor-hetero",
     "deepspeed-offload": "deepspeed-offload",
 }
-MIXED = ("sailor-hetero", "deepspeed-offload")  # whose goal is 10 %
+MIXED = ("sailor-hetero", "deepspeed-offload")  # families with a goal of 10 %
 HELD_OUT = ("vtrain-single", "foundry-h100", "simumax-b200", "torchtitan-h100")
 FORM = 5
 FITTED = ("efficiency", "half", "attention", "launch", "network", "fixed")
@@ -62,21 +62,21 @@ START: dict[str, Any] = {
     "fixed": 0.05,
     "traffic": 1.0,
 }
-# attention is counted in full, and causal ones skip half
+# upper bounds; attention counts in full, though causal attention skips half
 MOST = {"efficiency": 1.0, "network": 1.0, "attention": 2.0}
 
 
 def runs() -> tuple[Run, ...]:
-    """Those whose step was timed."""
-    return tuple(one for one in all_runs() if one.seconds)
+    """Runs whose step was timed."""
+    return tuple(run for run in all_runs() if run.seconds)
 
 
 def predicted(run: Run, of: Constants) -> float:
     return simulate(run.plan, run.cluster, run.model, of, checked=False).seconds
 
 
-def alike(own: Sequence[Run]) -> list[list[Run]]:
-    """Runs of one plan, measured more than once, together."""
+def by_plan(own: Sequence[Run]) -> list[list[Run]]:
+    """Group runs of the same plan, which were measured more than once."""
     found: dict[Any, list[Run]] = {}
     for run in own:
         found.setdefault(
@@ -86,10 +86,10 @@ def alike(own: Sequence[Run]) -> list[list[Run]]:
 
 
 def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
-    """(predicted, measured), of each plan simulated once."""
+    """Pairs of (predicted, measured) seconds; each plan is simulated once."""
     return [
         (seconds, run.seconds)
-        for same in alike(own)
+        for same in by_plan(own)
         for seconds in (predicted(same[0], of),)
         for run in same
     ]
@@ -99,8 +99,9 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 
 
 def terms(run: Run) -> list[float]:
-    """Of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
-    data-parallel bytes over the network, blocks a step, one."""
+    """Terms of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
+    data-parallel bytes over the network, blocks a step, and 1.
+    """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices
     bubble = 1 + (parallelism.pp - 1) / plan.num_microbatches / parallelism.virtual_stages
@@ -137,7 +138,7 @@ def terms(run: Run) -> list[float]:
 
 
 def closed_form(fit: Sequence[Run]) -> Callable[[Run], float]:
-    """Least squares of the relative error, no constant below 0 (by dropping what would be)."""
+    """Fit by least squares of the relative error. Terms with a negative constant are dropped."""
     a = np.array([[t / run.seconds for t in terms(run)] for run in fit])
     use = list(range(a.shape[1]))
     while True:
@@ -159,9 +160,11 @@ def constant_efficiency(fit: Sequence[Run]) -> Callable[[Run], float]:
 def fitted(
     fit: Sequence[Run], start: Constants, rounds: int = 100, names: Sequence[str] = FITTED
 ) -> Constants:
-    """Nelder and Mead over the logarithms of the constants called `names`, for the least mean
-    absolute error of the logarithm. Runs of one plan are simulated once."""
-    groups = alike(fit)
+    """Fit the constants called `names` by Nelder and Mead's method over their logarithms,
+    minimizing the mean absolute error of the logarithm. Runs of the same plan are simulated
+    once.
+    """
+    groups = by_plan(fit)
 
     def of(x: Sequence[float]) -> Constants:
         found: dict[str, Any] = {
@@ -213,8 +216,9 @@ def fitted(
 
 
 def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Of (predicted, measured): mean and median absolute error, the 90th percentile, the signed
-    mean."""
+    """Errors of (predicted, measured) pairs: mean and median absolute error, 90th percentile, and
+    signed mean.
+    """
     signed = [p / m - 1 for p, m in found]
     absolute = sorted(map(abs, signed))
     return {
@@ -226,7 +230,7 @@ def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
-    """Each model size predicted with constants fitted to the others."""
+    """Predict each model size with constants fitted to the others."""
     out, names = [], [key for key in constants_table(name) if key in START]
     for size in dict.fromkeys(run.size for run in own):
         of = fitted([run for run in own if run.size != size], constants(name), 25, names)
@@ -237,15 +241,15 @@ def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
 def run(quick: bool = False) -> Report:
     rows: list[Row] = []
     for family, name in FAMILIES.items():
-        own = [one for one in runs() if one.family == family]
+        own = [r for r in runs() if r.family == family]
         own = own[:4] if quick else own
         if not own:
             continue
         of, case = constants(name), f"{family}, {len(own)} runs"
         mine, peer = errors(pairs(own, of)), dict[str, float]()
-        if len(own) > FORM:  # it would meet fewer exactly
+        if len(own) > FORM:  # with fewer runs it would fit exactly
             form = closed_form(own)
-            peer = errors([(form(one), one.seconds) for one in own])
+            peer = errors([(form(r), r.seconds) for r in own])
         goals = {"MAPE": 0.10 if family in MIXED else 0.08, "median": 0.05}
         for figure in ("MAPE", "median", "P90", "bias"):
             goal = goals.get(figure)
@@ -270,7 +274,7 @@ def run(quick: bool = False) -> Report:
                 "MAPE",
                 "",
                 mine["MAPE"],
-                errors([(flat(one), one.seconds) for one in own])["MAPE"],
+                errors([(flat(r), r.seconds) for r in own])["MAPE"],
                 "constant efficiency",
                 None,
                 None,
@@ -294,11 +298,11 @@ def run(quick: bool = False) -> Report:
 
 
 def memory_rows() -> list[Row]:
-    """Bytes of the fullest device: mean absolute error, and the most by which one is too low."""
+    """Errors of the bytes of the fullest device: mean absolute, and the largest underestimate."""
     rows: list[Row] = []
-    full = [one for one in all_runs() if one.peak]
-    for family in dict.fromkeys(one.family for one in full):
-        signed = [device_peak(one) / one.peak - 1 for one in full if one.family == family]
+    full = [run for run in all_runs() if run.peak]
+    for family in dict.fromkeys(run.family for run in full):
+        signed = [device_peak(run) / run.peak - 1 for run in full if run.family == family]
         case = f"{family}, memory of {len(signed)} runs"
         for figure, value in (
             ("MAPE", sum(map(abs, signed)) / len(signed)),
@@ -308,32 +312,33 @@ def memory_rows() -> list[Row]:
     return rows
 
 
-def told(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Runs that no constant was fitted to: each beside what is predicted, each family's errors,
-    and what cannot be told as a plan."""
+def compare_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Compare runs to which no constant was fitted with predictions. Returns a text with a line for
+    each run, each family's errors, and the rows that cannot be expressed as a plan.
+    """
     found, refused = runs_of(rows)
     lines, timed = [], dict[str, list[tuple[float, float]]]()
-    for one in found:
-        if one.seconds:
-            seconds = predicted(one, constants(FAMILIES[one.family]))
-            timed.setdefault(one.family, []).append((seconds, one.seconds))
+    for run in found:
+        if run.seconds:
+            seconds = predicted(run, constants(FAMILIES[run.family]))
+            timed.setdefault(run.family, []).append((seconds, run.seconds))
             lines.append(
-                f"{one.id}: {seconds:.4g} s, measured {one.seconds:.4g} s,"
-                f" {seconds / one.seconds - 1:+.1%}"
+                f"{run.id}: {seconds:.4g} s, measured {run.seconds:.4g} s,"
+                f" {seconds / run.seconds - 1:+.1%}"
             )
-        if one.peak:
-            peak = device_peak(one)
-            timed.setdefault(f"{one.family}, memory", []).append((peak, one.peak))
+        if run.peak:
+            peak = device_peak(run)
+            timed.setdefault(f"{run.family}, memory", []).append((peak, run.peak))
             lines.append(
-                f"{one.id}: {peak / 1e9:.4g} GB, measured {one.peak / 1e9:.4g} GB,"
-                f" {peak / one.peak - 1:+.1%}"
+                f"{run.id}: {peak / 1e9:.4g} GB, measured {run.peak / 1e9:.4g} GB,"
+                f" {peak / run.peak - 1:+.1%}"
             )
     lines += [
         f"{name}, {len(pairs)} runs: "
         + ", ".join(f"{what} {value:.1%}" for what, value in errors(pairs).items())
         for name, pairs in timed.items()
     ]
-    return "\n".join(lines + [f"{name} is left out: {why}" for name, why in refused.items()])
+    return "\n".join(lines + [f"{name} is skipped: {why}" for name, why in refused.items()])
 
 
 def main() -> None:
@@ -344,15 +349,15 @@ def main() -> None:
     parser.add_argument("--constants", nargs="+", default=FITTED, help="at most six")
     args = parser.parse_args()
     if args.rows:
-        print(told(json.loads(Path(args.rows).read_text())))
+        print(compare_rows(json.loads(Path(args.rows).read_text())))
         return
-    own = [one for one in runs() if one.family == args.fit]
+    own = [run for run in runs() if run.family == args.fit]
     start = Constants(**{name: value for name, value in START.items() if name in args.constants})
     best = fitted(own, start, args.rounds, args.constants[:6])
     print({name: float(f"{getattr(best, name):.4g}") for name in args.constants})
-    for one in own:
-        print(one.id, f"{one.seconds:.3f} {predicted(one, best) / one.seconds - 1:+.1%}")
-    print(errors([(predicted(one, best), one.seconds) for one in own]))
+    for run in own:
+        print(run.id, f"{run.seconds:.3f} {predicted(run, best) / run.seconds - 1:+.1%}")
+    print(errors([(predicted(run, best), run.seconds) for run in own]))
 
 
 if __name__ == "__main__":

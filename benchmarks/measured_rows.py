@@ -1,10 +1,9 @@
-"""Rows of measured.json as plans on clusters: what each framework is known to do, said in fields of
-Plan.
+"""Rows of measured.json as plans on clusters: each framework's known behaviour in fields of Plan.
 
-Where a report leaves something out, it is assumed here for the whole family, with the reason beside
-it; no run is treated by its id. Rates between devices of a host are what collectives reach of
-NVLink: 0.72 of a direction's peak, as NCCL's published all-reduces of 268 MB on A100 (217 of 300
-GB/s); LLM Foundry's and vTrain's are as first fitted.
+Where a report lacks a detail, an assumption for the whole family is made here, with the reason
+beside it; no run is treated by its id. The rates between devices of a host are the share of NVLink
+that collectives reach: 0.72 of a direction's peak, as in NCCL's published all-reduces of 268 MB on
+A100 (217 of 300 GB/s); those of LLM Foundry and vTrain are the first fitted values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from roadtrain.simulator.memory import cut, needs
 from roadtrain.stages.parallelism import Parallelism, even
 from roadtrain.units import parse_rate
 
-# torchtitan's words for activation checkpointing of a part of each layer
+# torchtitan's names for activation checkpointing of a part of each layer
 TORCHTITAN_AC: Mapping[str, Literal["", "products", "layers"]] = {
     "selective": "products",
     "selective op": "products",
@@ -49,14 +48,16 @@ SAILOR = {
     "GPT-Neo-1.3B": (24, 2048, 16),
     "GPT-Neo-2.7B": (32, 2560, 20),
 }
-METRICS = ("iteration_time", "tokens_per_s", "peak_alloc", "peak_memory")  # and what begins so
+# prefixes of the metrics that are used
+METRICS = ("iteration_time", "tokens_per_s", "peak_alloc", "peak_memory")
 UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
 
 
 @dataclass(frozen=True)
 class Run:
-    """`seconds`: measured, of a step; `peak`: measured bytes of the fullest device. One of them
-    is 0."""
+    """A measured run. `seconds`: of a step; `peak`: bytes of the fullest device. The figure that
+    was not measured is 0.
+    """
 
     id: str
     family: str
@@ -76,7 +77,7 @@ def all_runs() -> tuple[Run, ...]:
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
-    """Rows as in measured.json, and why some cannot be told as a plan (id -> reason)."""
+    """Convert rows as in measured.json. Also returns the rows that have no plan (id -> reason)."""
     found, refused = [], {}
     for i, row in enumerate(rows):
         try:
@@ -95,8 +96,9 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str
 
 
 def named(text: str) -> ModelShape:
-    """The shape of a model that a report calls `text`: letters and digits count, and 3.1 is a
-    3. Raises ConfigError."""
+    """Return the shape of a model that a report calls `text`. Only letters and digits are compared,
+    and 3.1 counts as 3. Raises ConfigError.
+    """
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower().replace("3.1", "3"))
@@ -133,15 +135,17 @@ def _run(row: dict[str, Any]) -> Run:
     if row["group"] not in _FAMILIES or not row["metric"].startswith(METRICS):
         raise ConfigError(f"{row['metric']} of {row['group']} is not a step's time or memory")
     family, size, where, model, plan = _FAMILIES[row["group"]](row)
-    acts = any(says(value) for key, value in row["parallelism"].items() if "offload_act" in key)
-    params = any(says(value) for key, value in row["parallelism"].items() if "offload_param" in key)
+    acts = any(is_yes(value) for key, value in row["parallelism"].items() if "offload_act" in key)
+    params = any(
+        is_yes(value) for key, value in row["parallelism"].items() if "offload_param" in key
+    )
     elsewhere = plan.placement.parameters == "host" or plan.placement.state == "host"
     if (
         (offloads(row["parallelism"]) and not elsewhere)
         or acts != plan.memory.offload
         or (params and not elsewhere)
     ):
-        raise ConfigError(f"{row['group']}: what of it is offloaded has no plan here")
+        raise ConfigError(f"{row['group']}: no plan for this kind of offloading")
     value = row["value"] * UNITS.get(row["unit"], 1.0)
     if "memory" in row["metric"] or "alloc" in row["metric"]:
         return Run(row["id"], family, size, where, model, plan, peak=value)
@@ -152,26 +156,27 @@ def _run(row: dict[str, Any]) -> Run:
     return Run(row["id"], family, size, where, model, plan, seconds=value)
 
 
-def says(value: Any) -> bool:
-    """Whether a report says yes: `offload: None`, "none", "n/a" and false do not."""
+def is_yes(value: Any) -> bool:
+    """Check whether a report's value means yes, unlike `offload: None`, "none", "n/a" and false."""
     return str(value).strip().lower() not in ("", "none", "null", "n/a", "no", "false", "off", "0")
 
 
 def offloads(how: Mapping[str, Any]) -> str | None:
-    """Where the optimizer's state is offloaded to, "" if a report says that it is not, None if
-    it does not say."""
+    """Return the target of the optimizer state's offload; "" if the report denies it, None if it
+    does not mention it.
+    """
     keys = [
         key for key in how if key.startswith("offload") and "act" not in key and "param" not in key
     ]
-    if where := [str(how[key]) for key in keys if says(how[key])]:
+    if where := [str(how[key]) for key in keys if is_yes(how[key])]:
         return where[0].lower()
-    return "cpu" if says(how.get("zenflow")) else "" if keys else None
+    return "cpu" if is_yes(how.get("zenflow")) else "" if keys else None
 
 
-Made = tuple[str, str, Cluster, ModelShape, Plan]
+RunParts = tuple[str, str, Cluster, ModelShape, Plan]
 
 
-def _vtrain(row: dict[str, Any]) -> Made:
+def _vtrain(row: dict[str, Any]) -> RunParts:
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     h, layers, heads, s = (
         int(_found(rf"\b{k}=(\d+)", row["model"])) for k in ("h", "L", "heads", "s")
@@ -189,9 +194,10 @@ def _vtrain(row: dict[str, Any]) -> Made:
     return row["group"], f"{h}x{layers}", where, gpt(layers, h, heads, seq_len=s), plan
 
 
-def _foundry(row: dict[str, Any]) -> Made:
-    """FSDP. With amp_fp8 each product's inputs are cast, transposed and searched for their
-    largest before it: kernels cross the memory three times as often (fitted, to four runs)."""
+def _foundry(row: dict[str, Any]) -> RunParts:
+    """FSDP. With amp_fp8, each product's inputs are first cast, transposed and searched for their
+    maximum, so kernels read and write the memory three times as often (fitted, to four runs).
+    """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
     h100, fp8 = row["hardware"].startswith("h100"), how["precision"] == "amp_fp8"
@@ -211,23 +217,25 @@ def _foundry(row: dict[str, Any]) -> Made:
         Parallelism(dp=n),
         batch["micro_batch"],
         batch["grad_accum"],
-        activation_checkpointing=says(how["activation_ckpt"]),
-        memory=PlanMemory(slots=2, offload=says(how.get("cpu_offload_act"))),
+        activation_checkpointing=is_yes(how["activation_ckpt"]),
+        memory=PlanMemory(slots=2, offload=is_yes(how.get("cpu_offload_act"))),
         framework=Framework(precision="fp8" if fp8 else "", passes=3 if fp8 else 1),
     )
     return "foundry-h100" if h100 else "foundry-a100", size, where, model, plan
 
 
-def _titan(row: dict[str, Any]) -> Made:
-    """torchtitan, FSDP2 in bf16 with fp32 parameters: 16 bytes a parameter, split. With a
-    pipeline parameters stay gathered from forward to backward, gradients pile up whole in fp32
-    (FSDP2 reduces in fp32 once a step), a stage's outputs stay until its backward, and a step
-    has as many micro-batches as stages. The loss is made in fp32: logits, their copy,
-    log-softmax and its gradient are 2 + 4 + 4 + 4 bytes; one that tensor-parallel ranks share
-    has the exponent too. Asynchronous tensor ranks show one of tp pieces of a sum. What is
-    reported is what the allocator has reserved, without the context; not compiled, 6 % more than
-    is used. Compiled kernels cross the memory half as often (norms, rotations, gates and
-    residuals are one kernel where they were two to four)."""
+def _titan(row: dict[str, Any]) -> RunParts:
+    """torchtitan: FSDP2 in bf16 with sharded fp32 parameters, 16 bytes a parameter.
+
+    With a pipeline, parameters stay gathered from forward to backward, gradients accumulate
+    unsharded in fp32 (FSDP2 reduces in fp32 once a step), a stage's outputs are kept until its
+    backward, and a step has as many micro-batches as stages. The loss is in fp32: logits, their
+    copy, log-softmax and its gradient are 2 + 4 + 4 + 4 bytes; a tensor-parallel loss has the
+    exponent too. Asynchronous tensor parallelism exposes one of tp pieces of a sum. Memory is what
+    the allocator reserved, without the context; without compilation 6 % more than is used. Compiled
+    kernels access memory half as often (norms, rotations, gates and residuals are one kernel
+    instead of two to four).
+    """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     name, length = (
         _found(r"(Llama-[\d.]+-\d+B)", row["model"]),
@@ -273,11 +281,11 @@ def _titan(row: dict[str, Any]) -> Made:
     return row["group"], name, where, shape(named(name).name, seq_len=length), plan
 
 
-def _simumax(row: dict[str, Any]) -> Made:
-    """Megatron-LM with its distributed optimizer and a fused loss (the case names say "cef"):
-    16-bit logits and their fp32 softmax that becomes the gradient. The output layer's gradient is
-    made in fp32 beside the one that it is added to. Measured is torch's count of allocated bytes:
-    no context. Of a reduced DeepSeek-V3 one layer is dense.
+def _simumax(row: dict[str, Any]) -> RunParts:
+    """Megatron-LM with its distributed optimizer and a fused loss ("cef" in the case names): 16-bit
+    logits, and their fp32 softmax, which becomes the gradient. The output layer's gradient is
+    computed in fp32 beside the buffer that it is added to. Memory is torch's count of allocated
+    bytes, without the context. A reduced DeepSeek-V3 has one dense layer.
     """
     how, batch = row["parallelism"], row["batch"]
     name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
@@ -301,11 +309,12 @@ def _simumax(row: dict[str, Any]) -> Made:
     return row["group"], name, cluster(1, 8, "B200-180GB", "650GB/s", ""), model, plan
 
 
-def _bridge(row: dict[str, Any]) -> Made:
-    """Megatron-Bridge: distributed optimizer or FSDP, gradients leave while backward runs. Where
-    layers do not divide, the embedding and the loss count as a layer each. A rack's NVLink joins 64
-    devices that a job takes of its 72. Where a release does not say the precision it was fp8 (763
-    TFLOP/s on H100 are not reached in bf16).
+def _bridge(row: dict[str, Any]) -> RunParts:
+    """Megatron-Bridge: distributed optimizer or FSDP; gradients are sent during backward.
+
+    Where layers do not divide evenly, the embedding and the loss count as a layer each. A job uses
+    64 of the 72 devices that a rack's NVLink joins. A release that does not name the precision used
+    fp8 (763 TFLOP/s on H100 cannot be reached in bf16).
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     kind = row["hardware"].removeprefix("DGX-")
@@ -327,8 +336,10 @@ def _bridge(row: dict[str, Any]) -> Made:
     if stages:
         stages = (stages[0] - 1, *stages[1:-1], stages[-1] - 1)
     parallelism = Parallelism(n // (tp * pp * cp), tp, pp, stages, cp=cp, virtual_stages=vp)
-    said = str(how["precision"])
-    precision = "nvfp4" if said.startswith("NVFP4") else "" if said.startswith("BF16") else "fp8"
+    stated = str(how["precision"])
+    precision = (
+        "nvfp4" if stated.startswith("NVFP4") else "" if stated.startswith("BF16") else "fp8"
+    )
     plan = Plan(
         placement("zero3" if fsdp > 1 else "zero1"),
         parallelism,
@@ -342,19 +353,20 @@ def _bridge(row: dict[str, Any]) -> Made:
     return f"megatron-{kind.lower()}", name, where, model, plan
 
 
-def _sailor(row: dict[str, Any]) -> Made:
+def _sailor(row: dict[str, Any]) -> RunParts:
     """Megatron-DeepSpeed, fp16 with fp32 copies of parameters and gradients, without sequence
-    parallelism, gradients summed after backward. Its layers count the embedding and the output.
-    Attention is not fused: softmax in fp32, its 16-bit copy, dropout's output and mask and the
-    causal mask are 4 + 2 + 2 + 1 + 1 bytes a score. Assumed, as measured memory says so: the small
-    devices of the mixed cluster compute layers again, and on GH200 2.8 GB are taken besides. A
-    stage's devices are the hosts named for it, of which the slowest sets the pace; their network
-    gave 12 MB/s.
+    parallelism; gradients are summed after backward.
+
+    Its layer counts include the embedding and the output. Attention is not fused: softmax in fp32,
+    its 16-bit copy, dropout's output and mask and the causal mask are 4 + 2 + 2 + 1 + 1 bytes a
+    score. Assumed, to match measured memory: the small devices of the mixed cluster recompute
+    layers, and GH200 has 2.8 GB of other memory in use. A stage's devices are the hosts named for
+    it, of which the slowest sets the pace; their network gave 12 MB/s.
     """
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
     if name not in SAILOR:
-        raise ConfigError(f"the layers of {name} are not known")
+        raise ConfigError(f"unknown model {name}: its layers are not listed")
     layers, h, heads = SAILOR[name]
     tp, pp, dp = how["tp"], how["pp"], how["dp"][0]
     stages = list(how["layers_per_stage"])
@@ -396,15 +408,16 @@ def _sailor(row: dict[str, Any]) -> Made:
     return row["group"], name, make_cluster({"name": "mixed", "hosts": hosts}), model, plan
 
 
-def _offload(row: dict[str, Any]) -> Made:
-    """DeepSpeed with the optimizer's state in the host's memory, updated by its processors;
-    ZenFlow updates every fourth step (its default) and while the next ones run. A run that says
-    it offloads nothing is plain ZeRO. The length of the samples is not printed: assumed 1024."""
+def _offload(row: dict[str, Any]) -> RunParts:
+    """DeepSpeed with the optimizer's state in host memory, updated by the processors. ZenFlow
+    updates every fourth step (its default), concurrently with the next steps. A run without
+    offload is plain ZeRO. The samples' length is not printed; 1024 is assumed.
+    """
     how = row["parallelism"]
-    n, late, to = row["n_gpus"], says(how.get("zenflow")), offloads(how)
+    n, late, to = row["n_gpus"], is_yes(how.get("zenflow")), offloads(how)
     if to is None or to not in ("", "cpu"):
         raise ConfigError(
-            f"{row['id']} offloads to {to or 'it does not say where'}", hint="cpu, or None"
+            f"{row['id']} offloads to {to or 'an unknown place'}", hint="use cpu or None"
         )
     plain = {0: "ddp", 1: "zero1", 2: "zero1", 3: "zero3"}.get(how.get("zero", 0), "")
     plan = Plan(

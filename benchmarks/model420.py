@@ -1,19 +1,18 @@
-"""The 420 M model that the out-of-core benchmarks train: one config, seed and data for us, the peer
+"""The 420 M model of the out-of-core benchmarks: one config, seed and data for roadtrain, the peer
 and plain torch.
 
-A Llama of transformers (32 layers x 1024, byte vocabulary), parameters and gradients in bf16, an
-fp32 master and AdamW on it: what DeepSpeed calls bf16 mode. Text is the standard library's own
-source, read as bytes. No peer is imported.
+A Llama of transformers (32 layers x 1024, byte vocabulary) with parameters and gradients in bf16,
+and an fp32 master with AdamW: DeepSpeed's bf16 mode. The text is the standard library's source,
+read as bytes. No peer is imported.
 
-    python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT  ours, all rests in D
-    python -m benchmarks.model420 --plain --steps 3 --json OUT  all in RAM: the losses to agree
-                                                                     with
+    python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT   (roadtrain, state in D)
+    python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
 
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
-(measured: torch 2.13, AVX2), so that a step would measure nothing else. There the same bf16
-parameters are widened to fp32 as each product uses them, activations are fp32 and gradients are
-rounded to bf16: the same traffic, a sane product. All three do the same, and their reports name it
-(`compute`).
+(measured: torch 2.13, AVX2), so a step would measure nothing else. On such a CPU the bf16
+parameters are converted to fp32 for each product, activations are fp32 and gradients are rounded to
+bf16: the same traffic with a normal product. All three systems do the same, and their reports name
+it (`compute`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ import roadtrain
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 32, 1024, 16, 2896, 256  # 419.5 M parameters
 SEED, LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 0, 2e-5, (0.9, 0.999), 1e-8, 0.01
 BATCH, SEQ = 1, 32
-WARM_UP = 2  # steps that no report counts: they fill caches and touch memory for the first time
+WARM_UP = 2  # steps that do not count: they fill caches and touch memory for the first time
 
 
 def compute_default() -> str:
-    """`bf16` where the processor multiplies bf16 matrices, else `fp32` (note: wide compute)."""
+    """Return `bf16` if the processor multiplies bf16 matrices, else `fp32` (note: wide compute)."""
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
@@ -53,10 +52,12 @@ def build(
     inner: int = INNER,
     checkpoint: bool = False,
 ) -> nn.Module:
-    """The model with its bf16 parameters, never in fp32 as a whole; `checkpoint` turns activation
-    checkpointing on.
+    """Build the model with its bf16 parameters, never in fp32 as a whole.
 
-    Called as `model(input_ids=x, labels=x).loss`. The smaller sizes are for tests.
+    Call it as `model(input_ids=x, labels=x).loss`. Smaller sizes are for tests.
+
+    Args:
+        checkpoint: enable activation checkpointing
     """
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -81,7 +82,7 @@ def build(
             elif type(module) is nn.Embedding:
                 module.__class__ = WideEmbedding
     if checkpoint:
-        # new, old name
+        # the new name, else the old one
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
@@ -90,8 +91,9 @@ def build(
 
 
 class WideLinear(nn.Linear):
-    """bf16 weight, fp32 product. The fp32 copy lives for one product only, forward and backward
-    alike."""
+    """Linear layer with a bf16 weight and an fp32 product. The fp32 copy exists only during a
+    product, in forward and backward.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, _WideProduct.apply(x, self.weight))  # type: ignore[no-untyped-call]
@@ -123,8 +125,7 @@ def _text() -> torch.Tensor:
 
 
 def batch(step: int, rows: int = BATCH, seq: int = SEQ) -> torch.Tensor:
-    """The bytes that step `step` (from 0) trains on, int64 [rows, seq]: by step number alone,
-    the same in every run."""
+    """Return the bytes of step `step` (from 0), int64 [rows, seq]. They depend only on the step."""
     text = _text()
     begin = step * rows * seq % (len(text) - rows * seq)
     return text[begin : begin + rows * seq].long().view(rows, seq)
@@ -139,11 +140,11 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 def plain_losses(
     steps: int, rows: int = BATCH, seq: int = SEQ, compute: str | None = None, **sizes: int
 ) -> list[float]:
-    """The losses of plain torch: bf16 parameters and gradients, fp32 master that starts as their
-    values, AdamW on it.
+    """Train in plain torch and return the losses: bf16 parameters and gradients, and an fp32
+    master, initialized from them, with AdamW.
 
-    Each parameter is updated as soon as its gradient is in: the fp32 gradients never exist all at
-    once (6 GB in all).
+    Each parameter is updated as soon as its gradient is complete, so the fp32 gradients (6 GB)
+    never exist all at once.
     """
     model = build(compute or compute_default(), checkpoint=True, **sizes)
     for param in model.parameters():
@@ -172,8 +173,9 @@ def run_step(
     x: torch.Tensor,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> tuple[float, dict[str, float]]:
-    """One training step; its loss, the seconds of its three parts and of the whole, and the
-    process's disk traffic."""
+    """Train a step. Returns its loss; seconds of its three parts and of the whole, and disk
+    traffic.
+    """
     read, written = disk_bytes()
     t0 = time.perf_counter()
     loss = model(input_ids=x, labels=x).loss
@@ -194,7 +196,9 @@ def run_step(
 
 
 def disk_bytes() -> tuple[int, int]:
-    """What this process has had read from and written to devices so far (proc(5), io)."""
+    """Bytes that this process caused to be read from and written to devices so far
+    (proc(5), io).
+    """
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
@@ -206,7 +210,9 @@ def training(
     rows: int = BATCH,
     seq: int = SEQ,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """The loop as any user writes it, timed: the losses and the parts of each of `steps`."""
+    """Train the given steps with a user's loop. Returns the losses, and the timed parts of each
+    step.
+    """
 
     def update() -> None:
         optimizer.step()
@@ -229,11 +235,11 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
     losses, seconds = training(
         model, optimizer, range(min(WARM_UP, args.steps)), args.rows, args.seq
     )
-    optimizer.flush()  # what the first steps left to write is theirs
+    optimizer.flush()  # writes of the warm-up steps do not count in the measured ones
     more, timed = training(model, optimizer, range(WARM_UP, args.steps), args.rows, args.seq)
     losses, seconds = losses + more, seconds + timed
     (read, written), began = disk_bytes(), time.perf_counter()
-    optimizer.close()  # what is still being written belongs to the last step
+    optimizer.close()  # pending writes belong to the last step
     seconds[-1]["step_s"] += time.perf_counter() - began
     seconds[-1]["read_bytes"] += disk_bytes()[0] - read
     seconds[-1]["written_bytes"] += disk_bytes()[1] - written
@@ -241,9 +247,9 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What every system's run takes; the peer's script adds its own."""
-    parser.add_argument("--json", required=True, help="where the result goes")
-    parser.add_argument("--dir", help="directory on the device to be measured")
+    """Add the options common to all systems."""
+    parser.add_argument("--json", required=True, help="file for the result")
+    parser.add_argument("--dir", help="directory on the measured device")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", type=int, default=BATCH)
     parser.add_argument("--seq", type=int, default=SEQ)
@@ -252,8 +258,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever had resident, pinned, shared and mapped pages included
-    (VmHWM)."""
+    """Peak resident memory of this process, including pinned, shared and mapped pages (VmHWM)."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -1,5 +1,6 @@
-"""The five papers' testbeds and the plans that they ran, for `roadtrain reproduce`. Fitted
-figures come from spec/fitted.toml; what a paper does not print is chosen here and says so."""
+"""Testbeds and plans of the five papers, for `roadtrain reproduce`. Fitted figures are in
+fitted.toml; values that a paper does not print are chosen here, with a comment.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def fitted(name: str) -> dict[str, Any]:
 def gpt(
     layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
 ) -> ModelShape:
-    """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
+    """A GPT of any size, as Megatron builds it. `more`: arguments of Transformer."""
     own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
     return own.shape(f"GPT-{layers}x{hidden}")
 
@@ -40,9 +41,9 @@ def gpt(
 
 
 def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
-    """Of 1:1 mixed reads and writes, 26 GB/s a direction (printed): by 12 SSDs of the data sheet's
-    6.5 and 3.4 GB/s that share one time (mixed 1: 26.8), and by the 16 of the baselines' workers,
-    whose PCIe 3.0 is slower.
+    """Describe the testbed. With 1:1 mixed reads and writes, 26 GB/s in each direction are printed:
+    12 SSDs with the data sheet's 6.5 and 3.4 GB/s reach it when reads and writes share the time
+    (mixed 1: 26.8), and so do the 16 SSDs of the baselines' workers, whose PCIe 3.0 is slower.
     """
 
     def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:
@@ -80,18 +81,21 @@ def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
     )
 
 
-# Width, header, window and scales are not printed (L13). Its times need 16 bits an element; what
-# packets take besides is in the fitted share of a card's rate.
+# Width, header, window and scales are not printed (L13). The printed times need 16 bits an element;
+# the other overhead of packets is part of the fitted share of a card's rate.
 PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
 
 
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
-    """Activations go to the host (printed for LuWu and ZeRO-Infinity); `host_bytes`: 16- and
-    32-bit gradients and pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the last
-    that fits 256 GB; `logit_bytes`: the loss of OPT in Hugging Face's transformers has logits, a
-    shifted copy, its log-softmax, and gradients of the first two. SwitchML trains in fp32
-    (printed), whose products PyTorch 1.9.1 makes in TF32 (`wide` gives its activations); a
-    second copy of all gradients is in the buffers of its DistributedDataParallel."""
+    """Plan of LuWu or a baseline.
+
+    Activations are offloaded to the host (printed for LuWu and ZeRO-Infinity). `host_bytes`: 16-
+    and 32-bit gradients and pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the
+    largest model that fits 256 GB. `logit_bytes`: the loss of OPT in Hugging Face's transformers
+    has logits, a shifted copy, its log-softmax, and gradients of the first two. SwitchML trains in
+    fp32 (printed), with products that PyTorch 1.9.1 computes in TF32 (`wide` gives its
+    activations); the buffers of its DistributedDataParallel hold a second copy of all gradients.
+    """
     base = Plan(
         placement("optimizer-node"),
         Parallelism(dp=workers),
@@ -124,7 +128,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
 
 
 def wide(model: ModelShape) -> ModelShape:
-    """With activations of 4 bytes."""
+    """The model with activations of 4 bytes."""
     blocks = tuple(
         replace(block, saved=2 * block.saved, input=2 * block.input) for block in model.blocks
     )
@@ -163,8 +167,9 @@ def smart_infinity(ssds: int, device: str = "RTX-A5000") -> Cluster:
 
 
 def smart_infinity_plan(which: str) -> Plan:
-    """`base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`: its transfer handler; `suoc`: 2
-    % of the gradient."""
+    """Plan of `base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`: with its transfer handler;
+    `suoc`: with 2 % of the gradient.
+    """
     base = Plan(
         placement("raid0"),
         micro_batch=4,
@@ -188,7 +193,7 @@ def holmes(kind: str, nodes: int) -> Cluster:
     own = fitted("holmes")
 
     def host(name: str, count: int, card: str) -> dict[str, Any]:
-        cards = [{"kind": one, "rate": own[one]} for one in dict.fromkeys(("ethernet", card))]
+        cards = [{"kind": kind, "rate": own[kind]} for kind in dict.fromkeys(("ethernet", card))]
         return {
             "name": name,
             "count": count,
@@ -208,9 +213,10 @@ def holmes(kind: str, nodes: int) -> Cluster:
 
 
 def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan:
-    """p = 2: the printed 3 divides neither 32 nor 64 devices (H3). Gradients are
-    reduce-scattered in fp32, parameters gathered in 16 bits: 3 bytes a pass of the ring. The
-    micro-batch is not printed."""
+    """Plan with p = 2, since the printed 3 divides neither 32 nor 64 devices (H3). Gradients are
+    reduce-scattered in fp32 and parameters gathered in 16 bits: 3 bytes a pass of the ring. The
+    micro-batch is not printed.
+    """
     dp = nodes * 8 // 2
     return Plan(
         placement("ddp"),
@@ -228,8 +234,9 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
 
 
 def sgc(nodes: int) -> Cluster:
-    """Memories are not printed: a V100's 32 GB, and of the host enough for the whole model,
-    which buffering needs."""
+    """Describe the testbed. Memories are not printed: assumed are a V100's 32 GB, and a host memory
+    large enough for the whole model, which buffering needs.
+    """
     own = fitted("sgc")
     return make_cluster(
         {
@@ -257,9 +264,10 @@ def sgc(nodes: int) -> Cluster:
 
 
 def sgc_plan(which: str, nodes: int) -> Plan:
-    """`gpu`: all on the devices (FSDP), activations too; `base`: updates on the processors;
-    `sgc`: cards that prefetch and buffer. Updates of both are one step late. The batch is not
-    printed."""
+    """Plan of `gpu`: everything, including activations, on the devices (FSDP); `base`: updates on
+    the processors; `sgc`: cards that prefetch and buffer. Updates of `base` and `sgc` are one
+    step late. The batch is not printed.
+    """
     own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":
         return Plan(
@@ -278,7 +286,7 @@ def sgc_plan(which: str, nodes: int) -> Plan:
     return base.changed(placement=placement("smartnic"), slots=3, kept=1000)
 
 
-# BytePS: 32 hosts with 8 V100, 100 Gbit/s, up to 32 hosts without
+# BytePS: 32 hosts with 8 V100 and up to 32 hosts without devices, 100 Gbit/s
 
 
 def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -> Cluster:
@@ -305,7 +313,7 @@ def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -
 
 
 def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
-    """Gradients in fp32."""
+    """Plan with gradients in fp32."""
     return Plan(
         placement(name),
         Parallelism(dp=hosts * devices),
@@ -315,6 +323,6 @@ def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
 
 
 def lump(params: float, flops: float = 0.0, blocks: int = 1) -> ModelShape:
-    """So many parameters in equal blocks."""
+    """A model of `params` parameters in equal blocks."""
     own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 0.0)
     return ModelShape("lump", own.times(blocks), 1)

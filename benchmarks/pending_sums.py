@@ -1,4 +1,4 @@
-"""The sums that a worker has begun, and the wait for all of them."""
+"""A worker's sums in progress, and the wait for all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class PendingSums:
         self.sums, self.ended = sums, list[threading.Event]()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
-        """As WorkerSums.sum, without `done`."""
+        """Begin a sum, as WorkerSums.sum does without `done`."""
         self.ended.append(threading.Event())
         self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)
 
     def wait(self) -> None:
-        """Until all have ended. Raises what has failed."""
+        """Wait until all sums have ended. Raises the first error."""
         for event in self.ended:
             assert event.wait(WAIT_S)
         self.ended.clear()

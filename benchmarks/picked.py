@@ -1,10 +1,10 @@
-"""The planner's pick beside all other ways to run the same job, measured: five small clusters,
-chosen before any ran.
+"""Compare the planner's pick with all other ways to run the same job, measured on five small
+clusters that were chosen before any run.
 
-Each has one worker host with SSDs (throttled loop devices) and one host without devices behind a
-link (emulated). The planner is told these rates and, of this machine, what one run in memory
-showed. It picks among what runs here: state on files, or on the server with all blocks kept from
-forward to backward or as few as can be. Then all three are measured.
+Each has one worker host with SSDs (throttled loop devices), and one host without devices behind an
+emulated link. The planner gets these rates and, for this machine, the calibration by one run in
+memory. It picks among the placements that can run here: state in files, or on the server with
+either all blocks or as few as possible kept from forward to backward. All three are then measured.
 The goal: the pick takes at most 1.10 of the fastest. Needs root.
 """
 
@@ -38,7 +38,7 @@ from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.search import search
 from roadtrain.units import MIB
 
-# bytes a second: reads and writes of a device, how many devices, the link each way
+# bytes/s of a device's reads and writes, number of devices, bytes/s of the link in each direction
 CLUSTERS = (
     (80e6, 40e6, 1, 12.5e6),
     (20e6, 20e6, 1, 12.5e6),
@@ -59,9 +59,9 @@ def run(quick: bool = False) -> Report:
     shape = from_config(job_of({}).model.config | {"vocab_size": 256}, seq_len=SEQ)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
-        known = calibrated(home, 1, WORDS)
+        machine = calibrated(home, 1, WORDS)
         for read, write, many, link in CLUSTERS[:1] if quick else CLUSTERS:
-            cluster = described(known, read, write, many, link)
+            cluster = described(machine, read, write, many, link)
             answer = search(
                 cluster, shape, EXACT, batch=1, placements=("files", "server"), explain=False
             )
@@ -113,8 +113,8 @@ def run(quick: bool = False) -> Report:
     return Report("picked", rows)
 
 
-def described(known: Cluster, read: float, write: float, many: int, link: float) -> Cluster:
-    own: dict[str, Any] = known.hosts[0].model_dump(mode="json", by_alias=True)
+def described(machine: Cluster, read: float, write: float, many: int, link: float) -> Cluster:
+    own: dict[str, Any] = machine.hosts[0].model_dump(mode="json", by_alias=True)
     nics = [{"rate": rate(link * CARRIED)}]
     ssd = {
         "count": many,
@@ -136,14 +136,14 @@ def described(known: Cluster, read: float, write: float, many: int, link: float)
 
 
 def way_of(plan: Plan) -> str:
-    """Which of WAYS a plan is."""
+    """Return which of WAYS a plan is."""
     if plan.placement.name == "files":
         return WAYS[0]
     return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
 
 
 def measured(way: str, home: Path, read: float, write: float, many: int, link: float) -> float:
-    """Seconds of a step."""
+    """Measure the seconds of a step."""
     words: dict[str, Any] = {**WORDS, "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:
         if way == WAYS[0]:

@@ -1,15 +1,15 @@
 """Predicted beside measured: twelve configurations of this machine and of an emulated cluster,
-chosen before any ran.
+chosen before any run.
 
     files   state on throttled loop devices: staleness, top-k, one and two devices
     memory  state in RAM
-    server  one or two workers and servers over emulated links: staleness, blocks kept from forward
-            to backward, top-k
+    server  one or two workers and servers over emulated links: staleness, blocks kept from
+            forward to backward, top-k
     sums    DDP's gradients through the summation service, with and without spare hosts
 
-Known beforehand are the rates that the devices and links were set to (TCP carries 0.956 of a
-link's), and what ONE run that is not among the twelve showed: the same model in memory for the
-first three, a step without any exchange for the last. Nothing is fitted to the twelve. A step is
+The predictions use only the rates that the devices and links were set to (TCP carries 0.956 of a
+link's), and the measurements of ONE run outside the twelve: the same model in memory for the first
+three groups, a step without any exchange for the last. Nothing is fitted to the twelve. A step is
 the median of STEPS after WARM, of the slowest worker. Needs root.
 """
 
@@ -65,13 +65,14 @@ GOAL, ENOUGH = 0.10, 10
 
 @dataclass(frozen=True)
 class Case:
-    """`rates`: of a device's reads and writes, or of a link each way, bytes a second. `words`:
-    over the job."""
+    """A configuration. `rates`: of a device's reads and writes, or of a link in each direction,
+    bytes/s. `words`: changes to the job.
+    """
 
     name: str
     kind: str
     rates: tuple[float, ...] = ()
-    many: int = 1  # devices, or spare hosts
+    many: int = 1  # number of devices, or of spare hosts
     workers: int = 1
     words: tuple[tuple[str, Any], ...] = ()
 
@@ -109,9 +110,9 @@ def run(quick: bool = False) -> Report:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
-        known = {threads: calibrated(home, threads, {}) for threads in (2, 1)}
+        machines = {threads: calibrated(home, threads, {}) for threads in (2, 1)}
         for case in [CASES[i] for i in (0, 5)] if quick else CASES:
-            real, result = _sums(case) if case.kind == "sums" else _placed(case, home, known)
+            real, result = _sums(case) if case.kind == "sums" else _placed(case, home, machines)
             rows += _rows(case, real, result)
             print(
                 f"{case.name}: {real.step_s:.2f} s, predicted {result.seconds:.2f} s "
@@ -144,8 +145,8 @@ def run(quick: bool = False) -> Report:
 @dataclass(frozen=True)
 class Real:
     step_s: float
-    memory: float = 0.0  # bytes of a worker's buffers, as it counts them
-    told: float = 0.0  # as its plan says
+    memory: float = 0.0  # bytes of a worker's buffers, as the worker counts them
+    planned: float = 0.0  # the same, by arithmetic from its plan
 
 
 def _rows(case: Case, real: Real, result: Result) -> list[Row]:
@@ -170,13 +171,13 @@ def _rows(case: Case, real: Real, result: Result) -> list[Row]:
                 case.name,
                 "buffers of a worker",
                 "MB",
-                real.told / 1e6,
+                real.planned / 1e6,
                 real.memory / 1e6,
                 "measured",
                 None,
-                real.told / real.memory,
+                real.planned / real.memory,
                 "within 5 %",
-                abs(real.told / real.memory - 1) <= 0.05,
+                abs(real.planned / real.memory - 1) <= 0.05,
             )
         )
     return rows
@@ -199,7 +200,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
 
 
 def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
-    """A host of what the model in memory shows of this one."""
+    """Describe this host with the rates that training the model in memory shows."""
     job = job_of(
         {
             **words,
@@ -225,7 +226,7 @@ def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
     return fit_rates(make_cluster({"name": "here", "hosts": [host]}), found)
 
 
-def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real, Result]:
+def _placed(case: Case, home: Path, machines: Mapping[int, Cluster]) -> tuple[Real, Result]:
     words = {**dict(case.words), "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:
         if case.kind == "files":
@@ -236,9 +237,9 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
             limit = stack.enter_context(Throttle(devices, *case.rates))
             words["store.files"] = [str(Path(device.mount) / "store") for device in devices]
             found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS, limit)
-        # as fast as the processors are now: in other minutes they are not
+        # measured again, because the processors' speed varies over minutes
         elif case.kind == "memory":
-            known = {2: calibrated(home, 2, {})}
+            machines = {2: calibrated(home, 2, {})}
             words |= {"store.files": [], "budget.host": "400MiB"}
             found = workers([(subprocess.Popen, job_of(words))], home, 2, STEPS)
         else:
@@ -262,7 +263,7 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
                 STEPS,
             )
     plan, shape = found[0].plan, found[0].shape
-    host = known[1 if case.kind == "server" else 2].hosts[0]
+    host = machines[1 if case.kind == "server" else 2].hosts[0]
     hosts: list[dict[str, Any]] = [host.model_dump(mode="json", by_alias=True)]
     if case.kind == "files":
         read, write = case.rates
@@ -272,7 +273,7 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
                 "read": rate(read),
                 "write": rate(write),
                 "mixed": 2,
-                # the throttle serves in the order of arrival
+                # the throttle serves requests in the order of their arrival
                 "depth": 1,
                 "capacity": "600MB",
             }
@@ -292,7 +293,9 @@ def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real,
             }
         )
     cluster = make_cluster({"name": case.name, "hosts": hosts})
-    real = Real(max(one.step_s for one in found), found[0].memory, buffer_bytes(plan, shape.blocks))
+    real = Real(
+        max(worker.step_s for worker in found), found[0].memory, buffer_bytes(plan, shape.blocks)
+    )
     return real, simulate(plan, cluster, shape, EXACT, checked=False)
 
 

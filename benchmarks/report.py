@@ -1,7 +1,8 @@
-"""Row, Report: the one form of all benchmark results; interleaved medians; what the machine is.
+"""Row and Report, the form of all benchmark results; interleaved medians; a description of the
+machine.
 
-`ratio` above 1 means ours is better, `of_floor` 1 is the physical limit, `goal` is what an issue
-asked of that row. Assumes Linux for the processor's name. Does NOT measure anything by itself.
+A `ratio` above 1 means ours is better, an `of_floor` of 1 is the physical limit, `goal` is the
+target for that row. Assumes Linux for the processor's name. Does NOT measure anything by itself.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Row:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def machine() -> str:
-    """Processor, cores, memory; no host name."""
+    """Describe the machine: processor, cores, memory; no host name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(
@@ -63,7 +64,7 @@ class Report:
         return json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows]}, indent=1)
 
     def print(self, print_line: Callable[[str], None] = print) -> None:
-        """A heading per case, a line per metric: fits a terminal of 80 columns, and a file."""
+        """Print a heading for each case and a line for each metric, to fit 80 columns."""
         print_line(f"{self.name}: {self.machine}, {self.date}")
         for i, row in enumerate(self.rows):
             if i == 0 or row.case != self.rows[i - 1].case:
@@ -90,8 +91,11 @@ def _show(x: float | None) -> str:
 
 
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
-    """Seconds of each, as medians: all once to warm up, then `reps` rounds of all of them in
-    turn, every other round backwards, so that a slow minute of the machine is shared."""
+    """Time each function and return the median seconds.
+
+    All run once to warm up, then in `reps` rounds, every other round in reverse order, so that a
+    slow minute of the machine affects all alike.
+    """
     for fn in fns.values():
         fn()
     seconds: dict[str, list[float]] = {name: [] for name in fns}

@@ -1,9 +1,9 @@
-"""`roadtrain reproduce [PAPER]`: what the five papers print, beside what the simulator gives for
-the same set-up.
+"""`roadtrain reproduce [PAPER]`: results printed in five papers, beside the simulator's for the
+same set-ups.
 
-Every printed result has its row; `ours` is empty where a result is not of a simulator (accuracy,
-sizes of chips). The error of an exact result is ours / printed - 1, of gains that of 1 + gain; a
-bound, "at least" or "up to" holds or not by its stated sense. Simulated time alone: nothing here is
+Every printed result has a row. `ours` is empty for results that a simulator cannot give (accuracy,
+chip sizes). The error of an exact result is ours / printed - 1, that of gains the same of 1 + gain;
+a bound, "at least" or "up to" holds or not in its stated sense. All times are simulated: nothing is
 measured on this machine.
 """
 
@@ -37,8 +37,9 @@ NEAR = 0.10
 
 @dataclass(frozen=True)
 class Row:
-    """`error`: signed; 0 where a bound holds; None where there is nothing to compare. `why`: of
-    a miss, or of none."""
+    """A printed result. `error`: signed; 0 where a bound holds; None if there is nothing to
+    compare. `why`: explanation of a miss, or of a missing value.
+    """
 
     id: str
     role: str
@@ -61,7 +62,9 @@ Values = dict[str, float]
 
 
 def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
-    """Of a device. `again`: activation checkpointing counts, as Megatron counts it."""
+    """TFLOPS of a device. `again`: count the recomputation of activation checkpointing, as Megatron
+    does.
+    """
     plan = result.plan
     return (
         model.step_flops(plan.activation_checkpointing and again)
@@ -75,7 +78,7 @@ def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
 def most(
     plan: Callable[[int], Plan], cluster: Cluster, model: ModelShape, sizes: tuple[int, ...]
 ) -> int:
-    """The largest of `sizes` whose plan fits; 0 if none does."""
+    """Return the largest of `sizes` whose plan fits; 0 if none does."""
     best = 0
     for size in sizes:
         try:
@@ -93,21 +96,23 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """TFLOPS are a model's, without activation checkpointing: the paper calls 184 of them an MFU
-    of 59 %, and only then do 12 SSDs (108 s a step) keep the devices waiting at a micro-batch of 16
-    (94 s, 125 s with activation checkpointing), as Figure 15 says.
+    """Simulate, and return (TFLOPS of a device, result), or None if the plan does not fit.
+
+    TFLOPS are the model's, without activation checkpointing: the paper calls 184 of them an MFU of
+    59 %, and only then do 12 SSDs (108 s a step) keep the devices waiting at a micro-batch of 16
+    (94 s, 125 s with activation checkpointing), as in Figure 15.
     """
-    one = papers.wide(shape(model)) if which == "switchml" else shape(model)
+    spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
         result = simulate(
-            papers.luwu_plan(which, one, micro_batch, workers),
+            papers.luwu_plan(which, spec, micro_batch, workers),
             papers.luwu(ssds, workers),
-            one,
+            spec,
             constants("luwu" if which == "luwu" else "luwu-nccl"),
         )
     except BudgetError:
         return None
-    return tflops(one, result, again=False), result
+    return tflops(spec, result, again=False), result
 
 
 def _peak(which: str, model: str) -> float:
@@ -132,8 +137,10 @@ def luwu() -> Values:
     powers = (1, 2, 4, 8, 16, 32, 64)
 
     def largest(which: str) -> float:
-        def fits(one: ModelShape) -> bool:
-            return bool(most(lambda mb: papers.luwu_plan(which, one, mb), papers.luwu(), one, (1,)))
+        def fits(spec: ModelShape) -> bool:
+            return bool(
+                most(lambda mb: papers.luwu_plan(which, spec, mb), papers.luwu(), spec, (1,))
+            )
 
         return max(billions for name, billions in sizes.items() if fits(shape(name)))
 
@@ -150,8 +157,10 @@ def luwu() -> Values:
     peak = _peak("luwu", "OPT-1.3B")
 
     def bound(ssds: int, micro_batch: int) -> str:
-        """ "device" where a step takes as long as they compute, "ssd" where it is flat and SSDs
-        are the busiest of all that is not the device: the two lines of Figure 15."""
+        """Return the limit in Figure 15: "device" if the devices compute for the whole step, "ssd"
+        if the step time is flat and the SSDs are the busiest resource besides the device, else
+        "neither".
+        """
         found, small = (
             _luwu("luwu", "OPT-175B", micro_batch, ssds),
             _luwu("luwu", "OPT-175B", 4, ssds),
@@ -192,15 +201,16 @@ def luwu() -> Values:
             out[f"luwu.fig15.ssd_bound_{ssds}"] = ssds
     zi = _luwu("zero-infinity", "OPT-175B", 16)
     if zi:
-        # it waits for NCCL besides
+        # the rest is waiting for NCCL
         took = sum(zi[1].stages["stage 0", what][0] for what in ("Forward", "Backward"))
         out["luwu.fig2b.gpu_util"] = took / zi[1].seconds
     return out
 
 
 def _backward_bytes(which: str) -> float:
-    """Through a worker's card, the busier direction, in backward: parameters again, and
-    gradients."""
+    """Bytes through a worker's card in backward, the busier direction: parameters again, and
+    gradients.
+    """
     found = _luwu(which, "OPT-175B", 16)
     assert found is not None
     params = shape("OPT-175B").params * 2.0
@@ -251,8 +261,8 @@ def smart_infinity() -> Values:
     out["smart_infinity.fig3b.saturate"] = next(
         n for n in range(1, 11) if flat[n - 1] < 1.05 * flat[-1]
     )
-    # bytes through the host's uplink, in units of M; forward and backward read parameters from
-    # memory here
+    # bytes through the host's uplink, in units of M; here forward and backward read parameters from
+    # memory
     for name, which in (("zero-inf", "base"), ("smartupdate", "suo"), ("smartcomp", "suoc")):
         result = _near(which, 6)
         up, down = result.bytes["stage 0 uplink in"] / m, result.bytes["stage 0 uplink out"] / m
@@ -283,9 +293,9 @@ def smart_infinity() -> Values:
         ours = 1 / _near("suoc", n, "GPT-2-4.0B").seconds / (server + gpu + n * near_ssd)
         return ours > 1 / _near("base", n, "GPT-2-4.0B").seconds / (server + gpu + n * plain)
 
-    told = [n for n in range(1, 11) if n != 4]  # "loses at 1-3, wins above 4; 4 itself open" (S4)
-    out["smart_infinity.fig15.loses"] = float(max((n for n in told if not wins(n)), default=0))
-    out["smart_infinity.fig15.wins"] = float(min((n for n in told if wins(n)), default=11))
+    stated = [n for n in range(1, 11) if n != 4]  # "loses at 1-3, wins above 4; 4 itself open" (S4)
+    out["smart_infinity.fig15.loses"] = float(max((n for n in stated if not wins(n)), default=0))
+    out["smart_infinity.fig15.wins"] = float(min((n for n in stated if wins(n)), default=11))
     return out
 
 
@@ -294,7 +304,7 @@ def smart_infinity() -> Values:
 
 @cache
 def _holmes(group: int, kind: str, nodes: int) -> tuple[float, float]:
-    """(TFLOPS a device, samples a second)."""
+    """Return (TFLOPS a device, samples a second)."""
     model, batch = (gpt(30, 3072, 32), 768) if group == 1 else (gpt(36, 4096, 32), 1536)
     result = simulate(
         papers.holmes_plan(batch, nodes, kind),
@@ -327,11 +337,11 @@ def _llama(billions: int) -> ModelShape:
     layers, hidden, heads = {10: (40, 4544, 32), 100: (80, 10240, 80), 1000: (256, 18048, 141)}[
         billions
     ]
-    one = Transformer(
+    spec = Transformer(
         layers, hidden, heads, 32000, 2048, tied=False, fused=True, biases=False, norms=2
     )
-    # size of Guo et al. (2025); its layers are not printed: chosen here
-    return one.shape(f"LLaMA-style {billions}B")
+    # the size is of Guo et al. (2025); layers are not printed and chosen here
+    return spec.shape(f"LLaMA-style {billions}B")
 
 
 @cache
@@ -352,7 +362,7 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """The devices' path, without processors, over the processors' path."""
+        """Seconds of the devices' path, without processors, over those of the processors' path."""
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
 
@@ -363,7 +373,7 @@ def sgc() -> Values:
 
     plan, device = papers.sgc_plan("gpu", 16), papers.sgc(16).hosts[0].device
     assert device is not None
-    # all that the devices have to hold
+    # all bytes that the devices have to hold
     states = plan.sizes.parameter_bytes + plan.sizes.gradient_bytes + plan.sizes.state_bytes
     return {
         "sgc.fig10.speedup_10b": speedup(10, 256),
@@ -393,8 +403,9 @@ def sgc() -> Values:
 
 
 def _exchange(name: str, hosts: int, spares: int) -> float:
-    """Seconds for a gradient of 1 GB between `hosts` hosts with one device each: the busiest
-    card's."""
+    """Seconds to exchange a gradient of 1 GB between `hosts` hosts with one device each, at the
+    busiest card.
+    """
     result = simulate(
         papers.byteps_plan(name, hosts, 1, 1),
         papers.byteps(hosts, spares, 1),
@@ -406,8 +417,9 @@ def _exchange(name: str, hosts: int, spares: int) -> float:
 
 
 def _jobs() -> dict[str, tuple[ModelShape, int]]:
-    """Batches of GPT-2 and others are not printed in a way that could be run (80 tokens a
-    device)."""
+    """Models and batches. The batches of GPT-2 and others are not printed in a form that can be run
+    (80 tokens a device).
+    """
     own = papers.fitted("byteps")
     return {
         "ResNet-50": (shape("ResNet-50"), 64),
@@ -424,23 +436,25 @@ def _scaling(job: str, name: str, spares: int) -> float:
     """Scaling efficiency on 256 devices."""
     model, batch = _jobs()[job]
     own, ring = constants("byteps"), constants("byteps-nccl")
-    # its generators run four times in a forward: no gradient is whole before backward's end
+    # UGATIT's generators run four times in a forward: no gradient is complete before backward's end
     overlap = job != "UGATIT"
     alone, all_of_them = (
         papers.byteps_plan(*what, batch).changed(overlap=overlap)
         for what in (("ddp", 1, 1), (name, 32, 8))
     )
-    one = simulate(alone, papers.byteps(1, 0, 1), model, own, checked=False)
+    single = simulate(alone, papers.byteps(1, 0, 1), model, own, checked=False)
     many = simulate(
         all_of_them, papers.byteps(32, spares), model, ring if name == "ddp" else own, checked=False
     )
-    return one.seconds / many.seconds
+    return single.seconds / many.seconds
 
 
 def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, float]:
-    """Of a host with n devices a switch: seconds to sum m bytes, and what crosses the switch's link
-    and a device's, in units of m. A fraction x is copied whole to the processor; the rest is
-    scattered, summed there, and gathered.
+    """Sum m bytes inside a host with n devices a switch.
+
+    A fraction x is copied whole to the processor; the rest is scattered, summed there, and
+    gathered. Returns seconds, and the traffic of the switch's link and of a device's, in units of
+    m.
     """
     engine = Engine()
     link, device = (
@@ -516,10 +530,13 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Below the optimum at the card's whole goodput: what parts of 4 MiB cost, cut, given to
-    sites and sent as sums/protocol/shares.py says. A sum comes back once all have sent their part;
-    a worker's parts for a site follow each other, and those for several share its card as the
-    sites' shares are. The size is not printed: 1 GB."""
+    """Share of the optimum lost at the card's full goodput because gradients are cut into parts of
+    4 MiB, assigned to sites and sent in the order of sums/protocol/shares.py.
+
+    A sum is returned once all workers have sent their part. A worker's parts for one site are sent
+    in sequence; those for several sites share its card in proportion to the sites' shares. The size
+    is not printed: 1 GB is assumed.
+    """
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network
     out, into = (
@@ -566,10 +583,10 @@ PAPERS: dict[str, Callable[[], Values]] = {
 }
 WHY = {
     "luwu.fig11b.speedup_z": (
-        "printed are 50 TFLOPS (ZeRO-Infinity) and 62 (ZeRO-3), ours 69 and 105 at micro-batch "
-        "32, which fits and gives LuWu its 145, but 39 and 62 at 16: the batch of their peaks is "
-        "not printed. At 32 the printed 62 leave 2.5 s a step for 6.9 GB a card that nothing "
-        "hides, though 30 % of communication is said to be serialised"
+        "the paper prints 50 TFLOPS (ZeRO-Infinity) and 62 (ZeRO-3); ours are 69 and 105 at "
+        "micro-batch 32, which fits and gives LuWu its 145, but 39 and 62 at 16: the batch of "
+        "their peaks is not printed. At 32 the printed 62 leave 2.5 s a step for 6.9 GB a card "
+        "that nothing hides, though the paper calls only 30 % of communication serialised"
     ),
     "luwu.fig2b": "the paper prints 17 % and 23 % for it (L1); 3.98x at one micro-batch needs 20 %",
     "sgc.fig12.comparable": (
@@ -599,10 +616,10 @@ GAINS = ("gain", "part of the 52% gain")
 
 
 def compare(ours: float | None, printed: float | None, qualifier: str, metric: str) -> float | None:
-    """The signed error by the result's stated sense."""
+    """Return the signed error in the sense that the result states."""
     if ours is None:
         return None
-    if printed is None:  # a trend in words: alike
+    if printed is None:  # a trend in words: 1 means alike
         return ours - 1
     if qualifier in ("trend",):
         return ours / printed - 1
@@ -616,12 +633,12 @@ def compare(ours: float | None, printed: float | None, qualifier: str, metric: s
 
 
 def rows(paper: str = "") -> list[Row]:
-    """Raises ConfigError for a paper that is not known."""
+    """Simulate the results of one paper, or of all. Raises ConfigError for an unknown paper."""
     tree = loads(files("benchmarks").joinpath("printed.json").read_text())
     if paper and paper not in PAPERS:
         raise ConfigError(
-            f"no paper is called {paper!r}",
-            hint=did_you_mean(paper, PAPERS) or f"known are {', '.join(PAPERS)}",
+            f"unknown paper {paper!r}",
+            hint=did_you_mean(paper, PAPERS) or f"choose from {', '.join(PAPERS)}",
         )
     out = []
     for name in [paper] if paper else PAPERS:
@@ -661,14 +678,14 @@ def summary(found: list[Row]) -> str:
 
 
 def command(paper: str = "", *, json: str = "", all: bool = False) -> int:
-    """What the five papers print beside what the simulator gives: luwu, smart_infinity, holmes,
+    """Compare results printed in five papers with the simulator's: luwu, smart_infinity, holmes,
     sgc, byteps.
 
-    `paper`: this one alone.
+    `paper`: compare only this one.
 
     Args:
         json: also write every row to this file
-        all: print also what is not simulated
+        all: also print results that are not simulated
     """
     found = rows(paper)
     for row in found:

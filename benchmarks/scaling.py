@@ -1,35 +1,35 @@
-"""Scaling: 1, 2, 4 and 8 workers over slow emulated links, as many spare hosts serving: a step
-against its floor.
+"""Scaling: 1, 2, 4 and 8 workers over slow emulated links, with as many spare hosts as servers: a
+step against its floor.
 
-Links are so slow (RATE) that what a small model computes is a small part of a step, also where this
-machine's few cores compute for sixteen processes: link-bound. How small is shown, as processor
-time. Placing runs at PLACING_RATE, the links get their rate before the first step. State rests in
-memory (/dev/shm).
+Links are so slow (RATE) that computing a small model is a small part of a step, even though this
+machine's few cores compute for sixteen processes. The rows show the processor time as proof. Models
+are placed at PLACING_RATE; the links get their rate before the first step. State is in memory
+(/dev/shm).
 
-The floor. S: bytes of the 16-bit parameters. In a step a worker pulls S, pushes S, and pulls once
-more, for backward, what it did not keep from forward (K bytes are kept: with buffering all of S,
-and nothing comes twice):
+The floor. S is the bytes of the 16-bit parameters. In a step a worker pulls S, pushes S, and for
+backward pulls again what it did not keep from forward (it keeps K bytes; with buffering, all of S,
+and nothing is pulled twice):
 
     pulled = S + (S - K)        pushed = S
 
-W workers and W servers: a server's link carries W times a W-th of that, so every link carries
-`pulled` one way and `pushed` the other way, whatever W. Links are full-duplex, and pulled >=
-pushed. At staleness 1 nothing waits for the step's own pushes: the busier direction, `pulled`, is
-all. At staleness 0 a parameter is pulled after its gradient was pushed. With K = S the two overlap
-like a pipeline, but for the last piece (P, one chunk) that a server gets from all W workers: its
-link carries it W times back, after all else. What is not kept is pulled in forward while nothing is
-pushed, and again while backward pushes. So:
+With W workers and W servers, a server's link carries W times a W-th of that, so every link carries
+`pulled` in one direction and `pushed` in the other, for any W. Links are full-duplex, and pulled >=
+pushed. At staleness 1 nothing waits for the step's own pushes, so the busier direction, `pulled`,
+is the floor. At staleness 0 a parameter is pulled after its gradient was pushed. With K = S the two
+overlap like a pipeline, except for the last piece (P, one chunk) that a server receives from all W
+workers: its link carries the piece W times back, after everything else. Blocks that are not kept
+are pulled in forward while nothing is pushed, and again while backward pushes. So:
 
     floor = (S + (S - K) + (W P at staleness 0)) / rate
 
-    rate = 0.956 of the link's: what TCP carries of whole Ethernet frames (1448 of 1514 bytes); tbf
-    gives exactly that,
-           but for the 256 kB that may pass at once after a pause (4 % of S).
+The rate is 0.956 of the link's, which is what TCP carries of whole Ethernet frames (1448 of 1514
+bytes); tbf gives exactly that, except for a burst of 256 kB after a pause (4 % of S).
 
-Beside it FSDP2 over gloo, bf16, the same links. A bare socket that sends both ways at once is
-measured before. A step is the mean of those after WARM_UP. Needs root. Does NOT emulate latency.
+FSDP2 over gloo, bf16, runs over the same links. A bare socket that sends in both directions at once
+is measured first. A step is the mean of the steps after WARM_UP. Needs root. Does NOT emulate
+latency.
 
-    python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT  a socket
+    python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """
 
 from __future__ import annotations
@@ -105,20 +105,26 @@ def run(quick: bool = False) -> Report:
 
 
 def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
-    """Bytes that must cross the busier direction of a link in a step, one after the other. All
-    in bytes: `parameters` S, `kept` K, `piece` W P of the formula above."""
+    """Bytes that must cross the busier direction of a link in a step, one after the other.
+
+    Args:
+        parameters: bytes S of the formula above
+        kept: bytes K
+        piece: bytes W P
+    """
     pulled = parameters + (parameters - min(kept, parameters))
     return pulled + (0 if staleness else min(piece, parameters))
 
 
 def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
-    """What a worker with `slots` buffers keeps of `blocks` blocks of `block` bytes each; the
-    root block stays."""
+    """Bytes that a worker with `slots` buffers keeps of `blocks` blocks of `block` bytes each. The
+    root block is always kept.
+    """
     return parameters - max(0, blocks - slots) * block
 
 
 def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """A step: the mean of those that count, of the slowest worker."""
+    """Seconds of a step: the mean of the measured ones, of the slowest worker."""
     return max(fmean(result["seconds"][WARM_UP:]) for result in results)
 
 
@@ -129,17 +135,17 @@ def compare(
     got: Sequence[dict[str, Any]],
     peer: Sequence[dict[str, Any]] | None,
 ) -> list[Row]:
-    one = got[0]
-    total = 2 * one["parameters"]
-    kept = kept_bytes(total, one["blocks"], one["kept_blocks"], one["block_bytes"])
+    first = got[0]
+    total = 2 * first["parameters"]
+    kept = kept_bytes(total, first["blocks"], first["kept_blocks"], first["block_bytes"])
     floor = floor_bytes(total, kept, count * 2 * CHUNK, staleness) / (CARRIED * RATE)
     ours, theirs = seconds_of(got), None if peer is None else seconds_of(peer)
     how = (
-        f"{min(one['kept_blocks'], one['blocks'])} of {one['blocks']} blocks kept from forward to"
-        " backward"
+        f"{min(first['kept_blocks'], first['blocks'])} of {first['blocks']} blocks kept from"
+        " forward to backward"
     )
     case = (
-        f"network, {count} worker(s) and {count} server(s), {one['parameters'] / 1e6:.1f} M"
+        f"network, {count} worker(s) and {count} server(s), {first['parameters'] / 1e6:.1f} M"
         f" parameters, {8 * RATE / 1e6:g} Mbit/s, staleness {staleness},"
         f" {how}{f', budget {budget}' * bool(budget)}"
     )
@@ -196,7 +202,9 @@ def compare(
 
 
 def bare(cluster: Cluster, seconds: float) -> Row:
-    """Both directions at once between two hosts, one connection, the slower direction."""
+    """Measure both directions at once between two hosts with one connection; report the slower
+    direction.
+    """
     cluster.set_rate(RATE)
     hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
     outs = [cluster.home / f"bare{i}.json" for i in range(2)]
@@ -236,8 +244,9 @@ def bare(cluster: Cluster, seconds: float) -> Row:
 
 
 def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
-    """Sends and receives `nbytes` at once: the rate of what arrives, between the first and the
-    last of it."""
+    """Send and receive `nbytes` at once. Returns the rate of arriving data, between its first byte
+    and its last.
+    """
     if listens:
         with socket.create_server((address, 7100)) as server:
             link, _ = server.accept()
@@ -271,7 +280,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--probe", required=True, help="the listener's address")
     parser.add_argument("--nbytes", type=int, required=True)
     parser.add_argument("--listen", action="store_true")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     args = parser.parse_args(argv)
     Path(args.json).write_text(json.dumps(probe(args.probe, args.nbytes, args.listen)))
 

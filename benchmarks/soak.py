@@ -1,12 +1,12 @@
 """`roadtrain soak`: scripted faults against a small job of two servers and two workers, or against
-one trainer with a store of its own: real processes, real sockets, real files.
+one trainer with a store of its own, with real processes, sockets and files.
 
-Each fault must end in one of two ways: the run goes on, with the losses of a run that nothing
-happened to, bit for bit, no committed step repeated, within RECOVERY_S of the restart; or, where a
-person made a mistake or a device failed, with a sentence that says which, and the run goes on once
-that is mended. At the end the state is that of the undisturbed run, and there is one history.
-Whatever ends by itself says a sentence with role, host, and the step or what was expected, or with
-the file. Nothing hangs. Fault K of a seed is always the same fault, and can be run alone.
+Each fault must end in one of two ways. Either the run goes on within RECOVERY_S of the restart,
+with losses bit for bit those of an undisturbed run and no committed step repeated; or, after a
+user's mistake or a device's failure, it ends with an error that names the cause, and goes on once
+that is repaired. At the end the state is that of the undisturbed run, with a single history. Every
+process that ends by itself prints an error with role, host, and the step or the expected event, or
+with the file. Nothing hangs. Fault K of a seed is always the same fault, and can be run alone.
 
 A new kind is a function of a Scene and a Fault under `@kind` (soak_alone.py, soak_servers.py,
 here), and a place in CYCLE. Does NOT emulate lost packets or latency.
@@ -29,15 +29,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks import soak_alone, soak_servers, soak_sums  # noqa: F401  its kinds
+from benchmarks import soak_alone, soak_servers, soak_sums  # noqa: F401  registers its kinds
 from benchmarks.report import machine
 from benchmarks.soak_fault import (
     ALONE,
     KINDS,
     TRAINER,
-    Ended,
     Fault,
-    Nothing,
+    NothingToStrike,
+    Outcome,
     Reference,
     kill,
     kind,
@@ -50,19 +50,21 @@ from benchmarks.soak_scene import SERVERS, STEPS, WORKERS, Hung, Scene, Wrong
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.bad_link import Way
 
-RECOVERY_S = 10.0  # from the restart to the first new step
-HARD_S = 90.0  # a fault that is not over by then hangs
-SHORT_S = 3.0  # the job's own deadline where passing it is the point
-RATE = 20e6  # bytes a second, of a link that is slowed
-LEFT = 64 << 10  # bytes that a full disk has
-WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")  # role and host; a relay's socket
-# the step, what was expected
+RECOVERY_S = 10.0  # limit from the restart to the first new step
+HARD_S = 90.0  # a fault that takes longer hangs
+SHORT_S = 3.0  # the job's deadline in faults that wait for it
+RATE = 20e6  # bytes/s of a slowed link
+LEFT = 64 << 10  # bytes that are left on a full disk
+# role and host; a relay has a socket
+WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")
+# the step, or the expected event
 WHAT = re.compile(
     r"step \d|wait(ed|ing) (\d+ s )?for|refused|(another|different) model|asked for|requested"
 )
 
 
-CYCLE = (  # every kind is among any so many faults; a kind that has many moments comes more often
+# all kinds, in the order of a seed's faults; kinds that can strike at many moments are repeated
+CYCLE = (
     "worker killed",
     "server killed",
     "link cut",
@@ -111,7 +113,7 @@ CYCLE = (  # every kind is among any so many faults; a kind that has many moment
 
 
 def drawn(seed: int, number: int) -> Fault:
-    """Fault `number` of a seed."""
+    """Draw fault `number` of a seed."""
     name, rng = CYCLE[number % len(CYCLE)], random.Random(f"{seed}/{number}")
     link = rng.randrange(WORKERS), rng.randrange(SERVERS)
     workers, servers = (
@@ -162,10 +164,10 @@ def killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("killed twice")
 def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """And once more while it recovers, or soon after."""
+    """Kill a second process while the job recovers, or soon after."""
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims[:1]))
-    said = supervised(scene, fault, last=False)
+    sentences = supervised(scene, fault, last=False)
     scene.struck.clear()
     scene.start()
     link = scene.links[fault.link]
@@ -174,16 +176,17 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         fault.way,
         lambda: kill(scene, fault.victims[1:]),
     )
-    said += scene.wait_workers()
+    sentences += scene.wait_workers()
     if not all(w.process.exitcode == 0 for w in scene.workers):
         scene.finish()
-    return said
+    return sentences
 
 
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """The process that communicates for both workers. Its links carry less than half of what
-    the workers' do."""
+    """Kill the process that communicates for both workers. Its links carry less than half of the
+    workers' bytes.
+    """
 
     def kill() -> None:
         for child in psutil.Process(scene.workers[0].process.pid).children():
@@ -197,12 +200,14 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("workers stop apart")
 def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """One worker's time is over, or it is interrupted: all end after the same step, in order."""
+    """One worker's time limit is over, or it is interrupted. All workers must end after the same
+    step, without an error.
+    """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
     scene.start(wrong=stops)
     scene.finished()
-    last = [max(step for _, step in told.steps) for told in scene.told()]
+    last = [max(step for _, step in log.steps) for log in scene.logs()]
     if len(set(last)) > 1:
         raise Wrong(f"workers end after steps {last}")
     scene.finish()
@@ -211,35 +216,36 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Killed, and started again on another address with the same store; the workers are given
-    the new one."""
+    """Kill a server and restart it with the same store on another address, which the workers are
+    given.
+    """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
     scene.wait_struck()
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     before = time.monotonic()
     scene.serve(int(fault.victims[0][-1]), moved=True)
     scene.start()
     scene.restarted = before
     scene.finished()
-    return said
+    return sentences
 
 
 @kind("link cut")
 def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """After exactly so many bytes, most likely in the middle of a frame."""
+    """Cut the link after an exact number of bytes, most likely in the middle of a frame."""
     scene.start()
     link, moment = (
         scene.links[fault.link],
         int(fault.moment * reference.nbytes[fault.link][fault.way]),
     )
     link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
-    said = scene.wait_workers()
-    if not said:
-        raise Wrong(f"nobody noticed that the link was cut (at {link.cut_at})")
+    sentences = scene.wait_workers()
+    if not sentences:
+        raise Wrong(f"no process noticed that the link was cut (at {link.cut_at})")
     scene.struck_at = link.cut_at
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("link slowed")
@@ -254,21 +260,22 @@ def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link stalled")
 def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Nothing passes and nobody hangs up: the deadline is all there is."""
+    """Stop all traffic of a link without closing it; only a deadline can detect that."""
     scene.start(deadline_s=SHORT_S)
     strike_at(scene, fault, reference, lambda: None)
     scene.wait_struck()
     scene.links[fault.link].stall()
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     scene.links[fault.link].resume()
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """SIGSTOP: it is there and does nothing. Afterwards it is killed, or goes on and finds the
-    others gone."""
+    """Stop a process (SIGSTOP). Later it is killed, or it continues and finds that the others have
+    ended.
+    """
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)
     role, _, number = victim.partition(" ")
@@ -279,20 +286,22 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     for other in others:
         other.process.join(max(0.0, scene.until - time.monotonic()))
         if not other.ended:
-            scene.hung("a worker to end whose peer was stopped")
+            scene.hung("the end of a worker whose peer was stopped")
     if role == "worker" or fault.choice % 2:
-        node.kill()  # which ends a stopped process too
+        node.kill()  # SIGKILL also ends a stopped process
         node.process.join()
     else:
         node.send(signal.SIGCONT)
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("disk full", mounts=True)
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """While it trains: all that a step needs was allocated when the store was made."""
+    """Fill the disk during training, which must go on: a step's space was allocated
+    with the store.
+    """
     disk = scene.disk(int(fault.victims[0][-1]))
     scene.start()
     strike_at(scene, fault, reference, lambda: None, first=0.5)
@@ -307,44 +316,46 @@ def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]
     disk = scene.disk(int(fault.victims[0][-1]))
     ballast = _fill(disk)
     scene.start()
-    said = refused(scene, rf"{disk}.* are free")
+    sentences = refused(scene, rf"{disk}.* are free")
     ballast.unlink()
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("state outgrows the disk", ends="sentence", mounts=True)
 def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """What the job commits with a step no longer fits: the step before it stays."""
+    """Let the committed state of the job outgrow the disk. The last step that fits stays."""
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
     scene.start(steps=at)
     scene.finished()
     ballast = _fill(disk)
     scene.start(wrong={rank: {"grows_at": at} for rank in range(WORKERS)})
-    said = refused(scene, rf"{disk}.*record of step \d+.* are free")
+    sentences = refused(scene, rf"{disk}.*record of step \d+.* are free")
     ballast.unlink()
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("another model", ends="sentence")
 @kind("another dtype", ends="sentence")
 @kind("wrong token", ends="sentence")
 def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """One worker is not like the others, at the first start or, if `prompt`, at a later one."""
+    """Make one worker different from the others, at the first start or, if `prompt`, at a later
+    one.
+    """
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
-    # worker 0 alone says what a new store holds
+    # worker 0 alone decides the content of a new store
     if fault.prompt or (rank == 0 and change != "token"):
         scene.start(steps=1 + fault.choice % (STEPS - 2))
         scene.finished()
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
-    said = refused(
+    sentences = refused(
         scene,
         "the token does not match" if change == "token" else "(another|different) model|dtype",
     )
     scene.finish()
-    return said
+    return sentences
 
 
 def _fill(disk: Path) -> Path:
@@ -357,11 +368,11 @@ def _fill(disk: Path) -> Path:
 # the run
 
 
-def play(fault: Fault, references: dict[str, Reference]) -> Ended:
-    """One fault, from the start of its processes to the end of the last of them."""
+def play(fault: Fault, references: dict[str, Reference]) -> Outcome:
+    """Run one fault, from the start of its processes to the end of the last one."""
     of = KINDS[fault.kind]
     if (of.mounts and (why := no_disks())) or (of.alone and (why := no_llama())):
-        return Ended(fault, "skipped", why=why)
+        return Outcome(fault, "skipped", why=why)
     reference = references[fault.flavour]
     begin = time.monotonic()
     rate = RATE if fault.kind == "link slowed" else float("inf")
@@ -370,21 +381,21 @@ def play(fault: Fault, references: dict[str, Reference]) -> Ended:
         if of.alone
         else Scene(fault.flavour, HARD_S, rate)
     ) as scene:
-        said: list[str] = []
+        sentences: list[str] = []
         try:
             try:
-                said = of.play(scene, fault, reference)
-            except Nothing:
+                sentences = of.play(scene, fault, reference)
+            except NothingToStrike:
                 of = replace(of, ends="any")
-            scene.check(reference.told)
-            _check_said(scene, said)
+            scene.check(reference.logs)
+            _check_sentences(scene, sentences)
             recovery = scene.recovery_s() if scene.attempt else None
             if recovery is not None and recovery > RECOVERY_S:
                 raise Wrong(
-                    f"the first new step came {recovery:.1f} s after the restart, {RECOVERY_S:.0f}"
-                    " are allowed"
+                    f"the first new step took {recovery:.1f} s after the restart,"
+                    f" {RECOVERY_S:.0f} s are allowed"
                 )
-            how, why = of.ends if of.ends != "any" else "sentence" if said else "went on", ""
+            how, why = of.ends if of.ends != "any" else "sentence" if sentences else "went on", ""
         except Hung as error:
             how, why, recovery = "hung", str(error), None
         except Wrong as error:
@@ -393,18 +404,20 @@ def play(fault: Fault, references: dict[str, Reference]) -> Ended:
                 str(error),
                 scene.recovery_s() if scene.attempt > 0 else None,
             )
-        return Ended(
-            fault, how, tuple(said), recovery, scene.lasted_s(), time.monotonic() - begin, why
+        return Outcome(
+            fault, how, tuple(sentences), recovery, scene.lasted_s(), time.monotonic() - begin, why
         )
 
 
-def _check_said(scene: Scene, said: Sequence[str]) -> None:
-    for one in said:
+def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
+    for sentence in sentences:
         if isinstance(scene, soak_alone.AloneScene):
-            if str(scene.home) not in one:
-                raise Wrong(f"does not say which file or directory: {one}")
-        elif not WHO.search(one) or not WHAT.search(one):
-            raise Wrong(f"does not say who, in which step or what was expected: {one}")
+            if str(scene.home) not in sentence:
+                raise Wrong(f"error without a file or directory: {sentence}")
+        elif not WHO.search(sentence) or not WHAT.search(sentence):
+            raise Wrong(
+                f"error without role and host, or without step or expected event: {sentence}"
+            )
 
 
 def undisturbed(flavour: str) -> Reference:
@@ -413,11 +426,11 @@ def undisturbed(flavour: str) -> Reference:
     with Scene(flavour, HARD_S) as scene:
         scene.start()
         scene.finished()
-        told = tuple(scene.told())
-        if any(len(one.steps) != STEPS for one in told):
-            raise Wrong(f"the undisturbed run did not train {STEPS} steps: {told}")
+        logs = tuple(scene.logs())
+        if any(len(log.steps) != STEPS for log in logs):
+            raise Wrong(f"the undisturbed run did not train {STEPS} steps: {logs}")
         return Reference(
-            told, {link: dict(relay.nbytes) for link, relay in scene.links.items()}, {}
+            logs, {link: dict(relay.nbytes) for link, relay in scene.links.items()}, {}
         )
 
 
@@ -425,19 +438,19 @@ def _undisturbed_alone(flavour: str) -> Reference:
     with soak_alone.AloneScene(flavour, HARD_S) as scene:
         scene.start()
         scene.finished()
-        (told,) = scene.told()
+        (log,) = scene.logs()
         calls = re.search(
             r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE
         )
-        if len(told.steps) != STEPS or not told.end or calls is None:
+        if len(log.steps) != STEPS or not log.end or calls is None:
             raise Wrong(f"the undisturbed trainer did not train {STEPS} steps: {text}")
         return Reference(
-            (told,), {}, dict(zip(("sync", "write", "ledger"), map(int, calls.groups())))
+            (log,), {}, dict(zip(("sync", "write", "ledger"), map(int, calls.groups())))
         )
 
 
 def no_llama() -> str:
-    """Why nobody can train alone here; empty where somebody can."""
+    """Return the reason why no trainer can run alone here; empty if one can."""
     return (
         ""
         if find_spec("transformers")
@@ -446,7 +459,7 @@ def no_llama() -> str:
 
 
 def no_disks() -> str:
-    """Why no small file system can be made here; empty where one can."""
+    """Return the reason why no small file system can be mounted here; empty if one can."""
     try:
         with Scene("plain", HARD_S) as scene:
             scene.disk(0)
@@ -459,9 +472,9 @@ def soak(
     numbers: Sequence[int],
     seed: int,
     say: Callable[[str], None] = print,
-    keep: Callable[[Ended], None] | None = None,
-) -> list[Ended]:
-    """`keep` is given each fault as it ends."""
+    keep: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """Run the faults of a seed. `keep` is called with each outcome."""
     faults = [drawn(seed, number) for number in numbers]
     flavours = {fault.flavour for fault in faults if fault.flavour in FLAVOURS or not no_llama()}
     references = {flavour: undisturbed(flavour) for flavour in sorted(flavours)}
@@ -478,8 +491,8 @@ def soak(
     return out
 
 
-def table(ends: Sequence[Ended]) -> list[str]:
-    """A row per kind, and one of all."""
+def table(ends: Sequence[Outcome]) -> list[str]:
+    """Format a row for each kind, and one for all."""
     columns = (
         "count",
         "went on",
@@ -499,8 +512,8 @@ def table(ends: Sequence[Ended]) -> list[str]:
         ]
         cells[4] = cells[4] or "0"
         for values in ([e.recovery_s for e in these], [e.lasted_s for e in these]):
-            known = [value for value in values if value is not None]
-            cells.append(f"{max(known):.1f}" if known else "")
+            measured = [value for value in values if value is not None]
+            cells.append(f"{max(measured):.1f}" if measured else "")
         lines.append(
             f"{name:26}" + "".join(f"{c:>{max(9, len(n) + 2)}}" for c, n in zip(cells, columns))
         )
@@ -517,22 +530,22 @@ def command(
     """Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong workers)
     against a small job on this machine; exit code 1 if anything hangs or a loss differs.
 
-    Also 1 where a sum differs, or an end had no sentence.
+    The exit code is also 1 if a sum differs, or if a process ended without an error message.
 
     Args:
-        faults: how many (300)
-        sums: instead: spare hosts of a summation (100)
-        seed: which (0)
-        only: this fault's number, or FIRST-LAST, alone
-        json: also write every fault to this file; with --only, into what it holds
+        faults: number of faults (300)
+        sums: instead, strike the spare hosts of a summation (100)
+        seed: seed of the faults (0)
+        only: run only this fault's number, or FIRST-LAST
+        json: also write every fault to this file; with --only, add to its content
     """
     if faults is not None and faults < 1:
-        raise ConfigError(f"--faults {faults}: nothing would be tried", hint="--faults 300")
+        raise ConfigError(f"--faults {faults}: no fault would be run", hint="--faults 300")
     if sums:
         if only is not None:
             raise ConfigError(
                 "--sums with --only",
-                hint="its faults strike one after another; --faults says how many",
+                hint="its faults strike one after another; choose their number with --faults",
             )
         return soak_sums.command(faults or 100, seed, json)
     faults = faults or 300
@@ -549,21 +562,21 @@ def command(
 
 
 def _numbers(text: str) -> list[int]:
-    """`7` or `50-99`. Raises ConfigError."""
+    """Parse `7` or `50-99`. Raises ConfigError."""
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
         raise ConfigError(f"--only {text!r}", hint="a fault's number, or FIRST-LAST")
     return list(range(int(first), int(last or first) + 1))
 
 
-def keep_end(path: Path, end: Ended, seed: int) -> None:
-    """Into what the file holds of this seed, so that a soak can be run in pieces."""
+def keep_end(path: Path, end: Outcome, seed: int) -> None:
+    """Add an outcome to those of this seed in the file, so that a soak can be run in pieces."""
     rows: dict[int, Any] = {}
     if path.exists() and (held := loads(path.read_text()))["seed"] == seed:
         rows = {row["fault"]["number"]: row for row in held["faults"]}
     rows[end.fault.number] = asdict(end)
     ordered = [rows[number] for number in sorted(rows)]
-    whole = [Ended(**row | {"fault": Fault(**row["fault"])}) for row in ordered]
+    whole = [Outcome(**row | {"fault": Fault(**row["fault"])}) for row in ordered]
     body = {
         "name": "soak",
         "machine": machine(),

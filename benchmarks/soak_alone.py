@@ -1,9 +1,9 @@
-"""The faults of `roadtrain soak` that strike who trains alone, with a store of two directories: a
-power cut, a failing device, a full run directory, an unmounted or copied store, a second trainer, a
-flipped bit in a file.
+"""Faults of `roadtrain soak` that strike a trainer running alone, with a store of two directories:
+a power cut, a failing device, a full run directory, an unmounted or copied store, a second
+trainer, a flipped bit in a file.
 
-A power cut is one of the process's syncs or writes at which it is killed; then only what was synced
-is left of its directories, and of the rest all, nothing or some sectors (soak_power).
+For a power cut, the process is killed at one of its syncs or writes; then its directories keep only
+what was synced, and of the rest all, nothing or some sectors (soak_power).
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.soak_fault import ALONE, TRAINER, Fault, Nothing, Reference, kind
+from benchmarks.soak_fault import ALONE, TRAINER, Fault, NothingToStrike, Reference, kind
 from benchmarks.soak_power import Action, Strike, begin, cut
-from benchmarks.soak_scene import STEPS, Node, Scene, Told, Wrong
-from benchmarks.soak_train import TEXT, Alone, train_alone, train_by_trainer
+from benchmarks.soak_scene import STEPS, Node, Scene, WorkerLog, Wrong
+from benchmarks.soak_train import TEXT, TrainerArgs, train_alone, train_by_trainer
 from roadtrain.training.metrics import read_metrics
 
-# a record that is damaged is dropped with these words, and its step is trained again
+# printed when a damaged record is dropped; its step is trained again
 ASIDE = "set aside"
 FLIPPED = ("CURRENT", "store.json", "ledger.0", "ledger.1", "slot0.bin", "slot1.bin", "mark.json")
 
 
 class AloneScene(Scene):
-    """One trainer, no servers and links. `dirs`: of its store; `shadow`: what is durable of
-    them and of `run`."""
+    """A trainer without servers and links. `dirs`: directories of its store; `shadow`: the durable
+    content of these and of `run`.
+    """
 
     run: Path
 
@@ -45,7 +46,7 @@ class AloneScene(Scene):
         for path in (*self.dirs, self.run):
             path.mkdir()
         (self.home / "text").write_text(TEXT)
-        self.others = 0  # trainers beside the first
+        self.others = 0  # number of trainers besides the first
         begin(self.shadow, self.roots)
         return self
 
@@ -81,7 +82,7 @@ class AloneScene(Scene):
         strikes: Sequence[Strike] = (),
         lr: float = 1e-2,
     ) -> Node:
-        errand = Alone(
+        args = TrainerArgs(
             str(self.home),
             str(run),
             tuple(map(str, dirs)),
@@ -94,23 +95,25 @@ class AloneScene(Scene):
             lr=lr,
         )
         train = train_by_trainer if self.flavour == TRAINER else train_alone
-        return self._started(train, (errand,), log)
+        return self._started(train, (args,), log)
 
-    def beside(self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2) -> Told:
-        """What a second trainer says, which runs to its end while the first waits."""
+    def beside(
+        self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
+    ) -> WorkerLog:
+        """Run a second trainer to its end while the first waits, and return its log."""
         self.others += 1
         log = self.home / f"other{self.others}.log"
         node = self.trainer(0, log, dirs, run, steps, lr=lr)
         node.process.join(max(0.0, self.until - time.monotonic()))
         if not node.ended:
             self.hung("the second trainer to end")
-        return Told.read(log)
+        return WorkerLog.read(log)
 
     def wait_paused(self) -> None:
         while not (self.shadow / "paused").exists():
             if self.workers[0].ended or time.monotonic() > self.until:
                 raise Wrong(
-                    f"the run ended before the fault: {self.workers[0].log.read_text()[-1000:]}"
+                    f"the trainer ended before the fault: {self.workers[0].log.read_text()[-1000:]}"
                 )
             time.sleep(0.005)
 
@@ -123,12 +126,13 @@ class AloneScene(Scene):
     def cut_power(self, rng: random.Random) -> None:
         self.note(f"power cut: {cut(self.shadow, self.roots, rng)}")
 
-    def told(self) -> list[Told]:
-        return [Told.read(self.log(0))]
+    def logs(self) -> list[WorkerLog]:
+        return [WorkerLog.read(self.log(0))]
 
-    def check(self, reference: Sequence[Told]) -> None:
-        """Also: metrics.jsonl has each step once; once a step was committed, it is one store's
-        for ever."""
+    def check(self, reference: Sequence[WorkerLog]) -> None:
+        """Check also that metrics.jsonl has each step once, and that after a committed step the run
+        never goes on with another store.
+        """
         super().check(reference)
         if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
             return
@@ -139,19 +143,19 @@ class AloneScene(Scene):
         ]
         if lines != sorted(expected.items()):
             raise Wrong(f"metrics.jsonl has {lines}, undisturbed {expected}")
-        whose, known = "", 0
+        whose, reached = "", 0
         committed: dict[int, int] = {}
-        for (attempt, _), (_, step, _) in self.told()[0].steps.items():
+        for (attempt, _), (_, step, _) in self.logs()[0].steps.items():
             committed[attempt] = max(step, committed.get(attempt, 0))
         for line in self.log(0).read_text(errors="replace").splitlines():
             if match := re.fullmatch(r"(\d+) job (\S+) (\d+)", line):
                 attempt, job, step = int(match[1]), match[2], int(match[3])
-                if known and (job != whose or (step < known and not self.repeats())):
+                if reached and (job != whose or (step < reached and not self.repeats())):
                     raise Wrong(
                         f"start {attempt} is of store {job} at step {step}; store {whose} was at"
-                        f" {known}"
+                        f" {reached}"
                     )
-                whose, known = job, max(known, committed.get(attempt, 0))
+                whose, reached = job, max(reached, committed.get(attempt, 0))
 
     def repeats(self) -> bool:
         return ASIDE in self.log(0).read_text(errors="replace")
@@ -164,7 +168,7 @@ def _steps(fault: Fault) -> int:
 def _strike(
     fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
 ) -> Strike:
-    """At the fault's moment of all syncs, or all writes."""
+    """The strike at the fault's moment, a share of all syncs or all writes."""
     action = actions[fault.choice % len(actions)]
     of = "write" if action == "kill half" or fault.prompt else "sync"
     moment = first + fault.moment * (1 - first)
@@ -172,31 +176,34 @@ def _strike(
 
 
 def _soon(rng: random.Random) -> Strike:
-    """Killed a little after a start: most often while the next step is being committed."""
+    """A kill soon after a start, most often while the next step is committed."""
     where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
     return Strike("sync", rng.randrange(most), "kill before", where)
 
 
-def _refused(scene: AloneScene, words: str, said: Sequence[str]) -> list[str]:
-    if len(said) != 1 or not re.search(words, said[0]):
+def _refused(scene: AloneScene, words: str, sentences: Sequence[str]) -> list[str]:
+    if len(sentences) != 1 or not re.search(words, sentences[0]):
         raise Wrong(
-            f"nobody says {words!r}: {' | '.join(said)}; {scene.log(0).read_text()[-1500:]}"
+            f"no error matches {words!r}: {' | '.join(sentences)};"
+            f" {scene.log(0).read_text()[-1500:]}"
         )
-    return list(said)
+    return list(sentences)
 
 
 @kind("power cut", alone=ALONE)
 def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     scene.cut_power(random.Random(fault.choice))
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("Trainer killed", alone=TRAINER)
 def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Killed once or, if `prompt`, once more after its next start; the same command goes on."""
+    """Kill the trainer once or, if `prompt`, again after its next start. The same
+    command goes on.
+    """
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
     scene.wait_workers()
     if fault.prompt:
@@ -208,37 +215,39 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Killed between a write and its sync; the next start goes on from what it finds, and soon
-    the power is cut."""
+    """Kill the trainer between a write and its sync. Soon after the next start, which goes on from
+    the files, cut the power.
+    """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
     calls = reference.calls["ledger" if where else "sync"]
     scene.start(Strike("sync", int(fault.moment * calls), "kill before", where))
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     scene.start(_soon(rng))
-    said += scene.wait_workers()
+    sentences += scene.wait_workers()
     scene.cut_power(rng)
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("device fails", ends="any", alone=ALONE)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """One sync or write ends with EIO, and what the sync was to save never reaches the device.
-    Then, or a little later, the power is cut."""
+    """Fail one sync or write with EIO; the data of a failed sync never reaches the device. Then, or
+    a little later, the power may be cut.
+    """
     rng = random.Random(fault.choice)
     strike = _strike(fault, reference, ("EIO",))
-    if fault.choice % 3 == 0:  # of the file that commits
+    if fault.choice % 3 == 0:  # of the file that commits a step
         strike = Strike("sync", int(fault.moment * reference.calls["ledger"]), "EIO", "ledger")
     scene.start(strike)
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     if rng.random() < 0.5:
         scene.start(_soon(rng))
-        said += scene.wait_workers()
+        sentences += scene.wait_workers()
     if rng.random() < 0.7:
         scene.cut_power(rng)
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("run directory full", ends="sentence", alone=ALONE, mounts=True)
@@ -250,88 +259,93 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
     scene.wait_paused()
     ballast = _fill(scene.run)
     (scene.shadow / "go").touch()
-    said = _refused(scene, rf"FullError.*{scene.run}", scene.wait_workers())
+    sentences = _refused(scene, rf"FullError.*{scene.run}", scene.wait_workers())
     ballast.unlink()
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """One directory of the store, or both, are empty at the next start."""
-    scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
-    said = scene.wait_workers()
+    """Leave one directory of the store, or both, empty at the next start."""
+    scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
+    sentences = scene.wait_workers()
     if not _trained(scene):
-        scene.finish()  # nothing was committed: to begin anew is right
-        raise Nothing
+        scene.finish()  # nothing was committed, so beginning anew is right
+        raise NothingToStrike
     away = [scene.dirs[:1], scene.dirs[1:], scene.dirs][fault.choice % 3]
     before = {path: path.read_bytes() for path in scene.run.iterdir()}
     for path in away:
         path.rename(path.with_suffix(".away"))
         path.mkdir()
     scene.start()
-    said = _refused(scene, r"GoneError|StaleError|ForeignError", scene.wait_workers())
+    sentences = _refused(scene, r"GoneError|StaleError|ForeignError", scene.wait_workers())
     if changed := [path.name for path, content in before.items() if path.read_bytes() != content]:
-        raise Wrong(f"a refused start changes {changed}")
+        raise Wrong(f"a refused start changed {changed}")
     for path in away:
-        if left := [str(one) for one in path.rglob("*")]:
-            raise Wrong(f"a refused start leaves {left}")
+        if left := [str(file) for file in path.rglob("*")]:
+            raise Wrong(f"a refused start left {left}")
         path.rmdir()
         path.with_suffix(".away").rename(path)
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("store copied", ends="sentence", alone=ALONE)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """The run goes on with a copy, one directory of which is not named at first; the original
-    stays as it is, and is refused afterwards: it is behind."""
+    """Go on with a copy of the store, naming only one of its directories at first. The original is
+    not changed, and is refused later because it is behind.
+    """
     scene.start(steps=_steps(fault))
     scene.finished()
     copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
     for path, to in zip(scene.dirs, copies):
         shutil.copytree(path, to)
     before = contents(scene.dirs)
-    one = copies[fault.choice % 2]
-    if fault.prompt:  # the other one's place is named, and holds nothing
+    single = copies[fault.choice % 2]
+    if fault.prompt:  # also name a second directory, which does not exist
         scene.start(
-            dirs=[one if path == one else scene.home / f"{path.name}-new" for path in copies]
+            dirs=[single if path == single else scene.home / f"{path.name}-new" for path in copies]
         )
     else:
-        scene.start(dirs=[one])
-    said = _refused(scene, "GoneError|ForeignError|DamagedError|ConfigError", scene.wait_workers())
+        scene.start(dirs=[single])
+    sentences = _refused(
+        scene, "GoneError|ForeignError|DamagedError|ConfigError", scene.wait_workers()
+    )
     if contents(scene.dirs) != before:
-        raise Wrong("training on a copy changes the original")
+        raise Wrong("training on a copy changed the original")
     scene.start(dirs=copies)
     scene.finished()
     if contents(scene.dirs) != before:
-        raise Wrong("training on a copy changes the original")
+        raise Wrong("training on a copy changed the original")
     scene.start()
-    said += _refused(scene, "StaleError", scene.wait_workers())
+    sentences += _refused(scene, "StaleError", scene.wait_workers())
     scene.dirs = copies
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("histories mixed", ends="sentence", alone=ALONE)
 def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """A copy of the store is trained to the same step with another learning rate. Then one
-    directory of each is named."""
+    """Train a copy of the store to the same step with another learning rate, then name one
+    directory of each.
+    """
     copies, _ = _trained_apart(scene, fault, 0)
     before = contents([*scene.dirs, *copies, scene.run])
     a, b = (copies[0], scene.dirs[1]) if fault.prompt else (scene.dirs[0], copies[1])
     scene.start(dirs=[b, a] if fault.choice % 2 else [a, b])
-    said = _refused(scene, "ForkedError", scene.wait_workers())
+    sentences = _refused(scene, "ForkedError", scene.wait_workers())
     if contents([*scene.dirs, *copies, scene.run]) != before:
-        raise Wrong("a refused start changes what it refuses")
+        raise Wrong("a refused start changed files")
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """A copy that was trained elsewhere, to the same step, one more or one less, lies where the
-    run's store was."""
+    """Replace the run's store by a copy that was trained elsewhere to the same step, one more or
+    one less.
+    """
     ahead = fault.choice % 3 - 1
     copies, apart = _trained_apart(scene, fault, ahead)
     swaps = [(path, path.with_suffix(".own"), to) for path, to in zip(scene.dirs, copies)]
@@ -341,19 +355,22 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     before = contents(scene.roots)
     scene.start()
     words = "ForkedError" if apart and ahead >= 0 else "ForkedError|StaleError"
-    said = _refused(scene, words, scene.wait_workers())
+    sentences = _refused(scene, words, scene.wait_workers())
     if contents(scene.roots) != before:
-        raise Wrong("a refused start changes what it refuses")
+        raise Wrong("a refused start changed files")
     for path, own, copy in swaps:
         path.rename(copy)
         own.rename(path)
     scene.finish()
-    return said
+    return sentences
 
 
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
-    """The directories of a copy that is `ahead` steps ahead of the store, and whether it was
-    trained at all since it was made. At least one step is left to the run."""
+    """Train the run, and a copy of its store that ends `ahead` steps ahead. At least one step is
+    left to the run.
+
+    Returns the copy's directories, and whether it was trained after it was copied.
+    """
     first = 1 + fault.choice % (STEPS - 3)
     last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)
     scene.start(steps=first)
@@ -363,33 +380,36 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
         shutil.copytree(path, to)
     scene.start(steps=last)
     scene.finished()
-    told = scene.beside(copies, scene.home / "run2", last + ahead, 2e-2)
-    if told.errors:
-        raise Wrong(f"a copy is not trained: {told.errors}")
+    log = scene.beside(copies, scene.home / "run2", last + ahead, 2e-2)
+    if log.errors:
+        raise Wrong(f"a copy could not be trained: {log.errors}")
     return copies, last + ahead > first
 
 
 @kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """On the same store, from the same run directory or another, while the first makes, fills
-    or trains it."""
-    # a quarter of all syncs make the store
+    """Start a second trainer on the same store, from the same run directory or another, while the
+    first creates, fills or trains it.
+    """
+    # a quarter of all syncs create the store
     moment = fault.moment / 4 if fault.choice % 2 else fault.moment
     scene.start(Strike("sync", int(moment * reference.calls["sync"]), "pause"))
     scene.wait_paused()
-    told = scene.beside(scene.dirs, scene.run if fault.prompt else scene.home / "run2")
+    log = scene.beside(scene.dirs, scene.run if fault.prompt else scene.home / "run2")
     (scene.shadow / "go").touch()
-    if not told.errors or told.steps:
-        raise Wrong(f"a second trainer was not refused: {told}")
+    if not log.errors or log.steps:
+        raise Wrong(f"a second trainer was not refused: {log}")
     scene.finished()
-    return [told.errors[0]]
+    return [log.errors[0]]
 
 
 @kind("flipped bit", ends="any", alone=ALONE)
 def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """In any file of the store, or in what the run directory knows of it, between two starts."""
+    """Flip a bit in any file of the store, or of the run directory's record of it, between two
+    starts.
+    """
     rng = random.Random(fault.choice)
-    scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
+    scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     scene.wait_workers()
     there = [
         p for root in scene.roots for p in root.rglob("*") if p.name in FLIPPED and p.stat().st_size
@@ -397,28 +417,28 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     name = rng.choice(sorted({path.name for path in there}) or [""])
     if not name or not _trained(scene):
         scene.finish()
-        raise Nothing
+        raise NothingToStrike
     path = rng.choice(sorted(path for path in there if path.name == name))
     at = place_in(path, rng)
     flip(path, at, bit := rng.randrange(8))
     scene.note(f"flipped: bit {bit} of byte {at} of {path}")
     scene.start()
-    said = scene.wait_workers()
-    if said:
-        _refused(scene, re.escape(str(scene.home)), said)
+    sentences = scene.wait_workers()
+    if sentences:
+        _refused(scene, re.escape(str(scene.home)), sentences)
         mend(path, at, bit)
         scene.finish()
-    return said
+    return sentences
 
 
-def _until(fault: Fault, reference: Reference) -> Strike:
-    """Unless `prompt`, it is killed at the moment."""
+def _first_strike(fault: Fault, reference: Reference) -> Strike:
+    """The strike of the first start: a kill at the fault's moment, or none if `prompt`."""
     number = int((0.6 + fault.moment * 0.4) * reference.calls["sync"])
     return Strike("sync", 1 << 30 if fault.prompt else number, "kill before")
 
 
 def _trained(scene: AloneScene) -> bool:
-    return any(committed > 0 for _, committed, _ in scene.told()[0].steps.values())
+    return any(committed > 0 for _, committed, _ in scene.logs()[0].steps.values())
 
 
 def _fill(disk: Path) -> Path:
@@ -438,7 +458,9 @@ def contents(roots: Sequence[Path]) -> dict[str, str]:
 
 
 def place_in(path: Path, rng: random.Random) -> int:
-    """A byte; in large files most likely one that is not zero, as what was never written is."""
+    """Choose an offset; in large files most likely of a nonzero byte, since unwritten bytes are
+    zero.
+    """
     content = path.read_bytes()
     places = [rng.randrange(len(content)) for _ in range(16)]
     return next((at for at in places if content[at]), places[0])
@@ -453,7 +475,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def mend(path: Path, at: int, bit: int) -> None:
-    """The bit is as before. Raises Wrong where the file is gone: what was there is lost."""
+    """Flip the bit back. Raises Wrong if the file is gone."""
     if not path.exists():
-        raise Wrong(f"{path} is gone after a start that was refused")
+        raise Wrong(f"{path} is missing after a refused start")
     flip(path, at, bit)

@@ -1,5 +1,6 @@
-"""A fault of `roadtrain soak`, how one ends, and the table of kinds that the modules with the
-kinds fill."""
+"""Faults of `roadtrain soak`, their outcomes, and the registry of kinds, which
+other modules fill.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +10,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.soak_scene import WORKERS, Scene, Told, Wrong
+from benchmarks.soak_scene import WORKERS, Scene, WorkerLog, Wrong
 from roadtrain.lab.bad_link import Way
 
-ALONE = "alone"  # the flavour of a trainer that has a store of its own
-TRAINER = "trainer"  # the same by Hugging Face's Trainer
+ALONE = "alone"  # flavour of a trainer with a store of its own
+TRAINER = "trainer"  # the same with Hugging Face's Trainer
 
 
 @dataclass(frozen=True)
 class Fault:
-    """It strikes when `moment` (of all bytes that an undisturbed run sends there) went over the
-    link of worker `link[0]` and server `link[1]` in direction `way`; of who trains alone, at that
-    part of its syncs or writes.
-    `prompt`: what was killed is started again at once, not when all others have ended. `choice`:
-    what the kind draws besides."""
+    """A fault.
+
+    Attributes:
+        moment: when it strikes, as a share of the bytes that an undisturbed run sends over the link
+            of worker `link[0]` and server `link[1]` in direction `way`; for a trainer running
+            alone, of its syncs or writes
+        prompt: killed processes are restarted at once, not after all others have ended
+        choice: source of the kind's other random choices
+    """
 
     number: int
     kind: str
@@ -48,9 +53,11 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """`how`: went on, sentence, failed, hung, skipped. `sentences`: of processes that ended by
-    themselves; `lasted_s`: from the fault to the end of the last of them."""
+class Outcome:
+    """Outcome of a fault. `how`: went on, sentence, failed, hung or skipped. `sentences`: errors of
+    processes that ended by themselves. `lasted_s`: from the fault to the end of the last of
+    these.
+    """
 
     fault: Fault
     how: str
@@ -63,25 +70,30 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nothing happened to. `nbytes`: over each link and way; `calls`: syncs and
-    writes of who trains alone."""
+    """An undisturbed run. `nbytes`: bytes over each link in each direction; `calls`: syncs and
+    writes of a trainer running alone.
+    """
 
-    told: tuple[Told, ...]
+    logs: tuple[WorkerLog, ...]
     nbytes: dict[tuple[int, int], dict[Way, int]]
     calls: dict[str, int]
 
 
-class Nothing(Exception):
-    """The fault had nothing to strike: no step was committed before it. The run has gone on."""
+class NothingToStrike(Exception):
+    """Raised if the fault had nothing to strike, since no step was committed before it. The run has
+    gone on.
+    """
 
 
-Play = Callable[[Any, Fault, Reference], list[str]]  # of a Scene, or an AloneScene
+# the first argument is a Scene or an AloneScene
+Play = Callable[[Any, Fault, Reference], list[str]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`ends`: how it must end, or with "any" in one of both ways. `alone`: "", or the flavour of
-    its scene's one trainer. `mounts`: it needs a file system of its own."""
+    """A kind of fault. `ends`: required outcome; "any" allows both. `alone`: "", or the flavour of
+    its trainer. `mounts`: needs a file system of its own.
+    """
 
     play: Play
     ends: str
@@ -95,23 +107,29 @@ KINDS: dict[str, Kind] = {}
 def kind(
     name: str, *, ends: str = "went on", alone: str = "", mounts: bool = False
 ) -> Callable[[Play], Play]:
-    """`ends="sentence"`: a mistake that the run cannot go on with; the function mends it. It
-    returns what was said."""
+    """Register a kind of fault. The decorated function returns the errors of processes that ended
+    by themselves.
 
-    def known(play: Play) -> Play:
+    Args:
+        ends: "sentence" for a mistake that the run cannot go on with, and that the function repairs
+    """
+
+    def register(play: Play) -> Play:
         KINDS[name] = Kind(play, ends, alone, mounts)
         return play
 
-    return known
+    return register
 
 
-# what many kinds do
+# shared by several kinds
 
 
 def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
-    """`do`, in the relay's thread, at the fault's moment; not before `first` of all bytes."""
+    """Call `do` in the relay's thread at the fault's moment, at the earliest after the share
+    `first` of all bytes.
+    """
 
     def strike() -> None:
         do()
@@ -131,23 +149,22 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """What torchrun does for workers, and whatever starts servers for these, after somebody was
-    killed."""
+    """Restart killed processes as torchrun and a service manager do. Returns workers' errors."""
     scene.wait_struck()
     if fault.prompt:
         for number, server in enumerate(scene.servers):
             if server.killed:
                 server.process.join()
                 scene.serve(number)
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     if last:
         scene.finish()
-    return said
+    return sentences
 
 
 def refused(scene: Scene, words: str) -> list[str]:
-    """Nobody got far, and somebody said why."""
-    said = scene.wait_workers()
-    if len(said) != WORKERS or not any(re.search(words, sentence) for sentence in said):
-        raise Wrong(f"nobody says {words!r}: {' | '.join(said)}")
-    return said
+    """Check that all workers ended by themselves and that an error matches `words`."""
+    sentences = scene.wait_workers()
+    if len(sentences) != WORKERS or not any(re.search(words, sentence) for sentence in sentences):
+        raise Wrong(f"no error matches {words!r}: {' | '.join(sentences)}")
+    return sentences

@@ -1,7 +1,7 @@
-"""The processes of `roadtrain soak`: a server, and a worker that trains a tiny model and writes
-every loss down.
+"""Processes of `roadtrain soak`: a server, and a worker that trains a tiny model and logs every
+loss.
 
-Both say everything into one file each; SIGUSR1 makes them add the stacks of all their threads.
+Each writes all output into one log file; on SIGUSR1 it adds the stacks of all its threads.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from roadtrain.training.stop import INTERRUPTED
 from roadtrain.transport.tcp import TcpOptions
 
 BUDGET = 96 << 20
-CHUNK = 1 << 16  # elements: the smallest
+CHUNK = 1 << 16  # elements: the smallest chunk
 VOCABULARY, WIDTH, LAYERS = 50, 64, 3
-REFUSED = 3  # exit code of a worker that ended with a sentence
+REFUSED = 3  # exit code of a worker that ended with an error message
 GROWN = 1 << 20  # bytes: more than a ledger has spare
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """How the job trains. `clip` waits for the norm of all workers' mean; without it updates
-    begin in backward."""
+    """How the job trains. `clip` waits for the norm of all workers' mean gradient; without it,
+    updates begin during backward.
+    """
 
     clip: float | None = None
     staleness: int = 0
@@ -59,11 +60,17 @@ FLAVOURS = {"plain": Flavour(), "clipped": Flavour(clip=0.5), "late": Flavour(st
 
 
 @dataclass(frozen=True)
-class Errand:
-    """What one worker of one start is told. `relay`: all are of one host, and one communicates
-    for them. `change`: what is wrong with it. `grows_at`: from this step on its own state needs
-    room on the disk. `stops_at`: workers tell each other at the end of each step whether they stop,
-    and this one does from that step on; 0: they do not."""
+class WorkerArgs:
+    """Arguments of one worker for one start.
+
+    Attributes:
+        relay: all workers are on one host, and one of them communicates for all
+        change: what is wrong with this worker
+        grows_at: from this step on the job's own state needs more room on the disk
+        stops_at: from this step on the worker asks to stop; the workers agree on stopping at each
+            step's end; 0: they do not exchange it
+        run: run directory, which records the store; worker 0 only
+    """
 
     flavour: str
     servers: tuple[str, ...]
@@ -78,7 +85,7 @@ class Errand:
     grows_at: int = 1 << 30
     stops_at: int = 0
     replicas: int = 1
-    run: str = ""  # a run directory, which knows the store; worker 0's alone
+    run: str = ""
 
 
 class Model(nn.Module):
@@ -99,8 +106,8 @@ class Model(nn.Module):
         return out
 
 
-class Growing:
-    """State of the job's own that is committed with each step."""
+class GrowingState:
+    """State of the job that is committed with each step."""
 
     nbytes = 0
 
@@ -120,9 +127,10 @@ def serve(
     shadow: str,
     strikes: Sequence[Strike],
 ) -> None:
-    """As `roadtrain serve`. `shadow`: of its directory's durable bytes, "" where they are not
-    watched (soak_power)."""
-    _speak_into(log)
+    """Serve like `roadtrain serve`. `shadow`: directory for the durable bytes, "" if they are not
+    tracked (soak_power).
+    """
+    _redirect_output(log)
     torch.set_num_threads(1)
     if shadow:
         Power(Path(shadow), [Path(directory)], strikes).install()
@@ -133,30 +141,32 @@ def serve(
         host.run()
 
 
-def work(errand: Errand, token: bytes) -> None:
-    """Trains; a line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then
-    `end` and `error`."""
-    _speak_into(errand.log)
+def work(args: WorkerArgs, token: bytes) -> None:
+    """Train, and log a line a step: attempt, step, loss, norm, committed step, monotonic seconds.
+    Then log `end` or `error`.
+    """
+    _redirect_output(args.log)
     torch.set_num_threads(1)
     os.environ |= {
-        "RANK": str(errand.rank),
-        "WORLD_SIZE": str(errand.workers),
+        "RANK": str(args.rank),
+        "WORLD_SIZE": str(args.workers),
         "MASTER_PORT": "1",
-        "LOCAL_WORLD_SIZE": str(errand.workers if errand.relay else 1),
+        "LOCAL_WORLD_SIZE": str(args.workers if args.relay else 1),
         "TORCHELASTIC_RUN_ID": "soak",
-        "TORCHELASTIC_RESTART_COUNT": str(errand.attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(args.attempt),
     }
     try:
-        _train(errand, token)
+        _train(args, token)
     except RoadtrainError as error:
-        print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        # as a killed process: no atexit, so that what hangs is seen while it ends
+        print(args.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
+        # as if killed: without atexit handlers, so that the scene sees what hangs
         os._exit(REFUSED)
 
 
 def warm() -> None:
-    """For the process that all others are forked from: what each of them would load and compile
-    for itself."""
+    """Load and compile in the fork server what every child would otherwise load and
+    compile itself.
+    """
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)
@@ -167,67 +177,67 @@ def warm() -> None:
     )
 
 
-def _train(errand: Errand, token: bytes) -> None:
-    flavour, growing = FLAVOURS[errand.flavour], Growing()
+def _train(args: WorkerArgs, token: bytes) -> None:
+    flavour, growing = FLAVOURS[args.flavour], GrowingState()
     torch.manual_seed(0)
     model = Model()
-    if errand.change == "model":
+    if args.change == "model":
         model.extra = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     mark = None
-    if errand.run:
-        mark = Mark(Path(errand.run), witness=committed_by(Path(errand.run) / "metrics.jsonl"))
+    if args.run:
+        mark = Mark(Path(args.run), witness=committed_by(Path(args.run) / "metrics.jsonl"))
     placed = place(
         model,
         optimizer,
         store=Servers(
-            errand.servers,
+            args.servers,
             link=TcpOptions(
-                token=b"another secret of it" if errand.change == "token" else token,
-                retry_s=errand.deadline_s,
-                close_s=errand.deadline_s / 3,
+                token=b"another secret of it" if args.change == "token" else token,
+                retry_s=args.deadline_s,
+                close_s=args.deadline_s / 3,
             ),
-            replicas=errand.replicas,  # type: ignore[arg-type]
-            relay=BUDGET if errand.relay else None,
+            replicas=args.replicas,  # type: ignore[arg-type]
+            relay=BUDGET if args.relay else None,
         ),
         mark=mark,
         host_budget=BUDGET,
         chunk_elements=CHUNK,
-        dtype=torch.bfloat16 if errand.change == "dtype" else None,
+        dtype=torch.bfloat16 if args.change == "dtype" else None,
         delay=Delay(flavour.staleness) if flavour.staleness else None,
         backwards_per_step=None if flavour.clip else 1,
         extra={"growing": growing},
-        deadline_s=errand.deadline_s,
+        deadline_s=args.deadline_s,
         report=lambda _: None,
     )
     lines = (
-        Metrics(Path(errand.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh)
+        Metrics(Path(args.run) / "metrics.jsonl", placed.steps_done, fresh=mark.fresh)
         if mark
         else nullcontext()
     )
     with placed, lines as metrics:
-        words, stopped = StepExchange(placed) if errand.stops_at else None, False
-        while placed.steps_done < errand.steps and not stopped:
+        words, stopped = StepExchange(placed) if args.stops_at else None, False
+        while placed.steps_done < args.steps and not stopped:
             number = placed.steps_done
-            growing.nbytes = GROWN if number >= errand.grows_at else 0
-            torch.manual_seed(1000 + number * errand.workers + errand.rank)  # also dropout's
+            growing.nbytes = GROWN if number >= args.grows_at else 0
+            torch.manual_seed(1000 + number * args.workers + args.rank)  # also the seed of dropout
             x = torch.randint(0, VOCABULARY, (4, 16))
             loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
             loss.backward()
             if flavour.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), flavour.clip)
             if words is not None:
-                words.send(float(loss), 64, INTERRUPTED * (number + 1 >= errand.stops_at))
+                words.send(float(loss), 64, INTERRUPTED * (number + 1 >= args.stops_at))
             placed.step()
             placed.zero_grad()
             if words is not None:
-                told = words.receive(placed.steps_done)
-                stopped = told is not None and bool(told.why)
+                answer = words.receive(placed.steps_done)
+                stopped = answer is not None and bool(answer.why)
             if mark is not None and metrics is not None:
                 metrics.append({"step": placed.steps_done, "loss": float(loss)})
                 mark.advance(placed.committed_step)
             print(
-                errand.attempt,
+                args.attempt,
                 placed.steps_done,
                 float(loss).hex(),
                 placed.grad_norm().hex(),
@@ -237,7 +247,7 @@ def _train(errand: Errand, token: bytes) -> None:
         placed.flush()
         if mark is not None:
             mark.advance(placed.committed_step, now=True)
-        if errand.rank == 0:
+        if args.rank == 0:
             names = [
                 name for name, _ in model.named_parameters() if name.endswith("in_proj_weight")
             ]
@@ -246,13 +256,14 @@ def _train(errand: Errand, token: bytes) -> None:
                 for name in names
                 for what in ("master", "exp_avg")
             )
-            print(errand.attempt, "end", hashlib.sha256(whole).hexdigest())
-    print(errand.attempt, "closed")
+            print(args.attempt, "end", hashlib.sha256(whole).hexdigest())
+    print(args.attempt, "closed")
 
 
-def _speak_into(log: str) -> None:
-    """Everything that this process says, also from below Python, goes to the end of `log`, a
-    line at once. It dies with the soak."""
+def _redirect_output(log: str) -> None:
+    """Append all output of this process, also from below Python, to `log`, line by line. The
+    process ends with its parent.
+    """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)

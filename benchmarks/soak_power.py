@@ -1,16 +1,15 @@
-"""A power cut without cutting the power: what of some directories is durable, and what is left of
-them after a cut.
+"""Emulate power cuts: track the durable content of directories, and restore it after a cut.
 
-`Power.install` in a process under test makes every fsync and fdatasync that returns copy what is
-durable from then on (a file's bytes, a directory's names) to a shadow directory; whoever kills that
-process calls `cut`, and the directories hold what was synced and, of the rest, all, nothing, or any
-512-byte sectors of it. A script says at which sync or write of the process something happens: it is
-killed just before or after, half of the write is there, or the device fails. After a failed sync
-the kernel holds pages for clean that never reached the device, so a later sync does not save them:
-neither does it here, unless they are written again.
+`Power.install` in a process under test makes every successful fsync and fdatasync copy what has
+become durable (a file's bytes, a directory's names) to a shadow directory. After killing that
+process, the test calls `cut`: the directories then hold what was synced and, of the rest, all,
+nothing, or any 512-byte sectors. A script names the sync or write of the process at which something
+happens: the process is killed just before or after it, half of the write is done, or the device
+fails. After a failed sync the kernel treats pages as clean that never reached the device, so a
+later sync does not save them; the same happens here, unless they are written again.
 
 Assumes small files (all are copied at each sync), and that each process installs it once. A synced
-file whose directory was never synced is lost by a cut, as POSIX allows. Does NOT know stores.
+file in a directory that was never synced is lost by a cut, as POSIX allows. Does NOT know stores.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 SECTOR = 512
-PAUSE_S = 30.0  # that a paused process waits for its signal
+PAUSE_S = 30.0  # limit for a paused process to wait for `go`
 
 Action = Literal["kill before", "kill after", "kill half", "EIO", "pause"]
 Real = Callable[..., Any]
@@ -38,8 +37,9 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens at call `number` (from 0) of its `kind` in the process. `where`: counted are
-    only calls on files whose path contains it."""
+    """An action at call `number` (from 0) of `kind` in the process. `where`: count only calls on
+    files whose path contains it.
+    """
 
     kind: Literal["sync", "write"]
     number: int
@@ -48,8 +48,9 @@ class Strike:
 
 
 class Power:
-    """Of one process. `roots`: the directories that lose their power together. `counts`: calls
-    so far, by kind."""
+    """Tracks one process. `roots`: the directories that lose their power together. `counts`: calls
+    so far, by strike.
+    """
 
     def __init__(self, shadow: Path, roots: Sequence[Path], strikes: Iterable[Strike] = ()) -> None:
         self.shadow, self.roots, self.strikes = (
@@ -70,13 +71,13 @@ class Power:
         os.pwritev = self.pwritev  # type: ignore[assignment]
         os.write = self.write  # type: ignore[assignment]
 
-    # what the process calls
+    # replacements of the calls
 
     def sync(self, fd: int, name: str) -> None:
         path = _path_of(fd)
         if not self._ours(path):
             return self._real[name](fd)
-        with self._lock:  # one at a time: what is copied is what was synced, or newer
+        with self._lock:  # serialized: the copied bytes are those that were synced, or newer
             action = self._struck("sync", path)
             self._before(action)
             if action == "EIO":
@@ -146,14 +147,14 @@ class Power:
             _die()
 
     def pause(self) -> None:
-        """Says that it stands here, and waits to be told to go on."""
+        """Report the pause by a file, and wait for the file `go`."""
         paused, go = self.shadow / "paused", self.shadow / "go"
         paused.touch()
         until = time.monotonic() + PAUSE_S
         while not go.exists() and time.monotonic() < until:
             time.sleep(0.005)
 
-    # what is durable
+    # durable content
 
     def record(self, fd: int, path: str) -> None:
         status = os.fstat(fd)
@@ -177,23 +178,25 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """The sync of `fd` fails: what it holds counts as clean from now on, and is not on the
-        device."""
+        """Let the sync of `fd` fail: its content counts as clean from now on, but is not on the
+        device.
+        """
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
             self._keep(f"failed-{status.st_ino}", _content(fd))
             (self.shadow / f"again-{status.st_ino}").unlink(missing_ok=True)
 
     def _wrote(self, fd: int, offset: int, nbytes: int) -> None:
-        """Where a sync has failed before, what is written again is dirty again."""
+        """Record a write to a file with a failed sync: the written bytes are dirty again."""
         number = os.fstat(fd).st_ino
         if nbytes and (self.shadow / f"failed-{number}").exists():
             with self._lock, open(self.shadow / f"again-{number}", "a") as file:
                 file.write(f"{offset} {offset + nbytes}\n")
 
     def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
-        """`now`, but for sectors that a failed sync has lost and nobody wrote since: they are
-        as on the device."""
+        """Return `now`, with sectors that a failed sync has lost, and that were not written since,
+        as they are on the device.
+        """
         device, again = (_read(self.shadow / f"{what}-{number}") for what in ("bytes", "again"))
         written = [tuple(map(int, line.split())) for line in again.decode().splitlines()]
         out = bytearray(now)
@@ -206,7 +209,7 @@ class Power:
 
 
 def begin(shadow: Path, roots: Sequence[Path]) -> None:
-    """All that is in `roots` now is durable."""
+    """Record that everything in `roots` is durable now."""
     shadow.mkdir(parents=True, exist_ok=True)
     power = Power(shadow, roots)
     for root in roots:
@@ -219,8 +222,10 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """After every process that uses `roots` is dead: they hold what a power cut leaves. Returns
-    what became of bytes and names that were not synced."""
+    """Emulate a power cut in `roots`. All processes that use them must be dead.
+
+    Returns a description of what happened to unsynced bytes and names.
+    """
     bytes_left = rng.choice(("none", "any", "all"))
     names_left = rng.choice(("none", "all"))
     for root in roots:
@@ -239,12 +244,12 @@ def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
             if path not in directories:
                 path.write_bytes(content)
     shutil.rmtree(shadow)
-    begin(shadow, roots)  # the device is what it is now
+    begin(shadow, roots)  # the device now has this content
     return f"unsynced bytes: {bytes_left}, unsynced names: {names_left}"
 
 
 def _tree(shadow: Path, directory: Path, here: dict[int, Path], current: bool) -> dict[Path, int]:
-    """Path -> inode of every file that is left below `directory`, -1 for a directory."""
+    """Map path -> inode of every file that is left below `directory`, -1 for a directory."""
     if current:
         return {p: -1 if p.is_dir() else p.stat().st_ino for p in directory.rglob("*")}
     return _durable(shadow, directory, directory.stat().st_ino)
@@ -298,4 +303,4 @@ def _read(path: Path) -> bytes:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(PAUSE_S)  # the signal comes before this ends
+    time.sleep(PAUSE_S)  # until the signal arrives

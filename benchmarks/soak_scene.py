@@ -1,9 +1,8 @@
-"""The stage of `roadtrain soak`: the processes, links and files of one fault, and what they wrote
-down.
+"""The scene of a fault of `roadtrain soak`: its processes, links and files, and the workers' logs.
 
-Each worker reaches each server through a relay of its own, so a moment is a number of bytes that
-went over one of these links, and a link can be cut after exactly so many. A scene has one deadline
-for everything; who is not done by then hangs, and says where it stands.
+Each worker reaches each server through a relay of its own, so a moment is a number of bytes sent
+over one of these links, and a link can be cut after an exact number of bytes. A scene has one
+deadline for everything; processes that miss it count as hung and dump their stacks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak_job import REFUSED, Errand, serve, work
+from benchmarks.soak_job import REFUSED, WorkerArgs, serve, work
 from benchmarks.soak_power import Strike
 from roadtrain.errors import DeadlineError, RoadtrainError
 from roadtrain.lab.bad_link import Relay, Way
@@ -38,17 +37,17 @@ FORK.set_forkserver_preload(["benchmarks.soak_warm"])
 
 
 class Hung(DeadlineError):
-    """With the stacks of all that still ran."""
+    """Raised when the deadline passed, with the stacks of all processes that still ran."""
 
 
 class Wrong(RoadtrainError):
-    """A loss that differs, a lost step, an end without a sentence."""
+    """Raised for a different loss, a lost step, or an end without an error message."""
 
 
-class Counted(Relay):
-    """A relay that calls `do`, from its own thread, in the moment before byte `nbytes` of a way is
-    passed on.
-    `cut_at`: when it was cut."""
+class CountedRelay(Relay):
+    """A relay that calls `do`, from its own thread, right before byte `nbytes` of a direction is
+    passed on. `cut_at`: monotonic time of the cut.
+    """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
         super().__init__(target, bytes_per_s)
@@ -76,7 +75,7 @@ class _Count(dict[Way, int]):
 
 @dataclass
 class Node:
-    """A process of the scene. `killed`: by us, so that nothing is asked of how it ended."""
+    """A process of the scene. `killed`: by the scene, so its exit code is not checked."""
 
     process: Any
     log: Path
@@ -88,12 +87,12 @@ class Node:
         self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        """A signal, which one that has ended does not get."""
+        """Send a signal, unless the process has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
-    def gone(self) -> bool:
-        """Whether it has ended; waits for the end of what was killed."""
+    def reaped(self) -> bool:
+        """Check whether the process has ended. A killed process is joined first."""
         if self.killed:
             self.process.join()
         return self.ended
@@ -104,55 +103,57 @@ class Node:
 
 
 @dataclass
-class Told:
-    """What a worker wrote down. `steps`: (attempt, step) -> (loss and norm, committed step it
-    knew of, seconds)."""
+class WorkerLog:
+    """Parsed log of a worker. `steps`: (attempt, step) -> (loss and norm, committed
+    step, seconds).
+    """
 
     steps: dict[tuple[int, int], tuple[str, int, float]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)  # attempt -> sentence
+    errors: dict[int, str] = field(default_factory=dict)  # attempt -> error message
     end: str = ""
 
     @staticmethod
-    def read(log: Path) -> Told:
-        told = Told()
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+    def read(path: Path) -> WorkerLog:
+        log = WorkerLog()
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             first, _, rest = line.partition(" ")
             what, _, more = rest.partition(" ")
             if not first.isdigit() or (not what.isdigit() and what not in ("error", "end")):
                 continue
             if what == "error":
-                told.errors[int(first)] = more
+                log.errors[int(first)] = more
             elif what == "end":
-                told.end = more
-            elif len(words := more.split()) == 4:  # a killed process may leave half a line
-                told.steps[int(first), int(what)] = (
+                log.end = more
+            elif len(words := more.split()) == 4:  # a killed process may leave an incomplete line
+                log.steps[int(first), int(what)] = (
                     " ".join(words[:2]),
                     int(words[2]),
                     float(words[3]),
                 )
-        return told
+        return log
 
 
 class Scene:
-    """Inside its context. `began`: when the last start of workers began; `struck`: set when the
-    fault has happened."""
+    """Processes, links and files of one fault; a context manager. `restarted`: when the last start
+    began; `struck`: set when the fault has happened.
+    """
 
     def __init__(self, flavour: str, hard_s: float, rate: float = float("inf")) -> None:
         self.flavour, self.rate = flavour, rate
-        self.relay = False  # workers start with one, over worker 0's links
+        self.relay = False  # workers start with a relay, over worker 0's links
         self.replicas = 1
-        self.run: Path | None = None  # worker 0's run directory, where it has one
-        # server -> what is durable of its directory, where that is watched
+        self.run: Path | None = None  # worker 0's run directory, if it has one
+        # server -> shadow of its directory's durable content, if it is tracked
         self.shadows: dict[int, Path] = {}
-        self.strikes: dict[int, list[Strike]] = {}  # server -> what its next start is told
+        self.strikes: dict[int, list[Strike]] = {}  # server -> strikes of its next start
         self.until = time.monotonic() + hard_s
         self.servers: list[Node] = []
         self.workers: list[Node] = []
-        self.links: dict[tuple[int, int], Counted] = {}  # (worker, server)
+        self.links: dict[tuple[int, int], CountedRelay] = {}  # (worker, server)
         self.attempt = -1
         self.restarted = 0.0
         self.struck, self.struck_at = threading.Event(), 0.0
-        self._last = 0.0  # when the last worker of a start that was struck ended
+        self._last = 0.0  # when the last worker of a struck start ended
         self._all: list[Node] = []
         self._undo = ExitStack()
 
@@ -172,7 +173,7 @@ class Scene:
             link.__exit__()
         self._undo.close()
 
-    # what happens
+    # processes and waiting
 
     def start(
         self,
@@ -182,11 +183,14 @@ class Scene:
         wrong: Mapping[int, Mapping[str, Any]] = NOTHING,
         without: int = -1,
     ) -> None:
-        """Starts what does not run, as supervisors do, but for server `without`. `wrong`: rank
-        -> what else its Errand says."""
+        """Start the processes that do not run, except server `without`.
+
+        Args:
+            wrong: rank -> changes of its WorkerArgs
+        """
         self.restarted = time.monotonic()
         for number in range(SERVERS):
-            if number != without and (len(self.servers) <= number or self.servers[number].gone()):
+            if number != without and (len(self.servers) <= number or self.servers[number].reaped()):
                 self.serve(number)
         self.attempt += 1
         self.workers = []
@@ -195,7 +199,7 @@ class Scene:
             where = tuple("{}:{}".format(*self.links[by, s].address) for s in range(SERVERS))
             log = self.log(rank)
             run = "" if rank or self.run is None else str(self.run)
-            errand = Errand(
+            args = WorkerArgs(
                 self.flavour,
                 where,
                 rank,
@@ -209,11 +213,12 @@ class Scene:
                 run=run,
                 **wrong.get(rank, {}),
             )
-            self.workers.append(self._started(work, (errand, TOKEN), log))
+            self.workers.append(self._started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Server `number`, with its directory: where it was, or `moved` to another address that
-        workers are given."""
+        """Start server `number` with its directory, on its old address or, if `moved`, on a new one
+        that the workers are given.
+        """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
         here, there = FORK.Pipe()
@@ -244,146 +249,155 @@ class Scene:
             for rank in range(WORKERS):
                 if (rank, number) in self.links:
                     self.links[rank, number].__exit__()
-                self.links[rank, number] = Counted((host, int(port_text)), self.rate).__enter__()  # type: ignore[assignment]
+                self.links[rank, number] = CountedRelay(
+                    (host, int(port_text)), self.rate
+                ).__enter__()  # type: ignore[assignment]
 
     def wait_struck(self) -> None:
-        """Until the fault has happened. Wrong where the run ended before."""
+        """Wait until the fault has happened. Raises Wrong if the run ends before."""
         while not self.struck.wait(0.02):
             if all(w.ended for w in self.workers) and not self.struck.is_set():
                 raise Wrong(
                     f"the run ended before the fault: {[w.process.exitcode for w in self.workers]},"
-                    f" {[told.errors for told in self.told()]}"
+                    f" {[log.errors for log in self.logs()]}"
                 )
             if time.monotonic() > self.until:
                 self.hung("the moment of the fault")
 
     def wait_workers(self) -> list[str]:
-        """Until all workers have ended; the sentences of those that ended by themselves before
-        they were done."""
+        """Wait for all workers to end. Returns the errors of those that ended by themselves too
+        early.
+        """
         for rank, worker in enumerate(self.workers):
             worker.process.join(max(0.0, self.until - time.monotonic()))
             if not worker.ended:
                 self.hung(f"worker {rank} to end")
         self._last = self._last or time.monotonic()
         sentences = []
-        for rank, (worker, told) in enumerate(zip(self.workers, self.told())):
+        for rank, (worker, log) in enumerate(zip(self.workers, self.logs())):
             code = worker.process.exitcode
             if worker.killed or code == 0:
                 continue
-            if code != REFUSED or self.attempt not in told.errors:
+            if code != REFUSED or self.attempt not in log.errors:
                 raise Wrong(
-                    f"worker {rank} ended with {code} and no sentence:"
+                    f"worker {rank} ended with {code} and without an error:"
                     f" {worker.log.read_text()[-2000:]}"
                 )
-            sentences.append(told.errors[self.attempt])
+            sentences.append(log.errors[self.attempt])
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """As wait_workers, where a server may have struck itself dead: it counts as killed."""
-        said = self.wait_workers()
+        """Wait like wait_workers; a server that a strike killed counts as killed."""
+        sentences = self.wait_workers()
         for server in self.servers:
-            if said and not server.killed:
+            if sentences and not server.killed:
                 server.process.join(1.0)
             server.killed |= server.process.exitcode == -signal.SIGKILL
-        return said
+        return sentences
 
     def finish(self) -> None:
-        """Starts what does not run, and the run is to end well."""
+        """Start all processes that do not run, and check that the run ends well."""
         self.start()
         self.finished()
 
     def finished(self) -> None:
         if sentences := self.wait_workers():
-            raise Wrong(f"does not go on: {' | '.join(sentences)}")
+            raise Wrong(f"the run does not go on: {' | '.join(sentences)}")
 
-    # what is known
+    # results
 
     def log(self, rank: int) -> Path:
         return self.home / f"worker{rank}.log"
 
-    def told(self) -> list[Told]:
-        return [Told.read(self.log(rank)) for rank in range(WORKERS)]
+    def logs(self) -> list[WorkerLog]:
+        return [WorkerLog.read(self.log(rank)) for rank in range(WORKERS)]
 
     def recovery_s(self) -> float | None:
-        """From the last start to its first step on the last of the workers. None where no step
-        was left to do."""
+        """Seconds from the last start to its first step on the slowest worker; None if no step was
+        left.
+        """
         firsts = [
-            [at for (attempt, _), (_, _, at) in told.steps.items() if attempt == self.attempt]
-            for told in self.told()
+            [at for (attempt, _), (_, _, at) in log.steps.items() if attempt == self.attempt]
+            for log in self.logs()
         ]
         return max(min(f) for f in firsts) - self.restarted if all(firsts) else None
 
     def lasted_s(self) -> float | None:
-        """From the fault to the end of all workers of that start; None where that end was not
-        the fault's."""
+        """Seconds from the fault to the end of all workers of that start; None if the fault did not
+        end it.
+        """
         return self._last - self.struck_at if self.struck_at and self.attempt else None
 
-    def check(self, reference: Sequence[Told]) -> None:
-        """Every loss that any start saw is that of the undisturbed run; no step is missing, none
-        known as committed was repeated; the parameters and the optimizer's state are the same at
-        the end."""
-        for rank, (told, whole) in enumerate(zip(self.told(), reference)):
+    def check(self, reference: Sequence[WorkerLog]) -> None:
+        """Compare all logs with the undisturbed run.
+
+        Every loss of every start must be the same, no step may be missing, no step that a worker
+        saw committed may be repeated, and parameters and optimizer state must be equal at the end.
+        """
+        for rank, (log, whole) in enumerate(zip(self.logs(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}
-            for (attempt, step), (line, _, _) in told.steps.items():
+            for (attempt, step), (line, _, _) in log.steps.items():
                 if expected.get(step) != line:
                     raise Wrong(
                         f"worker {rank}, start {attempt}, step {step}: loss and norm {line}, "
                         f"undisturbed {expected.get(step)}"
                     )
-            if missing := set(expected) - {step for _, step in told.steps}:
+            if missing := set(expected) - {step for _, step in log.steps}:
                 raise Wrong(f"worker {rank}: step(s) {sorted(missing)} are missing")
-            if told.end != whole.end:
+            if log.end != whole.end:
                 raise Wrong(
-                    f"worker {rank}: the state at the end is {told.end}, undisturbed {whole.end}"
+                    f"worker {rank}: the state at the end is {log.end}, undisturbed {whole.end}"
                 )
-        known = -1
+        committed_before = -1
         for attempt in range(self.attempt + 1):
             of = [
                 (step, committed)
-                for told in self.told()
-                for (a, step), (_, committed, _) in told.steps.items()
+                for log in self.logs()
+                for (a, step), (_, committed, _) in log.steps.items()
                 if a == attempt
             ]
-            if of and min(step for step, _ in of) <= known:
+            if of and min(step for step, _ in of) <= committed_before:
                 raise Wrong(
-                    f"start {attempt} repeats step {min(of)[0]}, step {known} was committed"
+                    f"start {attempt} repeats step {min(of)[0]}, step"
+                    f" {committed_before} was committed"
                 )
-            known = max([known, *(committed for _, committed in of)])
+            committed_before = max([committed_before, *(committed for _, committed in of)])
         for number, server in enumerate(self.servers):
             if server.ended and not server.killed:
                 raise Wrong(f"server {number} ended with {server.process.exitcode}")
-        for log in self.home.glob("*.log"):
-            if "Traceback" in (text := log.read_text(errors="replace")):
-                raise Wrong(f"a traceback in {log.name}: {text[text.index('Traceback') :][:3000]}")
+        for path in self.home.glob("*.log"):
+            if "Traceback" in (text := path.read_text(errors="replace")):
+                raise Wrong(f"a traceback in {path.name}: {text[text.index('Traceback') :][:3000]}")
 
     def note(self, text: str) -> None:
-        """For people, into worker 0's log."""
+        """Add a note for people to worker 0's log."""
         with open(self.log(0), "a") as file:
             file.write(f"{text}\n")
 
     def pipe(self) -> tuple[Connection, Connection]:
-        """Its two ends."""
+        """Create a pipe for a child process; returns its two ends."""
         return FORK.Pipe()
 
     def hung(self, what: str) -> None:
-        """Raises Hung with the stacks of all processes."""
+        """Raise Hung with the stacks of all processes."""
         living = [node for node in self._all if not node.ended]
         for node in living:
-            with suppress(ProcessLookupError):  # it has ended since
+            with suppress(ProcessLookupError):  # if it has ended since
                 os.kill(node.process.pid, signal.SIGCONT)
                 os.kill(node.process.pid, signal.SIGUSR1)
         with open(self.home / "soak.log", "w") as file:
             faulthandler.dump_traceback(file)
         time.sleep(1.0)
-        said = [
+        logs = [
             f"--- {log.name}\n{log.read_text(errors='replace')}"
             for log in sorted(self.home.glob("*.log"))
         ]
-        raise Hung(f"waited in vain for {what}\n" + "\n".join(said))
+        raise Hung(f"waited in vain for {what}\n" + "\n".join(logs))
 
     def disk(self, number: int) -> Path:
-        """Gives server `number` a small file system of its own. RoadtrainError where that is
-        not allowed."""
+        """Give server `number` a small file system of its own. Raises RoadtrainError if mounting is
+        not allowed.
+        """
         where = self.home / f"disk{number}"
         where.mkdir()
         done = subprocess.run(

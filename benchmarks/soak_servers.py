@@ -1,5 +1,5 @@
-"""The faults of `roadtrain soak` that strike the servers' stores, and the bytes on their links: an
-unmounted store, a replica that lags and starts alone, a second server on the same directory, a
+"""Faults of `roadtrain soak` that strike the servers' stores, and bytes on their links: an
+unmounted store, a lagging replica that starts alone, a second server on the same directory, a
 flipped bit, a power cut, a failing device.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.soak_alone import FLIPPED, flip, mend, place_in
-from benchmarks.soak_fault import Fault, Nothing, Reference, kill, kind, refused, strike_at
-from benchmarks.soak_job import Errand, serve, work
+from benchmarks.soak_fault import Fault, NothingToStrike, Reference, kill, kind, refused, strike_at
+from benchmarks.soak_job import WorkerArgs, serve, work
 from benchmarks.soak_power import Action, Strike, begin, cut
-from benchmarks.soak_scene import SERVERS, STEPS, TOKEN, Scene, Told, Wrong
+from benchmarks.soak_scene import SERVERS, STEPS, TOKEN, Scene, WorkerLog, Wrong
 from roadtrain.storage.generation import open_part
 
 SHORT_S = 3.0
-LONG_S = 40.0  # of who waits while another one is refused
-SYNCS = 20  # about as many as a server makes in so many steps
+LONG_S = 40.0  # deadline of a job that waits while another is refused
+SYNCS = 20  # about the number of syncs of a server in these steps
 
 
 def _end_servers(scene: Scene, numbers: Sequence[int] = range(SERVERS)) -> None:
@@ -33,9 +33,10 @@ def _run_directory(scene: Scene) -> None:
     scene.run.mkdir()
 
 
-def _until(scene: Scene, fault: Fault, reference: Reference) -> None:
-    """Some steps are trained, and no server runs any more: all are killed at the moment or, if
-    `prompt`, after the last of these steps. Raises Nothing where no step was committed."""
+def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
+    """Train some steps and end all servers: all are killed at the fault's moment or, if `prompt`,
+    after the last of these steps. Raises NothingToStrike if no step was committed.
+    """
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
         scene.finished()
@@ -45,9 +46,9 @@ def _until(scene: Scene, fault: Fault, reference: Reference) -> None:
         scene.wait_struck()
         scene.wait_workers()
     _end_servers(scene)
-    if not any(committed > 0 for told in scene.told() for _, committed, _ in told.steps.values()):
+    if not any(committed > 0 for log in scene.logs() for _, committed, _ in log.steps.values()):
         scene.finish()
-        raise Nothing
+        raise NothingToStrike
 
 
 @kind("bit flipped on a link", ends="any")
@@ -58,59 +59,60 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
         int(fault.moment * reference.nbytes[fault.link][fault.way]),
     )
     link.flip(max(0, moment - link.nbytes[fault.way]), fault.way, fault.choice % 8)
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     if not link.flipped:
         raise Wrong("no bit was flipped")
-    if said:
+    if sentences:
         scene.finish()
-    return said
+    return sentences
 
 
 @kind("server unmounted", ends="sentence")
 def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """The directory of one server, or of both, is empty at the next start."""
+    """Leave the directory of one server, or of both, empty at the next start."""
     _run_directory(scene)
-    _until(scene, fault, reference)
+    _train_some(scene, fault, reference)
     away = [[0], [1], [0, 1]][fault.choice % 3]
     for number in away:
         path = scene.stores[number]
         path.rename(path.with_suffix(".away"))
         path.mkdir()
     scene.start(deadline_s=SHORT_S)
-    said = refused(scene, "GoneError|StaleError|ForeignError")
+    sentences = refused(scene, "GoneError|StaleError|ForeignError")
     _end_servers(scene)
     for number in away:
         path = scene.stores[number]
-        if left := [str(one) for one in path.rglob("*") if one.name not in ("lock", ".lock")]:
-            raise Wrong(f"a refused start leaves {left}")
-        for one in path.iterdir():
-            one.unlink()
+        if left := [str(file) for file in path.rglob("*") if file.name not in ("lock", ".lock")]:
+            raise Wrong(f"a refused start left {left}")
+        for file in path.iterdir():
+            file.unlink()
         path.rmdir()
         path.with_suffix(".away").rename(path)
     scene.finish()
-    return said
+    return sentences
 
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """One of two replicas is killed and misses some steps. Then it is there alone, and the other
-    comes late or, if `prompt`, while the workers still wait."""
+    """Kill one of two replicas, which then misses some steps. Later it starts alone; the other
+    replica follows late or, if `prompt`, while the workers still wait.
+    """
     scene.replicas = 2
     _run_directory(scene)
     old = fault.choice % SERVERS
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, [f"server {old}"]), first=0.6)
     scene.wait_struck()
-    said = scene.wait_workers()
+    sentences = scene.wait_workers()
     scene.servers[old].process.join()
     scene.start(steps=STEPS - 1, without=old)
-    # so early that the one that is left cannot know whether the other went on
+    # so early that the remaining replica cannot know whether the other went on
     if refusal := scene.wait_workers():
-        before_all = "a new store needs all its servers"  # nothing was committed when it was killed
+        before_all = "a new store needs all its servers"  # nothing was committed before the kill
         if not any("give_up=" in sentence or before_all in sentence for sentence in refusal):
             raise Wrong(f"one of two replicas does not go on alone: {' | '.join(refusal)}")
         scene.finish()
-        return said + refusal
+        return sentences + refusal
     _end_servers(scene, [1 - old])
     if fault.prompt:
         scene.serve(old)
@@ -120,22 +122,19 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         scene.finished()
     else:
         scene.start(without=1 - old, deadline_s=SHORT_S)
-        said += scene.wait_workers()
+        sentences += scene.wait_workers()
         steps = [
-            step
-            for told in scene.told()
-            for attempt, step in told.steps
-            if attempt == scene.attempt
+            step for log in scene.logs() for attempt, step in log.steps if attempt == scene.attempt
         ]
-        if steps or len(scene.told()[0].errors) < 1:
-            raise Wrong(f"the replica that lagged trained steps {steps} alone")
+        if steps or len(scene.logs()[0].errors) < 1:
+            raise Wrong(f"the lagging replica trained steps {steps} alone")
         scene.finish()
     _same(scene)
-    return said
+    return sentences
 
 
 def _same(scene: Scene) -> None:
-    """Both replicas hold the same bits of the same step."""
+    """Check that both replicas hold the same bits of the same step."""
     _end_servers(scene)
     tiers = [open_part(path) for path in scene.stores]
     try:
@@ -155,11 +154,12 @@ def _same(scene: Scene) -> None:
 
 @kind("second servers")
 def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Another job starts while the first fills or trains: on servers of its own with the same
-    directories or, if `prompt`, on the same servers."""
+    """Start another job while the first fills or trains: on servers of its own with the same
+    directories or, if `prompt`, on the same servers.
+    """
     scene.start(deadline_s=LONG_S)
     link = scene.links[fault.link]
-    # in the link's own thread: nothing more passes
+    # called in the link's own thread, so nothing more passes
     strike_at(scene, fault, reference, link._going.clear)
     scene.wait_struck()
     where = (
@@ -168,21 +168,21 @@ def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         else [_beside(scene, number) for number in range(SERVERS)]
     )
     log = scene.home / "other.log"
-    errand = Errand(scene.flavour, tuple(where), 0, 1, 7, STEPS, str(log), SHORT_S)
-    node = scene._started(work, (errand, TOKEN), log)
+    args = WorkerArgs(scene.flavour, tuple(where), 0, 1, 7, STEPS, str(log), SHORT_S)
+    node = scene._started(work, (args, TOKEN), log)
     node.process.join(max(0.0, scene.until - time.monotonic()))
     if not node.ended:
         scene.hung("the worker of the second job to end")
-    told = Told.read(log)
-    if told.steps or 7 not in told.errors:
-        raise Wrong(f"a second job was not refused: {told}")
+    job_log = WorkerLog.read(log)
+    if job_log.steps or 7 not in job_log.errors:
+        raise Wrong(f"a second job was not refused: {job_log}")
     link.resume()
     scene.finished()
-    return [told.errors[7]]
+    return [job_log.errors[7]]
 
 
 def _beside(scene: Scene, number: int) -> str:
-    """A second server on the directory of server `number`; where it listens."""
+    """Start a second server on the directory of server `number`, and return its address."""
     from_there, there = scene.pipe()
     log = scene.home / f"second{number}.log"
     scene._started(serve, (str(scene.stores[number]), 0, TOKEN, str(log), there, "", []), log)
@@ -196,9 +196,9 @@ def _beside(scene: Scene, number: int) -> str:
 
 @kind("server's bit flipped", ends="any")
 def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """In any file of its store, between two starts."""
+    """Flip a bit in any file of a server's store, between two starts."""
     _run_directory(scene)
-    _until(scene, fault, reference)
+    _train_some(scene, fault, reference)
     rng = random.Random(fault.choice)
     root = scene.stores[int(fault.victims[0][-1])]
     name = rng.choice(FLIPPED[:-1])
@@ -210,12 +210,12 @@ def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     flip(path, at, bit)
     scene.note(f"flipped: bit {bit} of byte {at} of {path}")
     scene.start(deadline_s=SHORT_S)
-    said = scene.wait_workers()
-    if said:
+    sentences = scene.wait_workers()
+    if sentences:
         _end_servers(scene)
         mend(path, at, bit)
         scene.finish()
-    return said
+    return sentences
 
 
 @kind("server's power cut", ends="any")
@@ -231,8 +231,9 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
-    """One server is struck at one of its syncs or writes, goes on from there `again` and is
-    killed once more; then its power is cut, and with every second fault the other's too."""
+    """Strike one server at one of its syncs or writes. If `again`, restart it and kill it once
+    more. Then cut its power and, for every second fault, the other server's too.
+    """
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])
     for number, path in enumerate(scene.stores):
@@ -244,17 +245,17 @@ def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again:
     scene.strikes[victim] = [
         Strike(of, int(fault.moment * SYNCS), action, rng.choice(("", "", "ledger")))
     ]
-    scene.start(steps=STEPS - 1)  # so that a step is left, which all workers come together for
-    said = scene.ended_workers()
+    scene.start(steps=STEPS - 1)  # so that a step is left that needs all workers
+    sentences = scene.ended_workers()
     if again:
         scene.strikes[victim] = [Strike("sync", rng.randrange(12), "kill before")]
         _end_servers(scene, [victim])
         scene.start(steps=STEPS - 1)
-        said += scene.ended_workers()
+        sentences += scene.ended_workers()
     cuts = range(SERVERS) if fault.prompt else [victim]
     _end_servers(scene, cuts)
     for number in cuts:
         left = cut(scene.shadows[number], [scene.stores[number]], rng)
         scene.note(f"power cut of server {number}: {left}")
     scene.finish()
-    return said
+    return sentences

@@ -1,13 +1,13 @@
-"""`roadtrain soak --sums`: scripted faults of spare hosts against workers that sum without a pause,
-in real processes.
+"""`roadtrain soak --sums`: scripted faults of spare hosts while workers sum without pause, in real
+processes.
 
 A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and FAULTS_A_SCENE
-faults one after another while the workers go on. Every sum of every round is compared with the
-right one by every worker. A fault is over when all workers are ROUNDS_ON rounds further; a round
-that takes more than GAP_S, besides the time for which a process was stopped, is a failure. Fault K
-of a seed is always the same. Does NOT kill workers: DDP ends then (tests say with what words).
+faults, one after another, while the workers go on. Every worker compares every sum of every round
+with the right one. A fault is over when all workers are ROUNDS_ON rounds further; a round that
+takes more than GAP_S, not counting the time for which a process was stopped, is a failure. Fault K
+of a seed is always the same. Does NOT kill workers, which ends DDP (tests check its error).
 
-    python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]: one worker
+    python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 
 FAULTS_A_SCENE, ROUNDS_ON, GAP_S, HARD_S = 10, 5, 5.0, 60.0
-SIZES = {1: 300_000, 2: 50_001, 3: 10}  # tensor -> elements; 0 says whether to stop
+SIZES = {1: 300_000, 2: 50_001, 3: 10}  # tensor -> elements; tensor 0 carries the stop flag
 KINDS = (
     "killed",
     "added",
@@ -59,8 +59,10 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Ended:
-    """`how`: went on, failed, hung. `gap_s`: the longest round around the fault."""
+class Outcome:
+    """Outcome of a fault. `how`: went on, failed or hung. `gap_s`: the longest round around the
+    fault.
+    """
 
     number: int
     kind: str
@@ -71,19 +73,19 @@ class Ended:
     why: str = ""
 
 
-# a worker
+# a worker process
 
 
 def worker(
     home: Path, rank: int, workers: int, address: str = "127.0.0.1", token: str | None = None
 ) -> None:
-    told = iter(range(1 << 30))
+    numbers = iter(range(1 << 30))
 
-    def tell(words: bytes) -> list[bytes]:
-        number = next(told)
+    def exchange(words: bytes) -> list[bytes]:
+        number = next(numbers)
         (home / f"tell {number} {rank}.part").write_bytes(words)
         (home / f"tell {number} {rank}.part").rename(home / f"tell {number} {rank}")
-        paths = [home / f"tell {number} {one}" for one in range(workers)]
+        paths = [home / f"tell {number} {other}" for other in range(workers)]
         while not all(path.exists() for path in paths):
             time.sleep(0.01)
         return [path.read_bytes() for path in paths]
@@ -91,7 +93,7 @@ def worker(
     connected = connect(
         SpareHosts(str(home / "spares"), None, token_of(token)),
         SumSetup(rank, workers, False, "sum", address, 1 << 28, HARD_S),
-        tell,
+        exchange,
     )
     pending = PendingSums(connected.near)
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
@@ -102,27 +104,27 @@ def worker(
     with open(home / f"rounds {rank}", "w") as log:
         while not outs[0][0]:
             grads[0][0] = rank == 0 and (home / "stop").exists()
-            for key, one in pattern.items():
-                np.add(one * (rank + 1), number % 13, out=grads[key])
+            for key, base in pattern.items():
+                np.add(base * (rank + 1), number % 13, out=grads[key])
             for key in grads:
                 pending.sum(
                     key, m.as_bytes(grads[key]), outs[key].view(np.uint8).data, "fp32", priority=key
                 )
             pending.wait()
-            for key, one in pattern.items():  # of small integers, so exact
-                wanted = one * (workers * (workers + 1) // 2) + workers * (number % 13)
-                if not np.array_equal(outs[key], wanted):
+            for key, base in pattern.items():  # small integers, so the sums are exact
+                expected = base * (workers * (workers + 1) // 2) + workers * (number % 13)
+                if not np.array_equal(outs[key], expected):
                     raise RoadtrainError(f"round {number}: a wrong sum of tensor {key}")
             number += 1
             print(number, time.monotonic(), file=log, flush=True)
     connected.ends.close()
 
 
-# the others
+# the other processes
 
 
 class Spare:
-    """A spare host's process."""
+    """Process of a spare host."""
 
     def __init__(self, port: int = 0) -> None:
         self.process = subprocess.Popen(
@@ -146,7 +148,7 @@ class Spare:
         found = re.search(r"summing at (\S+),", line)
         if found is None:
             self.end()
-            raise RoadtrainError(f"a spare host says {line!r}")
+            raise RoadtrainError(f"unexpected first line of a spare host: {line!r}")
         self.address = found[1]
         self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)
         self._reader.start()
@@ -164,13 +166,13 @@ class Spare:
 
 
 class Scene:
-    """Workers, spare hosts, and the file that names those."""
+    """Workers, spare hosts, and the file that lists these."""
 
     def __init__(self, workers: int, rng: random.Random, stack: ExitStack) -> None:
         self.workers, self.rng, self._stack = workers, rng, stack
         self.home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-soak-")))
         self.spares: list[Spare] = []
-        self.paused_s = 0.0  # for which a process was stopped
+        self.paused_s = 0.0  # time for which a process was stopped
         for _ in range(2):
             self.add()
         self.processes = []
@@ -205,7 +207,7 @@ class Scene:
         (self.home / "new").write_text("".join(f"{spare.address}\n" for spare in self.spares))
         (self.home / "new").rename(self.home / "spares")
 
-    def one(self) -> Spare:
+    def pick(self) -> Spare:
         return self.rng.choice(self.spares)
 
     def pause(self, spare: Spare, seconds: float) -> None:
@@ -215,7 +217,7 @@ class Scene:
         self.paused_s += seconds
 
     def rounds(self) -> list[list[tuple[int, float]]]:
-        """Of every worker: (rounds done, when)."""
+        """Return (rounds done, time) pairs of every worker."""
         out = []
         for rank in range(self.workers):
             path = self.home / f"rounds {rank}"
@@ -225,23 +227,24 @@ class Scene:
         return out
 
     def further(self, rounds: int, since: float) -> None:
-        """Until all workers are so many further than at `since`. Raises RoadtrainError: hung,
-        or what a worker said."""
+        """Wait until all workers have done so many rounds since `since`. Raises TimeoutError, or
+        RoadtrainError with a worker's last line.
+        """
         deadline = time.monotonic() + HARD_S
         while True:
             done = self.rounds()
-            if all(sum(at > since for _, at in one) >= rounds for one in done):
+            if all(sum(at > since for _, at in worker) >= rounds for worker in done):
                 return
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {[one[-1:] for one in done]} rounds")
+                raise TimeoutError(f"after {[worker[-1:] for worker in done]} rounds")
             time.sleep(0.02)
 
     def used(self, spare: Spare) -> None:
         deadline = time.monotonic() + HARD_S
         while True:
-            said = health.ask(address_of(spare.address), TcpOptions())
-            if not isinstance(said, PeerError) and said[0].startswith("sums for 1"):
+            answer = health.ask(address_of(spare.address), TcpOptions())
+            if not isinstance(answer, PeerError) and answer[0].startswith("sums for 1"):
                 return
             self.check()
             if time.monotonic() > deadline:
@@ -264,18 +267,18 @@ class Scene:
 
 
 def strike(scene: Scene, kind: str) -> None:
-    """The fault, and what must come of it besides further rounds."""
+    """Strike a fault, and wait for what it requires besides further rounds."""
     if kind == "added" or not scene.spares:
         scene.used(scene.add())
     elif kind == "slowed":
-        spare = scene.one()
-        for _ in range(8):  # half of its time
+        spare = scene.pick()
+        for _ in range(8):  # half of the time
             scene.pause(spare, 0.1)
             time.sleep(0.1)
     elif kind == "stopped":
-        scene.pause(scene.one(), scene.rng.uniform(0.5, 2.0))
+        scene.pause(scene.pick(), scene.rng.uniform(0.5, 2.0))
     elif kind == "not wanted":
-        scene.drop(scene.one())
+        scene.drop(scene.pick())
     elif kind == "added and killed at once":
         spare = scene.add()
         time.sleep(scene.rng.uniform(0.0, 2.0))
@@ -287,7 +290,7 @@ def strike(scene: Scene, kind: str) -> None:
             "killed with another": (
                 scene.rng.sample(scene.spares, 2) if len(scene.spares) > 1 else scene.spares
             ),
-        }.get(kind) or [scene.one()]
+        }.get(kind) or [scene.pick()]
         for spare in [*chosen]:
             spare.kill()
         back = kind == "killed and back"
@@ -298,9 +301,9 @@ def strike(scene: Scene, kind: str) -> None:
                 scene.used(scene.add(address_of(spare.address)[1]))
 
 
-def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[Ended]:
-    """One scene: faults `first` and on."""
-    out: list[Ended] = []
+def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[Outcome]:
+    """Run a scene with faults from `first` on."""
+    out: list[Outcome] = []
     rng = random.Random(f"{seed}/{first}")
     workers = 2 + first // FAULTS_A_SCENE % 3
     kinds = [KINDS[(first + i) % len(KINDS)] for i in range(count)]
@@ -319,12 +322,17 @@ def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[
             except (RoadtrainError, TimeoutError) as error:
                 how, why = "hung" if isinstance(error, TimeoutError) else "failed", str(error)
             gap = max(
-                (b - a for one in scene.rounds() for (_, a), (_, b) in pairwise(one) if b > begin),
+                (
+                    b - a
+                    for done in scene.rounds()
+                    for (_, a), (_, b) in pairwise(done)
+                    if b > begin
+                ),
                 default=0.0,
             )
             if not why and gap > GAP_S + scene.paused_s:
                 how, why = "failed", f"a round took {gap:.1f} s"
-            out.append(Ended(first + i, kind, workers, how, gap, time.monotonic() - begin, why))
+            out.append(Outcome(first + i, kind, workers, how, gap, time.monotonic() - begin, why))
             say(f"{first + i}: {kind}, {workers} workers: {how}, longest round {gap:.2f} s {why}")
             if how != "went on":
                 return out
@@ -332,7 +340,7 @@ def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[
     return out
 
 
-def soak(count: int, seed: int, say: Callable[[str], None] = print) -> list[Ended]:
+def soak(count: int, seed: int, say: Callable[[str], None] = print) -> list[Outcome]:
     return [
         end
         for first in range(0, count, FAULTS_A_SCENE)
@@ -366,7 +374,7 @@ def main(argv: Sequence[str]) -> None:
     except RoadtrainError as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # links may still wait
+        os._exit(1)  # links may still be open
 
 
 if __name__ == "__main__":

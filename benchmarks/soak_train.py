@@ -1,6 +1,6 @@
-"""The processes of `roadtrain soak` that train alone, with a store of two directories, whose syncs
-and writes are watched (soak_power): `roadtrain train`, and a script of Hugging Face's Trainer. They
-write down every step as the workers of soak_job do, and what is durable of it.
+"""Processes of `roadtrain soak` that train alone, with a store of two directories and tracked syncs
+and writes (soak_power): `roadtrain train`, and a script with Hugging Face's Trainer. Like the
+workers of soak_job, they log every step and the last committed step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.soak_job import REFUSED, _speak_into
+from benchmarks.soak_job import REFUSED, _redirect_output
 from benchmarks.soak_power import Power, Strike
 from benchmarks.soak_scene import STEPS
 from roadtrain.config.job import Job
@@ -29,13 +29,13 @@ from roadtrain.training.metrics import Metrics
 from roadtrain.training.train import train
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 150
-NEVER = 1 << 30  # a call that does not come
-PAD = 4096  # bytes that each line of metrics.jsonl is longer: it needs a page of its own
+NEVER = 1 << 30  # number of a call that never happens
+PAD = 4096  # bytes added to each line of metrics.jsonl, so that it needs a page of its own
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What one start is told. `roots`: what loses its power together."""
+class TrainerArgs:
+    """Arguments of one start. `roots`: directories that lose their power together."""
 
     home: str
     run: str
@@ -50,7 +50,7 @@ class Alone:
     lr: float = 1e-2
 
 
-def job_of(errand: Alone) -> Job:
+def job_of(errand: TrainerArgs) -> Job:
     llama = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -81,21 +81,25 @@ def job_of(errand: Alone) -> Job:
     )
 
 
-def train_alone(errand: Alone) -> None:
-    """A line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end`,
-    `error`."""
+def train_alone(errand: TrainerArgs) -> None:
+    """Train, and log a line a step: attempt, step, loss, norm, committed step, monotonic seconds.
+    Then log `end` or `error`.
+    """
     _write_down(errand.attempt)
     _watched(errand, lambda: train(job_of(errand)))
 
 
-def train_by_trainer(errand: Alone) -> None:
-    """As `train_alone`; the second number of a step's line is its learning rate."""
+def train_by_trainer(errand: TrainerArgs) -> None:
+    """Train like `train_alone` with the Trainer. The second number of a step's line is its learning
+    rate.
+    """
     _watched(errand, lambda: _train_by_trainer(errand))
 
 
-def _train_by_trainer(errand: Alone) -> None:
-    """A script of the Trainer, the same at every start: dropout, rows drawn in a new order each
-    epoch, a schedule, checkpoints now and then."""
+def _train_by_trainer(start: TrainerArgs) -> None:
+    """Run the same Trainer script at every start: dropout, rows in a new order each epoch, a
+    schedule, and periodic checkpoints.
+    """
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=64)
@@ -105,20 +109,20 @@ def _train_by_trainer(errand: Alone) -> None:
         for row in torch.randint(0, 64, (10, 16), generator=torch.Generator().manual_seed(1))
     ]
 
-    class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
+    class RecordingTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         def compute_loss(self, *args: Any, **options: Any) -> Any:
             out = super().compute_loss(*args, **options)
             self.last = float(out)
             return out
 
-    class Said(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            lr, placed = given["lr_scheduler"].get_last_lr()[0], trainer.optimizer.optimizer
+    class StepLogger(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+            lr, placed = options["lr_scheduler"].get_last_lr()[0], trainer.optimizer.optimizer
             words = trainer.last.hex(), float(lr).hex(), placed.committed_step, time.monotonic()
-            print(errand.attempt, state.global_step, *words)
+            print(start.attempt, state.global_step, *words)
 
     args = transformers.TrainingArguments(
-        output_dir=errand.run,
+        output_dir=start.run,
         max_steps=STEPS,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
@@ -128,20 +132,20 @@ def _train_by_trainer(errand: Alone) -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    options = {"store": errand.stores, "chunk_elements": 1 << 16, "host_budget": "96MiB"}
-    trainer = Told(
+    options = {"store": start.stores, "chunk_elements": 1 << 16, "host_budget": "96MiB"}
+    trainer = RecordingTrainer(
         model,
         args,
         train_dataset=rows,
-        callbacks=[Said()],
+        callbacks=[StepLogger()],
         optimizer_cls_and_kwargs=(Placed, {"optimizer": torch.optim.AdamW, **options}),
     )
     trainer.train()
     trainer.optimizer.optimizer.close()
 
 
-def _watched(errand: Alone, train: Callable[[], object]) -> None:
-    _speak_into(errand.log)
+def _watched(errand: TrainerArgs, train: Callable[[], object]) -> None:
+    _redirect_output(errand.log)
     torch.set_num_threads(1)
     counted = Strike("sync", NEVER, "kill before", "ledger")
     power = Power(
@@ -152,7 +156,7 @@ def _watched(errand: Alone, train: Callable[[], object]) -> None:
         train()
     except RoadtrainError as error:
         print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
-        # as a killed process: no atexit, so that what hangs is seen while it ends
+        # as if killed: without atexit handlers, so that the scene sees what hangs
         os._exit(REFUSED)
     print(
         errand.attempt, "calls", power.totals["sync"], power.totals["write"], power.counts[counted]
@@ -162,7 +166,7 @@ def _watched(errand: Alone, train: Callable[[], object]) -> None:
 
 
 def digest_of(stores: tuple[str, ...]) -> str:
-    """Of all parameters and all state of the optimizer."""
+    """Digest of all parameters and all optimizer state."""
     opened = open_store(stores)
     assert opened is not None
     out = hashlib.sha256()
@@ -177,8 +181,9 @@ def digest_of(stores: tuple[str, ...]) -> str:
 
 
 def _write_down(attempt: int) -> None:
-    """Each step's line as soon as it is in metrics.jsonl, and again with each step that is
-    known to be committed."""
+    """Log each step when its line is in metrics.jsonl, and again with each step that is then known
+    to be committed.
+    """
     last: dict[str, Any] = {}
     append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt
 

@@ -1,5 +1,6 @@
-"""Imported by the fork server of `roadtrain soak` only: its children find torch and the kernels
-loaded."""
+"""Imported only by the fork server of `roadtrain soak`, so that its children start with torch and
+the kernels loaded.
+"""
 
 import contextlib
 
@@ -8,7 +9,7 @@ import torch._dynamo  # noqa: F401  torch's optimizers import it, which takes se
 import roadtrain.training.train  # noqa: F401
 from benchmarks.soak_job import warm
 
-with contextlib.suppress(ImportError):  # without it nobody trains alone
-    import transformers.models.llama.modeling_llama  # noqa: F401  what trains alone is a small Llama
+with contextlib.suppress(ImportError):  # without transformers no trainer runs alone
+    import transformers.models.llama.modeling_llama  # noqa: F401  the model of a trainer that runs alone
 
 warm()

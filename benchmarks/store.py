@@ -1,11 +1,11 @@
 """A whole out-of-core update against a bare read/write loop over the same files, interleaved in one
 run.
 
-State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) rests in two slot files.
-Ours: gradients are pushed, every record is read, checked, updated, written, checksummed, made
-durable and committed. The bare loop reads the same bytes of the records (all but the copy) from one
-slot file and writes whole records to the other, nothing else; it is run mixed and in bursts, with
-several thread counts, and its best counts.
+State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) is stored in two slot files.
+Ours: gradients are pushed; every record is read, verified, updated, written, checksummed, made
+durable and committed. The bare loop only reads the same bytes of the records (without the copy)
+from one slot file and writes whole records to the other. It runs with mixed requests and in bursts,
+with several thread counts, and its best result counts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from roadtrain.servers.session import JobSession
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
-# the first touches every page and extent, the next five are the server's own trial of mix and
-# bursts
+# the first update touches every page and extent, the next five are the server's own trial of mixed
+# requests and bursts
 WARM_UP = 6
-# threads, burst
+# name -> (threads, burst)
 CASES = {"mixed, 2+2 threads": (2, 0), "mixed, 4+4 threads": (4, 0), "bursts of 16": (2, 16)}
 
 
@@ -51,7 +51,7 @@ def _rss() -> int:
 
 
 class _Peak:
-    """The largest resident size while it runs, sampled every 10 ms."""
+    """The largest resident size during a block, sampled every 10 ms."""
 
     def __enter__(self) -> _Peak:
         self.nbytes, self._stop = _rss(), threading.Event()
@@ -71,9 +71,13 @@ class _Peak:
 def bare_loop(
     source: Path, target: Path, nbytes: int, size: int, skip: int, threads: int, burst: int
 ) -> float:
-    """Seconds to read `source` and write `target` in pieces of `size`, without the first `skip`
-    bytes of each when reading, `threads` a direction. `burst` > 0: that many reads, then as many
-    writes."""
+    """Read `source` and write `target` in pieces of `size` bytes with `threads` threads in each
+    direction, and return the seconds.
+
+    Args:
+        skip: bytes at the start of each piece that are not read
+        burst: if positive, alternate between that many reads and that many writes
+    """
     src, dst = (
         os.open(source, os.O_RDONLY | os.O_DIRECT),
         os.open(target, os.O_WRONLY | os.O_DIRECT),
@@ -280,7 +284,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 
 def _without_cache(budgets: Budgets) -> Budgets:
-    """Nothing is kept in memory: every byte of state moves."""
+    """Keep nothing in memory, so that all state is read and written."""
     records = replace(
         budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
     )

@@ -1,9 +1,10 @@
-"""The kernel of a reducer: BUFFERS arriving bf16 gradients into one in fp32, in one pass, beside
-torch.add into fp32.
+"""The kernel of a reducer: adds BUFFERS received bf16 gradients into one fp32 buffer in one pass,
+beside torch.add into fp32.
 
-All in turn on the same memory with as many threads. Memory speed is the faster of two: a kernel
-that reads every element of the buffers and writes the sum's memory, but adds nothing; and
-numpy's copy of as many bytes as are read and written."""
+All alternate on the same memory with the same number of threads. Memory speed is the faster of two
+references: a kernel that reads every element of the buffers and writes the sum's memory without
+adding, and numpy's copy of as many bytes as are read and written.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Summation service: a gradient exchanged by n worker hosts with k spare ones over emulated links,
+"""Summation service: n worker hosts exchange a gradient with k spare hosts over emulated links,
 beside gloo's ring.
 
-The optimum is sums/protocol/shares.py's, at the rate that TCP carries of whole Ethernet frames
-(0.956): a round cannot be shorter. Goodput is M bytes of gradient over the seconds of a round, of
-the slowest worker; the median of ROUNDS. Every round's sums are checked against the order that they
-are promised in. Needs root. Does NOT emulate latency.
+The optimum is that of sums/protocol/shares.py, at the share of a link's rate that TCP carries
+(0.956 of whole Ethernet frames); a round cannot be shorter. Goodput is M bytes of gradient over the
+seconds of a round, of the slowest worker, the median of ROUNDS. Every round's sums are checked
+against the promised order of summation. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     4, 8     workers, with up to as many spare hosts, all links equal
@@ -45,7 +45,7 @@ from roadtrain.sums.sum_server import Reducers
 from roadtrain.sums.worker_sums import SumOptions, WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
-RATE = 50e6  # bytes a second of a link: 400 Mbit/s
+RATE = 50e6  # bytes/s of a link: 400 Mbit/s
 NBYTES, ROUNDS, PORT, TIMEOUT_S = 256_000_000, 3, 7300, 180
 TOKEN = b"only for this measurement"
 
@@ -71,7 +71,7 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def _seconds(workers: Sequence[float], spares: Sequence[float]) -> float:
-    """Of an exchange of one byte with the best shares."""
+    """Seconds to exchange one byte with the best shares."""
     return busiest(workers, spares, optimum(workers, spares))
 
 
@@ -89,7 +89,7 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
                     f"{n} workers, {k} spare hosts, {8 * RATE / 1e6:g} Mbit/s, {nbytes / 1e6:g} MB"
                 )
                 ratio = peer["seconds"] / got["seconds"]
-                wanted = {(4, 0): 0.98, (4, 4): 1.4}.get((n, k))
+                least_ratio = {(4, 0): 0.98, (4, 4): 1.4}.get((n, k))
                 rows += [
                     Row(
                         case,
@@ -112,8 +112,8 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
                         "gloo all-reduce",
                         ratio,
                         least / got["seconds"],
-                        None if wanted is None else f"ratio >= {wanted}",
-                        None if wanted is None else ratio >= wanted,
+                        None if least_ratio is None else f"ratio >= {least_ratio}",
+                        None if least_ratio is None else ratio >= least_ratio,
                     ),
                     Row(
                         case,
@@ -137,7 +137,7 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
 
 
 def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
-    """One worker host at half the rate, two spare ones at a quarter."""
+    """Measure with one worker host at half the rate, and two spare hosts at a quarter."""
     workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
     with (
         tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name,
@@ -196,8 +196,9 @@ def _exchange(
     rounds: int,
     how: str,
 ) -> dict[str, float]:
-    """Seconds of a round (median, of the slowest worker) and the share of all cores that all
-    processes took."""
+    """Run the exchange. Returns the seconds of a round (median, of the slowest worker) and the
+    share of all cores that all processes used.
+    """
     names = [*(f"w{i}" for i in range(n)), *(f"s{i}" for i in range(k))]
     addresses = ",".join(network.hosts[name].address for name in names)
     running = []
@@ -237,12 +238,12 @@ def _exchange(
             process.communicate(b"", timeout=TIMEOUT_S)
         found = [json.loads(out.read_text()) for _, out in running]
     workers = found[:n]
-    seconds = median(max(one["seconds"][i] for one in workers) for i in range(rounds))
+    seconds = median(max(worker["seconds"][i] for worker in workers) for i in range(rounds))
     whole = sum(workers[0]["seconds"]) + workers[0]["first"]
-    return {"seconds": seconds, "cpu": sum(one["cpu"] for one in found) / (cores() * whole)}
+    return {"seconds": seconds, "cpu": sum(process["cpu"] for process in found) / (cores() * whole)}
 
 
-# one host
+# on one host
 
 
 def host(args: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
     n, cpu = args.workers, process_time()
     try:
         if args.rank >= n:
-            sys.stdin.read()  # until the parent lets go
+            sys.stdin.read()  # until the parent closes the pipe
             return {"cpu": process_time() - cpu}
         like = [1.0] * len(rates) if args.how == "equal" else rates
         sites = [

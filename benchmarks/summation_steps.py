@@ -1,9 +1,9 @@
 """Whole training steps with the summation service: DDP's own all-reduce (gloo) against the hook,
-and the next forward begun while gradients still travel, with priorities and without. For `bench
-summation`; links are emulated (root).
+and against starting the next forward while gradients are still in flight, with and without
+priorities. For `bench summation`; links are emulated (needs root).
 
-Two models: one heavy in parameters (linear layers), one in compute (the same layers many times over
-the batch). Every way trains the same data; the losses must be the same to rounding. A step's time
+Two kinds of models: heavy in parameters (linear layers) or in compute (the same layers applied many
+times over the batch). All train the same data, and the losses must agree to rounding. A step's time
 is that of the slowest worker, the median of STEPS.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
@@ -41,10 +41,10 @@ from roadtrain.transport.address import write_token
 
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4
 WAYS = ("ddp", "hook", "hvd", "later", "later, no priorities")
-MODELS = {  # width, layers, batch, times; bytes a second of the links
+MODELS = {  # width, layers, batch, repetitions; bytes/s of the links
     "heavy in parameters": (2048, 4, 64, 1, 50e6),
     "heavy in compute": (512, 4, 512, 8, 50e6),
-    "heavy in both": (1024, 8, 1024, 1, 12.5e6),  # where the next forward has something to hide
+    "heavy in both": (1024, 8, 1024, 1, 12.5e6),  # where the next forward can hide communication
 }
 
 
@@ -61,8 +61,8 @@ class Net(nn.Module):
         return x
 
 
-class _Level(Summation):
-    """All tensors are as urgent."""
+class _EqualPriority(Summation):
+    """Sums of equal priority."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
         return super().sum(*words, **options)
@@ -77,10 +77,10 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
         }
         with Network(hosts) as network:
             found = {way: steps_of(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
-        losses = {way: one["loss"] for way, one in found.items()}
+        losses = {way: result["loss"] for way, result in found.items()}
         if any(abs(loss / losses["ddp"] - 1) > 1e-4 for loss in losses.values()):
             raise RoadtrainError(f"the losses differ: {losses}")
-        took = {way: one["seconds"] for way, one in found.items()}
+        took = {way: result["seconds"] for way, result in found.items()}
         case = (
             f"{n} workers, {k} spare hosts, {8 * rate / 1e6:g} Mbit/s, {name} ({nbytes / 1e6:.0f}"
             f" MB, {layers} layers {times} times, batch {batch})"
@@ -181,9 +181,9 @@ def steps_of(
                 raise RoadtrainError(f"a worker ({way}) ended with {process.returncode}")
         found = [json.loads((home / f"{rank}.json").read_text()) for rank in range(n)]
     return {
-        "seconds": median(max(one["seconds"][i] for one in found) for i in range(steps)),
-        "alone": median(max(one["alone"][i] for one in found) for i in range(steps)),
-        "loss": sum(one["loss"] for one in found) / n,
+        "seconds": median(max(worker["seconds"][i] for worker in found) for i in range(steps)),
+        "alone": median(max(worker["alone"][i] for worker in found) for i in range(steps)),
+        "loss": sum(worker["loss"] for worker in found) / n,
     }
 
 
@@ -200,7 +200,7 @@ def _run(
     return process
 
 
-# one worker
+# a worker process
 
 
 def worker(args: argparse.Namespace) -> dict[str, Any]:
@@ -218,7 +218,10 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model: nn.Module = Net(width, layers, times)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = {"spares": [one for one in args.spares.split(",") if one], "token_file": args.token}
+    options = {
+        "spares": [spare for spare in args.spares.split(",") if spare],
+        "token_file": args.token,
+    }
     state = None
     if args.how in ("ddp", "hook"):
         parallel = DistributedDataParallel(model)
@@ -228,7 +231,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
         model = parallel
     else:
         if args.how.endswith("no priorities"):
-            hvd.Summation = _Level  # type: ignore[misc]
+            hvd.Summation = _EqualPriority  # type: ignore[misc]
         hvd.init(**options)
         optimizer = hvd.DistributedOptimizer(
             optimizer,
@@ -259,7 +262,7 @@ def _train(
         optimizer.zero_grad()
         seconds.append(perf_counter() - begin)
     alone, plain = [], getattr(model, "module", model)
-    if args.how == "ddp":  # the same work with nobody to wait for, all at once
+    if args.how == "ddp":  # the same work without exchange, on all workers at once
         for _ in range(args.steps):
             dist.barrier()
             begin = perf_counter()

@@ -1,6 +1,7 @@
-"""Exact top 1 % by magnitude and its scatter back, against torch.topk and torch's scatter; the
-floor is one reading of the input (for the scatter: one writing of the output). One thread, as in a
-step; on a large block and on one chunk.
+"""Exact top 1 % by magnitude and its scatter back, against torch.topk and torch's scatter.
+
+The floor is one reading of the input (for the scatter: one writing of the output). One thread, as
+in a step; on a large block and on one chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Optimizer updates with a bf16 gradient in and a bf16 copy out, against torch's with the two
 casts.
 
-Ours runs chunk by chunk over threads, as a server does. The floor is the bytes a second of a plain
-read-modify-write of three fp32 arrays by as many threads. All run in turn on arrays of the same
-size. Does NOT touch storage.
+Ours runs chunk by chunk over threads, as in a server. The floor is the rate of a plain
+read-modify-write of three fp32 arrays with the same number of threads. All alternate on arrays of
+the same size. Does NOT touch storage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Zeros in memory like a server's: aligned, in huge pages. The floor gets the same."""
+    """Zeros in memory like a server's: aligned, in huge pages. The floor uses the same."""
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
 
@@ -49,7 +49,7 @@ class _Ours:
         self.p[:] = 1
         self.arrays = [_buffer(n, "fp32") for _ in self.rule.arrays]
         self.rows = np.zeros((-(-n // MAX_CHUNK), len(self.rule.scalars)))
-        # parameters and state both ways, gradient in, copy out
+        # parameters and state in both directions, gradient in, copy out
         self.nbytes = n * (8 + 8 * len(self.arrays) + 4)
 
     def __call__(self) -> None:
@@ -87,8 +87,7 @@ def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Call
 
 
 def _foreach_lion(grad: torch.Tensor) -> Callable[[], None]:
-    """Lion as torch's foreach operators do it, on tensors of a chunk's size: torch has no fused
-    one."""
+    """Lion by torch's foreach operators on tensors of a chunk's size; torch has no fused Lion."""
     flat = {name: torch.ones(grad.numel()) for name in ("p", "m", "g", "u")}
     p, m, g, u = (list(x.split(MAX_CHUNK)) for x in flat.values())
     copy = torch.zeros_like(grad)
@@ -114,7 +113,7 @@ def run(quick: bool = False) -> Report:
     bits = _buffer(n, "bf16")
     cast(noise, "fp32", bits, "bf16")
     grad = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    one = [torch.nn.Parameter(torch.zeros(1))]
+    dummy = [torch.nn.Parameter(torch.zeros(1))]
     adamw: dict[str, Any] = {"lr": 1e-3}
     sgd: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
     with ThreadPoolExecutor(threads) as pool:
@@ -133,17 +132,17 @@ def run(quick: bool = False) -> Report:
         cases: list[tuple[str, torch.optim.Optimizer, Callable[[], None], str]] = [
             (
                 "AdamW",
-                torch.optim.AdamW(one, **adamw),
+                torch.optim.AdamW(dummy, **adamw),
                 _torch_fused(torch.optim.AdamW, adamw, grad),
                 "torch fused",
             ),
             (
                 "SGD, momentum",
-                torch.optim.SGD(one, **sgd),
+                torch.optim.SGD(dummy, **sgd),
                 _torch_fused(torch.optim.SGD, sgd, grad),
                 "torch fused",
             ),
-            ("Lion", Lion(one), _foreach_lion(grad), "torch foreach"),
+            ("Lion", Lion(dummy), _foreach_lion(grad), "torch foreach"),
         ]
         rows = []
         for name, optimizer, peer, peer_name in cases:

@@ -1,23 +1,22 @@
-"""Workers: the memory of a worker process over network servers, by depth of the model and by number
-of workers.
+"""Workers: memory of a worker process with network servers, by depth of the model and by number of
+workers.
 
-Servers are processes of this host with their state on files; each worker is a process with one
-thread of torch, its model built on `meta`. Counted is what is resident beyond the bare process:
-with everything imported and nothing built. `peak` is the most of its whole life, placing included;
-`while training` begins after placing. Of several workers the one that has most counts, and of REPS
-such runs the median: how glibc's heap happens to fall moves one by some percent.
+Servers are processes of this host with state in files; each worker is a process with one torch
+thread and a model built on `meta`. The rows give the resident memory beyond that of the bare
+process, which has imported everything but built nothing. `peak` covers the process's whole life,
+placing included; `while training` begins after placing. Of several workers the largest counts, and
+of REPS such runs the median, because the layout of glibc's heap varies a run by some percent.
 
-The heap may hold the slack of device/buffers.py (16 MiB, doubled where one block needs it) more
-than is in use: beyond the bare process that alone is some percent, so growth of the whole process
-is shown too, as `bench depth` has it.
+The heap may hold the slack of device/buffers.py (16 MiB, doubled where one block needs it) beyond
+what is in use. That alone is some percent of the memory beyond the bare process, so growth of the
+whole process is shown too, as in `bench depth`.
 
-What must grow with depth: the saved input of each block (rows x seq x width, fp32), which is
+Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32), which is
 counted and shown. Plain training with everything resident runs beside it: bf16 parameters, fp32
 masters and AdamW's state, each gradient freed as soon as its parameter is updated; each of several
 workers would need as much.
 
-    python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json
-    OUT
+    python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json OUT
 """
 
 from __future__ import annotations
@@ -34,16 +33,23 @@ import torch
 
 import roadtrain
 from benchmarks import model420
-from benchmarks.apart import forget_peak, need_disk, peak_bytes, resident_bytes, serving, together
+from benchmarks.children import (
+    forget_peak,
+    need_disk,
+    peak_bytes,
+    resident_bytes,
+    run_children,
+    serving,
+)
 from benchmarks.report import Report, Row
 from roadtrain.device.buffers import Heap
 from roadtrain.units import parse_bytes
 
 DEPTHS, WIDTH, BUDGET = (8, 16, 32, 64), 512, "96MiB"
-WORKERS, AT = (1, 2, 4), 16  # numbers of workers, and the depth they have then
+WORKERS, AT = (1, 2, 4), 16  # numbers of workers, and the depth used with them
 SERVERS, SERVER_BUDGET = 2, "256MiB"
 ROWS, SEQ, REPS = 1, 32, 3
-VISITS, LEAST = 96, 3  # blocks run forward, at least; steps, at least
+VISITS, LEAST = 96, 3  # least number of blocks run forward, and of steps
 GOAL = 0.05
 BYTES = 14  # a parameter, in each of two slots
 
@@ -69,23 +75,23 @@ def run(quick: bool = False) -> Report:
 def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
-    """`got`: along one axis, the least first."""
+    """Rows of results along one axis, the smallest first."""
     base, rows = got[0], []
-    for one in got:
-        peer = plain[one["blocks"]]
+    for result in got:
+        peer = plain[result["blocks"]]
         case = (
-            f"{one['workers']} worker(s), {one['blocks']} blocks x {width},"
-            f" {one['parameters'] / 1e6:.0f} M parameters, budget {budget}, {SERVERS} servers"
+            f"{result['workers']} worker(s), {result['blocks']} blocks x {width},"
+            f" {result['parameters'] / 1e6:.0f} M parameters, budget {budget}, {SERVERS} servers"
         )
         rows += [
             Row(
                 case,
                 "peak of a worker beyond the bare process",
                 "MB",
-                one["peak"] / 1e6,
+                result["peak"] / 1e6,
                 peer["peak"] / 1e6,
                 "plain training",
-                peer["peak"] / one["peak"],
+                peer["peak"] / result["peak"],
                 None,
                 None,
                 None,
@@ -94,10 +100,10 @@ def compare(
                 case,
                 "the same while training",
                 "MB",
-                one["training"] / 1e6,
+                result["training"] / 1e6,
                 peer["training"] / 1e6,
                 "plain training",
-                peer["training"] / one["training"],
+                peer["training"] / result["training"],
                 None,
                 None,
                 None,
@@ -106,7 +112,7 @@ def compare(
                 case,
                 "peak of the whole process",
                 "MB",
-                (one["peak"] + one["bare"]) / 1e6,
+                (result["peak"] + result["bare"]) / 1e6,
                 (peer["peak"] + peer["bare"]) / 1e6,
                 "plain training",
                 None,
@@ -118,7 +124,7 @@ def compare(
                 case,
                 "held by roadtrain's buffers",
                 "MB",
-                one["buffers"] / 1e6,
+                result["buffers"] / 1e6,
                 parse_bytes(budget) / 1e6,
                 "budget",
                 None,
@@ -130,7 +136,7 @@ def compare(
                 case,
                 "saved block inputs held at once",
                 "MB",
-                one["held"] / 1e6,
+                result["held"] / 1e6,
                 None,
                 None,
                 None,
@@ -139,9 +145,9 @@ def compare(
                 None,
             ),
         ]
-        if one is base:
+        if result is base:
             continue
-        goal = f"< {100 * GOAL:g}" if one is got[-1] else None
+        goal = f"< {100 * GOAL:g}" if result is got[-1] else None
         since = f"growth from {base['workers']} worker(s), {base['blocks']} blocks"
         for metric, keys in (
             ("of the peak", ("peak",)),
@@ -149,7 +155,7 @@ def compare(
             ("of the whole process", ("peak", "bare")),
             ("of the buffers", ("buffers",)),
         ):
-            grown = sum(one[key] for key in keys) / sum(base[key] for key in keys) - 1
+            grown = sum(result[key] for key in keys) / sum(base[key] for key in keys) - 1
             rows.append(
                 Row(
                     case,
@@ -168,22 +174,23 @@ def compare(
 
 
 def steps_of(blocks: int) -> int:
-    """So many that each depth runs about as many blocks: a heap that grows by each block has
-    grown in all of them."""
+    """Number of steps such that each depth runs about as many blocks, so that a leak per block
+    shows.
+    """
     return max(LEAST, VISITS // blocks)
 
 
 def measure(
     cases: Sequence[tuple[int, int]], width: int, budget: str, reps: int
 ) -> dict[tuple[int, int], Any]:
-    """(workers, blocks) -> the run with the median peak."""
+    """Map (workers, blocks) -> the run with the median peak."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     for rep in range(reps):
         for workers, blocks in cases:
             with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
                 need_disk(Path(name), 2 * BYTES * blocks * 13 * width**2 + 10**9)
                 with serving(Path(name), SERVER_BUDGET, SERVERS) as addresses:
-                    results = together(
+                    results = run_children(
                         "benchmarks.workers",
                         [
                             "--child",
@@ -210,24 +217,24 @@ def measure(
                 flush=True,
             )
     return {
-        case: sorted(runs, key=lambda one: one["peak"])[len(runs) // 2]
+        case: sorted(runs, key=lambda result: result["peak"])[len(runs) // 2]
         for case, runs in found.items()
     }
 
 
 def measure_plain(blocks: int, width: int) -> dict[str, Any]:
-    one = together(
+    result = run_children(
         "benchmarks.workers", ["--child", "plain", "--blocks", blocks, "--width", width], [{}]
     )[0]
-    print(f"plain training, {blocks} blocks: {one['peak'] / 1e6:.0f} MB", flush=True)
-    return one
+    print(f"plain training, {blocks} blocks: {result['peak'] / 1e6:.0f} MB", flush=True)
+    return result
 
 
 def child(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     compute = model420.compute_default()
     sizes = {"layers": args.blocks, "width": args.width, "inner": args.width * 11 // 4}
-    model420.batch(0, ROWS, SEQ)  # the text is read
+    model420.batch(0, ROWS, SEQ)  # reads the text before memory is measured
     Heap().trim(at_once=True)
     forget_peak()
     bare = resident_bytes()
@@ -270,7 +277,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--budget", default=BUDGET)
     parser.add_argument("--servers", help="HOST:PORT,...")
-    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--json", required=True, help="file for the result")
     args = parser.parse_args(argv)
     Path(args.json).write_text(json.dumps(child(args)))
 

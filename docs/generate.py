@@ -1,4 +1,4 @@
-"""The reference pages of the site, made from the code at every build, so that they cannot drift.
+"""Generate the site's reference pages from the code at every build, so that they stay up to date.
 
 mkdocs calls the functions `on_*`. `on_files` adds a page for each function of `PAGES`: tables made
 from the code, and the papers at the top of the repository. `on_page_markdown` replaces each marker
@@ -37,7 +37,7 @@ from roadtrain.lab.lab_command import LabFile
 from roadtrain.options.schema import section_in
 
 ROOT = Path(__file__).parents[1]
-MADE = "*This page is made from the code.*\n\n"
+MADE = "*This page is generated from the code.*\n\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-# The public names in the order of use, each with those of its methods that users call.
+# The public names in the order of use, each with the methods that users call.
 REFERENCE: Mapping[str, tuple[str, ...]] = {
     "roadtrain.place": (),
     "roadtrain.PlacedOptimizer": (
@@ -110,10 +110,10 @@ def _home(found: Any) -> str:
 
 def job() -> str:
     intro = (
-        "A job is one training run as its user wrote it: a TOML file for `roadtrain train`,"
-        " `verify` and `import`. Every key is an option of the command line too, which goes before"
-        " the file: `--optimizer.lr 1e-4`. A key that is not known is refused with the nearest one"
-        " that is.\n"
+        "A job is a TOML file that describes one training run, for `roadtrain train`,"
+        " `verify` and `import`. Every key is also an option of the command line, which overrides"
+        " the file: `--optimizer.lr 1e-4`. An unknown key is refused with an error that suggests"
+        " the most similar key.\n"
     )
     return "\n".join(["# Keys of a job\n", MADE, intro, *_sections(Job)])
 
@@ -124,29 +124,29 @@ def cluster() -> str:
 
 
 def lab() -> str:
-    intro = "LAB.toml says what a cluster on one machine is made of ([guide](../guides/lab.md)).\n"
+    intro = "LAB.toml describes an emulated cluster on one machine ([guide](../guides/lab.md)).\n"
     return "\n".join(["# Keys of a lab\n", MADE, intro, *_sections(LabFile)])
 
 
 def commands() -> str:
-    text = ["# Commands\n", MADE, f"```text\n{_said('--help')}\n```\n"]
+    text = ["# Commands\n", MADE, f"```text\n{_output('--help')}\n```\n"]
     for name in cli.COMMANDS:
-        text.append(f"## {name}\n\n```text\n{_said(*name.split(), '--help')}\n```\n")
+        text.append(f"## {name}\n\n```text\n{_output(*name.split(), '--help')}\n```\n")
     return "\n".join(text)
 
 
 def errors_page() -> str:
     intro = (
-        "Everything that roadtrain raises on purpose is a `roadtrain.RoadtrainError`. A message"
-        " says what is wrong, with both numbers; `hint:` says the way out. A command ends with exit"
-        " code 2 then.\n"
+        "Every error that roadtrain raises on purpose is a `roadtrain.RoadtrainError`. Its"
+        " message states the problem, with both numbers; `hint:` suggests a solution. Commands"
+        " then exit with code 2.\n"
     )
     tree = (errors.__doc__ or "").strip().partition("\n\n")[2]
     return "\n".join(["# Errors\n", MADE, intro, f"```text\n{tree}\n```\n"])
 
 
 def file_map() -> str:
-    """A line a file: the first sentence of its docstring."""
+    """List all files, with the first sentence of each docstring."""
     intro = (
         "Rooms are stacked, and imports only go down ([design](../design.md#the-house))."
         " A line is the beginning of the file's docstring, which goes on with what the file"
@@ -163,17 +163,17 @@ def _room(room: Path, top: Path) -> str:
     text = [f"## {room.relative_to(top.parent)}/\n"]
     rows = ["| file | holds |", "|---|---|"]
     for path in sorted(room.glob("*.py")):
-        said = _first_sentence(path)
+        sentence = _first_sentence(path)
         if path.name == "__init__.py":
-            text.append(f"{said}\n")
-        elif said:
-            rows.append(f"| `{path.name}` | {_cell(said)} |")
+            text.append(f"{sentence}\n")
+        elif sentence:
+            rows.append(f"| `{path.name}` | {_cell(sentence)} |")
     return "\n".join([*text, *rows, ""])
 
 
 def _first_sentence(path: Path) -> str:
-    said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-    return re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(said.split()), maxsplit=1)[0]
+    paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    return re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(paragraph.split()), maxsplit=1)[0]
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
@@ -254,8 +254,11 @@ PAPERS = {
 
 
 def paper(name: str) -> Callable[[], str]:
-    """A page that lies at the top of the repository. Its links lead to where the site has what
-    they name; what the site does not have is plain text there."""
+    """Return a function that generates the page of a top-level document.
+
+    Links are changed to the pages of the site; a link to a file that is not on the site becomes
+    plain text.
+    """
     up = "../" * PAPERS[name].count("/")
 
     def target(found: re.Match[str]) -> str:
@@ -270,17 +273,17 @@ def paper(name: str) -> Callable[[], str]:
 
 
 def _example(model: type[BaseModel]) -> str:
-    """What the module of a file's schema says of it: its docstring, the indented part as TOML."""
-    said = (importlib.import_module(model.__module__).__doc__ or "").strip()
+    """Format the docstring of the module of a file's schema, with its indented part as TOML."""
+    text = (importlib.import_module(model.__module__).__doc__ or "").strip()
     return re.sub(
         r"\n\n((?: {4}.*\n)+)\n?",
         lambda found: "\n\n```toml\n" + re.sub(r"(?m)^ {4}", "", found[1]) + "```\n\n",
-        said,
+        text,
     )
 
 
 def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> Iterator[str]:
-    """A heading and a table for `model`, then for each model that its fields hold."""
+    """Yield a heading and a table for `model`, then those of the models in its fields."""
     inner: list[tuple[str, type[BaseModel], bool]] = []
     rows = ["| key | type | default | meaning |", "|---|---|---|---|", *_rows(model)]
     for name, field in model.model_fields.items():
@@ -307,14 +310,14 @@ def _rows(model: type[BaseModel]) -> Iterator[str]:
 
 
 def _type_of(field: FieldInfo) -> str:
-    """A number that is checked before it is one is written with its unit."""
+    """Name a field's type. A number parsed by a validator is written with a unit."""
     read = any(isinstance(rule, BeforeValidator) for rule in field.metadata)
     with_unit = read and field.annotation is float
     return "number with a unit" if with_unit else _type_name(field.annotation)
 
 
 def _type_name(annotation: Any) -> str:
-    """A type as a user of TOML would say it."""
+    """Name a type in TOML's terms."""
     names = {
         str: "text",
         int: "whole number",
@@ -340,9 +343,9 @@ def _type_name(annotation: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "needed"
+        return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
-    here = sysconfig.get_path("stdlib") in str(value)  # another one on another machine
+    here = sysconfig.get_path("stdlib") in str(value)  # differs between machines
     return "" if here or value in (None, "", (), [], {}) else f"`{_cell(str(value))}`"
 
 
@@ -350,8 +353,8 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _said(*args: str) -> str:
-    """What the command line prints."""
+def _output(*args: str) -> str:
+    """Run the command line and return what it prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         cli.main(list(args))

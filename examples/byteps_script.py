@@ -9,7 +9,9 @@ from torch import nn
 import roadtrain.hvd as bps
 
 bps.init()
-torch.manual_seed(bps.local_rank())  # other first values on every worker: root's are taken below
+torch.manual_seed(
+    bps.local_rank()
+)  # initial values differ by worker until broadcast from the root below
 torch.set_num_threads(1)
 STEPS = 30
 
@@ -19,7 +21,7 @@ model = nn.Sequential(
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3 * bps.size())
 bps.broadcast_parameters(model.state_dict(), root_rank=0)
 bps.broadcast_optimizer_state(optimizer, root_rank=0)
-# the next forward begins while gradients of later layers still travel
+# the next forward begins while gradients of later layers are still being sent
 optimizer = bps.CrossBarrier(
     model, optimizer, named_parameters=model.named_parameters(), num_steps=STEPS
 )
@@ -29,7 +31,7 @@ def right(x, y):
     return (model(x).argmax(1) == y).double().mean()
 
 
-words = torch.Generator().manual_seed(100 + bps.rank())  # other data on every worker
+words = torch.Generator().manual_seed(100 + bps.rank())  # different data on every worker
 for step in range(STEPS):
     x = torch.randint(50, (32, 4), generator=words)
     y = (x[:, 0] + x[:, 1] > 50).long()

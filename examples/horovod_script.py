@@ -9,7 +9,7 @@ from torch import nn
 import roadtrain.hvd as hvd
 
 hvd.init()
-torch.manual_seed(hvd.rank())  # other first values on every worker: root's are taken below
+torch.manual_seed(hvd.rank())  # initial values differ by worker until broadcast from the root below
 torch.set_num_threads(1)
 
 teacher = torch.randn(20, 3, generator=torch.Generator().manual_seed(7))
@@ -24,7 +24,7 @@ optimizer = hvd.DistributedOptimizer(
     op=hvd.Average,
 )
 
-samples = torch.Generator().manual_seed(100 + hvd.rank())  # other data on every worker
+samples = torch.Generator().manual_seed(100 + hvd.rank())  # different data on every worker
 for step in range(60):
     x = torch.randn(16, 20, generator=samples)
     loss = nn.functional.mse_loss(model(x), x @ teacher)

@@ -1,9 +1,9 @@
-"""The same job by plain PyTorch, under the same limit of memory: `make train-plain`.
+"""Train the same job in plain PyTorch, under the same memory limit: `make train-plain`.
 
-Model, text, optimizer and learning rates are those of the job file. Where the limit allows it, it
-trains up to run.steps or run.minutes and ends with exit code 0. Where an allocation is refused it
-says what was being done and how much was held: exit code 3. Other errors: 2. Assumes AdamW where
-it says how much plain training needs.
+Model, text, optimizer and learning rates are those of the job file. Within the limit, it trains up
+to run.steps or run.minutes and exits with code 0. If an allocation is refused, it prints what it
+was doing and how much is needed, and exits with code 3. Other errors exit with 2. The printed need
+of plain training assumes AdamW.
 
     python examples/train_plain.py JOB.toml [--run.memory_limit 8GiB ...]
 """
@@ -28,10 +28,10 @@ ARRAYS = {"parameters": 1, "gradients": 1, "the optimizer's state": 2}  # of Ada
 
 
 class Progress:
-    """What is at work, for the sentence that says where it stopped."""
+    """The current activity, for the message when the limit stops it."""
 
     doing = "making the model"
-    made = 0  # parameters
+    made = 0  # number of parameters created so far
 
     def count(self, module, name, parameter):
         self.made += 0 if parameter is None else parameter.numel()
@@ -46,16 +46,17 @@ def main(path, *options):
     needed = show_bytes(4 * sum(ARRAYS.values()) * numel)
     print(f"plain training needs {needed}: {shares}")
     if job.limit_nbytes is not None:
-        print(f"limit: {show_bytes(job.limit_nbytes)} of this process, enforced by {ENFORCED_BY}")
+        print(f"limit: {show_bytes(job.limit_nbytes)} for this process, enforced by {ENFORCED_BY}")
     progress = Progress()
     try:
         with limited(job.limit_nbytes):
             train(job, tokens, progress)
     except BudgetError:
         print(
-            f"stopped by the limit while {progress.doing}, {progress.made / 1e6:.0f} of"
-            f" {numel / 1e6:.0f} million parameters were made: {show_bytes(job.limit_nbytes)} are"
-            f" allowed, {needed} are needed besides the interpreter, torch and the text"
+            f"stopped by the limit while {progress.doing}, with {progress.made / 1e6:.0f} of"
+            f" {numel / 1e6:.0f} million parameters created: the limit is"
+            f" {show_bytes(job.limit_nbytes)}, plain training needs {needed} besides the"
+            " interpreter, torch and the text"
         )
         return STOPPED_BY_THE_LIMIT
     print(f"trained within the limit; peak memory {show_bytes(peak())}")

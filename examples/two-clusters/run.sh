@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the lab, trains on its four hosts, shows the last metrics, removes the lab. As root, from the
-# root of the repository: examples/two-clusters/run.sh [options of `roadtrain train`]
+# Creates the lab, trains on its four hosts, and removes the lab. Run as root from the root of the
+# repository: examples/two-clusters/run.sh [options of `roadtrain train`]
 set -euo pipefail
 here=$(dirname "$0")
 bin=${BIN:-.venv/bin}
@@ -18,5 +18,5 @@ for rank in "${!hosts[@]}"; do
     started+=("$rank")
 done
 for _ in "${started[@]}"; do
-    wait -n # the first one that fails ends the script, and with the lab the others
+    wait -n # the first failure ends the script; removing the lab ends the other processes
 done

@@ -13,7 +13,7 @@ def test_the_example_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     placed, *losses = capsys.readouterr().out.splitlines()
     first, *lines = promised.splitlines()
-    assert placed == first
+    assert placed.startswith(first.removesuffix("..."))
     assert len(losses) == 20
     for line in lines:
         if line != "...":

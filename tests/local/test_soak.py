@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import soak, soak_alone
 from benchmarks.soak_fault import ALONE
-from benchmarks.soak_scene import Hung, Scene, Told, Wrong
+from benchmarks.soak_scene import Hung, Scene, WorkerLog, Wrong
 
 WAITS = {  # for one or several deadlines of the job to pass: seconds each
     "another dtype",
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_seen(scene, line, instead, words):
     text = "\n".join([*LINES, "1 end same", "1 closed", ""])
     for rank in range(2):
         scene.log(rank).write_text(text)
-    whole = [Told.read(scene.log(rank)) for rank in range(2)]
+    whole = [WorkerLog.read(scene.log(rank)) for rank in range(2)]
     if line is None:
         return scene.check(whole)
     assert line in text
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
     with soak_alone.AloneScene(ALONE, 1) as scene:
         scene.attempt = 1
         scene.log(0).write_text("\n".join([*ALONE_LINES, "1 closed", ""]))
-        whole = scene.told()
+        whole = scene.logs()
         scene.log(0).write_text("\n".join([log.get(line, line) for line in ALONE_LINES]) + "\n")
         losses = {1: 2.0, 2: 4.0} | metrics
         scene.run.joinpath("metrics.jsonl").write_text(
@@ -163,7 +163,7 @@ def test_what_is_wrong_with_who_trains_alone_is_seen(log, metrics, words):
 def test_pieces_of_a_soak_make_one_table(tmp_path):
     path, faults = tmp_path / "soak.json", [soak.drawn(0, number) for number in range(3)]
     ends = [
-        soak.Ended(fault, how, ("a",), 1.5, 0.1, 2.0)
+        soak.Outcome(fault, how, ("a",), 1.5, 0.1, 2.0)
         for fault, how in zip(faults, ("went on", "hung", "failed"))
     ]
     for end in reversed(ends):

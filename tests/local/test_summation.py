@@ -221,7 +221,7 @@ def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
     here = threading.Barrier(2)
 
     def all_noticed():
-        return all(job.gone == {1} for one in made.reducers for job in one.jobs.values())
+        return all(job.lost_ranks == {1} for one in made.reducers for job in one.jobs.values())
 
     def work(rank, sums):
         here.wait()

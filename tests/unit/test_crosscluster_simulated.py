@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.crosscluster_known import Known
+from benchmarks.crosscluster_costs import HostCosts
 from benchmarks.crosscluster_lab import CPUS, ENVIRONMENTS, ETHERNET, Environment, Measured
 from benchmarks.crosscluster_losses import WITHIN, worst_difference
 from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec
@@ -17,7 +17,7 @@ from benchmarks.crosscluster_simulated import plan_of, predicted, shape_of
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 
-KNOWN = Known({2: 0.04, 4: 0.08}, {2: 0.01, 4: 0.02}, 2.0, 2e-9, 0.0)
+COSTS = HostCosts({2: 0.04, 4: 0.08}, {2: 0.01, 4: 0.02}, 2.0, 2e-9, 0.0)
 LAYOUT: dict[str, Any] = {"pp": 2, "dp": 2}
 
 
@@ -42,7 +42,7 @@ class Case:
     def seconds(self, **more: Any) -> float:
         """Of this run, with other values of its spec."""
         run: Any = replace(self, spec=replace(self.spec, **more))
-        return predicted(run, KNOWN).seconds
+        return predicted(run, COSTS).seconds
 
 
 def test_the_shape_is_the_models() -> None:
@@ -70,7 +70,7 @@ def test_what_is_not_predicted_is_refused() -> None:
         Case().seconds(stage_stores={"0": {"servers": ["h:1"]}})
 
 
-def test_computing_alone_is_what_was_known() -> None:
+def test_computing_alone_takes_the_measured_seconds() -> None:
     """On fast networks: the first stage's half of the layers, the pipeline's fill, the update."""
     seconds = Case(environment=ENVIRONMENTS["all InfiniBand"]).seconds()
     pass_s = 3 * (8 * 0.04 + 0.01)
@@ -97,7 +97,7 @@ def test_a_throttled_cluster_is_as_much_slower() -> None:
 def test_the_measured_seconds_of_an_update_count() -> None:
     """On fast networks nothing hides them: a second of each rank's half of a stage."""
     run: Any = Case(environment=ENVIRONMENTS["all InfiniBand"])
-    slow = replace(KNOWN, update=KNOWN.update + 1 / (shape_of(run.spec).params / 4))
+    slow = replace(COSTS, update=COSTS.update + 1 / (shape_of(run.spec).params / 4))
     assert predicted(run, slow).seconds == pytest.approx(run.seconds() + 1, rel=0.1)
 
 

@@ -1,7 +1,7 @@
 """The examples and the papers name commands, options and files that exist."""
 
 import ast
-import importlib.util
+import importlib
 import inspect
 import os
 import re
@@ -186,24 +186,3 @@ def test_python_in_the_docs_fits_the_code(page):
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_every_guide_has_an_example(page):
     assert any(block.kind == "sh" for block in example_of(page))
-
-
-def test_the_tables_of_options_are_made():
-    pytest.importorskip("mkdocs")
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    texts = [page.read_text() for page in GUIDES]
-    tables = [table for text in texts for table in generate.MARKER.findall(text)]
-    assert len(tables) >= 8
-    for text in texts:
-        assert "<!-- options" not in generate.option_tables(text)
-    with pytest.raises(ValueError, match="no surprise"):
-        generate.option_tables("<!-- options: Files | surprise -->")
-
-
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/rooms/*.md")), ids=lambda page: page.stem)
-def test_a_page_of_a_room_lists_files_that_have_a_docstring(page):
-    listed = re.findall(r"(?m)^\d+\. `[\w/]+\.py`$", page.read_text())
-    described = generate.described_files(page.read_text())
-    assert listed and all(f"{line}: " in described for line in listed)

@@ -48,9 +48,9 @@ def test_what_is_wrong_is_found(variant: Variant) -> None:
 
 
 def test_the_literal_switch_poisons_a_number() -> None:
-    """L10, as a story: what came twice is in the sum of another number."""
+    """L10: a packet that arrives twice is added to the sum of another number."""
     *steps, wrong = literal_trace()
     assert wrong == "the sum of 2 is wrong"
-    assert steps[-1] == "the end takes as 2: 2 of worker 0 + 0 of worker 1"
-    arrivals = [step for step in steps if step.startswith("0 of worker 1 comes to the switch")]
+    assert steps[-1] == "the end accepts 2: 2 of worker 0 + 0 of worker 1"
+    arrivals = [step for step in steps if step.startswith("the switch receives 0 of worker 1")]
     assert len(arrivals) == 2 and len(steps) == 11

@@ -9,29 +9,29 @@ import pytest
 
 from benchmarks.fanin_machines import LiteralSwitch
 from benchmarks.fanin_plain import PlainTable
-from benchmarks.fanin_random import Scene, Table, Weather, through
+from benchmarks.fanin_random import Faults, Scene, Table, send_through
 from roadtrain.errors import WireError
 from roadtrain.switch.switch_table import SwitchTable
 
-BAD = Weather(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
+BAD = Faults(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
 
 
 @pytest.mark.parametrize("table", [PlainTable, SwitchTable])
 @pytest.mark.parametrize("workers, window", [(2, 64), (3, 256)])
 def test_no_sum_is_wrong(table: type[Table], workers: int, window: int) -> None:  # Rule 1
-    found = through(table, 20_000, seed=1, workers=workers, window=window, weather=BAD)
+    found = send_through(table, 20_000, seed=1, workers=workers, window=window, faults=BAD)
     assert found.wrong == 0 and found.packets >= 20_000 and found.restarts > 0
     assert found.sums > 2_000
 
 
 def test_many_packets_through_the_compiled_table() -> None:  # Rule 1
-    found = through(SwitchTable, 100_000, seed=2, workers=4, window=512)
+    found = send_through(SwitchTable, 100_000, seed=2, workers=4, window=512)
     assert found.wrong == 0 and found.packets >= 100_000
 
 
 def test_what_is_not_lost_is_not_sent_again() -> None:
-    still = Weather(loss=0, repeated=0, late=0, very_late=0, restart=0)
-    found = through(PlainTable, 5_000, workers=2, window=64, weather=still)
+    still = Faults(loss=0, repeated=0, late=0, very_late=0, restart=0)
+    found = send_through(PlainTable, 5_000, workers=2, window=64, faults=still)
     assert found.wrong == 0 and found.resent == 0 and found.packets == 3 * found.sums
 
 

@@ -144,4 +144,4 @@ def test_check_rule_finds_a_wrong_kernel():
     wrong = Halving()
     wrong.wrong = True
     failures = check_rule(wrong, (0.1,), 1000).failures
-    assert any("reference" in f for f in failures) and any("cut" in f for f in failures)
+    assert any("reference" in f for f in failures) and any("split" in f for f in failures)

@@ -306,7 +306,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             ["simulate", "servers", "--model", "GPT-2", "--tp", "3"],
             "the cluster's 32 devices are not divisible",
         ),
-        (["reproduce", "luwwu"], "no paper is called 'luwwu'"),
+        (["reproduce", "luwwu"], "unknown paper 'luwwu'"),
     ],
 )
 def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,20 @@ def test_code_does_not_scroll_sideways(page):
         if code and not fence:
             lines.append(line)
     assert not [line for line in lines if len(line) > 78]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_of_options_are_made(page):
+    assert "<!-- options" not in generate.option_tables(page.read_text())
+
+
+def test_a_table_of_options_that_do_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no surprise"):
+        generate.option_tables("<!-- options: Files | surprise -->")
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/rooms/*.md")), ids=lambda page: page.stem)
+def test_a_page_of_a_room_lists_files_that_have_a_docstring(page):
+    listed = re.findall(r"(?m)^\d+\. `[\w/]+\.py`$", page.read_text())
+    described = generate.described_files(page.read_text())
+    assert listed and all(f"{line}: " in described for line in listed)

@@ -264,7 +264,7 @@ def test_the_lab_is_predicted(workers: int, of_racks: int) -> None:
     nbytes = 4 * sizes.elements
     assert found.seconds <= 1.2 * nbytes / 50e6
     assert len(found.bytes) == 4 + 2 * (of_racks if of_racks > 1 else 0)
-    slow = predict(workers, of_racks, 50e6, sizes=sizes, of=PacketSeconds(1e-3, 1e-3))
+    slow = predict(workers, of_racks, 50e6, sizes=sizes, costs=PacketSeconds(1e-3, 1e-3))
     assert slow.seconds == slow.processors > found.seconds == found.result.seconds
     for carried in found.bytes.values():
         assert carried * packets.PAYLOAD_NBYTES / FRAME == pytest.approx(nbytes, rel=0.01)

@@ -26,7 +26,7 @@ EVENTS: list[tuple[type, str]] = [
     (ServerStateMachine, "handle"),
     (CommitStateMachine, "on_committed"),
     (StageStateMachine, "ended"),
-    (Prefetcher, "asked"),
+    (Prefetcher, "request"),
     (RelayStateMachine, "handle"),
     (ReducerStateMachine, "arrived"),
     (MembershipStateMachine, "state"),

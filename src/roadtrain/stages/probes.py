@@ -17,7 +17,9 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from roadtrain.stages.findings import CardLink, Finding, LinkFault
 from roadtrain.stages.rank_meeting import half_open

@@ -1,10 +1,10 @@
-"""What is known of the lab of `crosscluster` before any of its rows runs, from two hosts of one
-cluster that do nothing else: seconds of a layer, of what is not in a layer, of an update, and of
-processors for each byte that is sent.
+"""Measure the costs of the lab's hosts for `crosscluster`, before its rows run: seconds of a layer,
+of the model's ends (all outside layers), of an update, and processor time per byte sent.
 
-    python -m benchmarks.crosscluster_known RANK SPEC.json...      (one process of the two)
+    python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
-Does NOT know pipelines, stages or the slow network.
+Uses two otherwise idle hosts of one cluster. Does NOT measure pipelines, stages or the slow
+network.
 """
 
 from __future__ import annotations
@@ -32,36 +32,39 @@ from roadtrain.stages.data_group import DataGroup
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 
 TIMES = 5
-SENT = 4 << 20  # elements each way
+SENT = 4 << 20  # elements sent each way
 FP32 = 4
-LEAST_S = 1e-6  # of a layer, however much the clock wavers
+LEAST_S = 1e-6  # lower bound of a layer's seconds, against clock jitter
 HOSTS = ("a0", "a1")
 
 
 @dataclass(frozen=True)
-class Known:
-    """On a host of CPUS processors. `layer`, `ends`: rows of a micro-batch -> seconds of the
-    forward of one layer, and of all that is in none."""
+class HostCosts:
+    """Measured costs of a host with CPUS processors. `layer`, `ends`: rows of a micro-batch ->
+    seconds of the forward of one layer, and of all that is outside layers.
+    """
 
     layer: dict[int, float]
     ends: dict[int, float]
     backward: float  # seconds of a backward over those of its forward
-    update: float  # seconds a parameter
-    touch: float  # seconds a byte that is sent, and a byte that arrives
+    update: float  # seconds per parameter
+    touch: float  # seconds per byte sent, and per byte received
 
 
-def known(network: Network, size: ModelSize, batches: Sequence[Batch], home: Path) -> Known:
-    """Measured on HOSTS of the network, by whose first cards they reach each other."""
+def measure_costs(
+    network: Network, size: ModelSize, batches: Sequence[Batch], home: Path
+) -> HostCosts:
+    """Measure on HOSTS of the network, which reach each other by their first cards."""
     home.mkdir(parents=True, exist_ok=True)
     hosts = [network.hosts[name] for name in HOSTS]
     for batch in batches:
-        spec = RunSpec("known", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
+        spec = RunSpec("costs", size, batch, master=f"{HOSTS[0]}-eth0", interface="eth0")
         spec.write(home / f"rows{batch.micro_rows}.json")
     specs = [str(home / f"rows{batch.micro_rows}.json") for batch in batches]
     processes: list[subprocess.Popen[str]] = []
     for rank, host in enumerate(hosts):
         host.set_cpus(START_CPUS)
-        words = [sys.executable, "-m", "benchmarks.crosscluster_known", str(rank), *specs]
+        words = [sys.executable, "-m", "benchmarks.crosscluster_costs", str(rank), *specs]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         processes.append(host.run(words, **pipes, text=True))
     try:
@@ -72,13 +75,13 @@ def known(network: Network, size: ModelSize, batches: Sequence[Batch], home: Pat
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = json.loads(_line(processes[0], "known"))
+        found = json.loads(_line(processes[0], "costs"))
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     layer, ends = ({int(rows): s for rows, s in found[what].items()} for what in ("layer", "ends"))
-    return Known(**{**found, "layer": layer, "ends": ends})
+    return HostCosts(**{**found, "layer": layer, "ends": ends})
 
 
 def _line(process: subprocess.Popen[str], what: str) -> str:
@@ -90,7 +93,7 @@ def _line(process: subprocess.Popen[str], what: str) -> str:
     raise RoadtrainError(f"a process that measures the lab ended with {process.wait()}")
 
 
-# in a process
+# in a measuring process
 
 
 def took(work: Callable[[], Any]) -> float:
@@ -100,8 +103,9 @@ def took(work: Callable[[], Any]) -> float:
 
 
 def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
-    """Seconds of a micro-batch's forward and of its backward through the whole model, whose
-    gradients a stage's optimizer takes."""
+    """Seconds of a micro-batch's forward and of its backward through the whole model, including the
+    hand-over of gradients to a stage's optimizer.
+    """
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
     optimizer.begin_step(TIMES + 1)
@@ -119,7 +123,7 @@ def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
 
 
 def update_s(size: ModelSize, batch: Batch) -> float:
-    """Seconds a parameter of a stage's optimizer that is alone."""
+    """Seconds per parameter of an update by a stage's optimizer with no other rank."""
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
     seconds = []
@@ -137,8 +141,7 @@ def update_s(size: ModelSize, batch: Batch) -> float:
 
 
 def touch_s() -> float:
-    """Seconds of this process's processors for a byte that it sends or gets, sums of gradients
-    included."""
+    """Processor seconds of this process per byte sent or received, sums of gradients included."""
     group = DataGroup(distributed.group.WORLD, torch.device("cpu"))
     own, other = torch.zeros(2 * SENT), torch.zeros(2 * SENT)
     seconds = []
@@ -151,8 +154,8 @@ def touch_s() -> float:
     return median(seconds[1:]) / (2 * SENT * FP32)
 
 
-def measured(rank: int, specs: Sequence[RunSpec]) -> Known | None:
-    """None of the rank that only answers."""
+def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
+    """Return the costs on rank 0, None on the rank that only answers."""
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://{specs[0].master}:{specs[0].port}",
@@ -160,7 +163,7 @@ def measured(rank: int, specs: Sequence[RunSpec]) -> Known | None:
         world_size=len(HOSTS),
         timeout=timedelta(seconds=300),
     )
-    touch = touch_s() / CPUS  # of the seconds of a host that has so few
+    touch = touch_s() / CPUS  # a host with CPUS processors takes so much longer
     if rank:
         return None
     layer, ends, ratios, size = dict[int, float](), dict[int, float](), [], specs[0].model
@@ -172,7 +175,7 @@ def measured(rank: int, specs: Sequence[RunSpec]) -> Known | None:
         layer[rows] = min(max(more, LEAST_S), whole[0] / size.layers)
         ends[rows] = max(0.0, whole[0] - size.layers * layer[rows])
         ratios.append(whole[1] / whole[0])
-    return Known(layer, ends, median(ratios), update_s(fewer, specs[0].batch), touch)
+    return HostCosts(layer, ends, median(ratios), update_s(fewer, specs[0].batch), touch)
 
 
 def main() -> None:
@@ -182,8 +185,8 @@ def main() -> None:
     sys.stdin.readline()
     found = measured(int(rank), [RunSpec.read(Path(path)) for path in paths])
     if found is not None:
-        print("known", json.dumps(dataclasses.asdict(found)), flush=True)
-    sys.stdin.readline()  # until it is ended
+        print("costs", json.dumps(dataclasses.asdict(found)), flush=True)
+    sys.stdin.readline()  # until the parent kills this process
 
 
 if __name__ == "__main__":

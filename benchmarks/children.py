@@ -1,6 +1,7 @@
-"""A measurement in a process of its own, or in several: what they found, and the most memory they
-had resident; servers beside them. Does NOT import torch: the process that waits counts too where
-all processes are asked for.
+"""Run a measurement in a process of its own, or in several, and read its result and peak memory.
+
+Also starts servers beside it. Does NOT import torch: some benchmarks count the memory of the
+waiting process too.
 """
 
 from __future__ import annotations
@@ -22,20 +23,28 @@ from roadtrain.errors import FullError, RoadtrainError
 from roadtrain.units import show_bytes
 
 
-def apart(
+def run_child(
     module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
 ) -> dict[str, Any]:
-    """What `python -m module ARGS --json FILE` wrote to FILE, run with `env` beside our own
-    environment. `echo`: what it prints appears, instead of being kept. Raises RoadtrainError
-    with its last words."""
-    return together(module, args, [env or {}], echo=echo)[0]
+    """Run `python -m module ARGS --json FILE` and return what it wrote to FILE.
+
+    Args:
+        env: added to this process's environment
+        echo: show the child's output instead of capturing it
+
+    Raises:
+        RoadtrainError: the child failed; the message ends with its last output
+    """
+    return run_children(module, args, [env or {}], echo=echo)[0]
 
 
-def together(
+def run_children(
     module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
 ) -> list[dict[str, Any]]:
-    """As `apart`, one process for each of `envs`, at the same time. When one fails the others
-    are killed."""
+    """Run the module once for each of `envs`, at the same time, and return all results.
+
+    The arguments are those of `run_child`. When a process fails, the others are killed.
+    """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
         logs = [Path(name) / f"log{i}" for i in range(len(envs))]
@@ -61,12 +70,12 @@ def together(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-        # those that were killed, too: the first one says why
+        # includes the killed processes; the first in the list tells the cause
         bad = [i for i, p in enumerate(running) if p.returncode]
         if bad:
-            said = "\n".join(logs[i].read_text()[-2000:] for i in bad)
+            output = "\n".join(logs[i].read_text()[-2000:] for i in bad)
             raise RoadtrainError(
-                f"{' '.join(command[2:])} ended with {running[bad[0]].returncode}: {said}"
+                f"{' '.join(command[2:])} ended with {running[bad[0]].returncode}: {output}"
             )
         return [json.loads(out.read_text()) for out in outs]
 
@@ -77,7 +86,7 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """What this process has resident now (VmRSS)."""
+    """Resident memory of this process now (VmRSS)."""
     return _memory("VmRSS")
 
 
@@ -89,14 +98,16 @@ def _memory(key: str) -> int:
 
 
 def forget_peak() -> None:
-    """From now on `peak_bytes` is the most since now."""
+    """Reset the peak, so that `peak_bytes` counts from now on."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
 def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
-    """The addresses of `count` servers on this host, each a process with a store below
-    `directory`; ended after."""
+    """Run `count` servers on this host and yield their addresses.
+
+    Each is a process with its store below `directory`, terminated at the end of the block.
+    """
     processes = []
     try:
         logs = [directory / f"server{i}.log" for i in range(count)]
@@ -127,18 +138,18 @@ def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
 
 
 def _address(process: subprocess.Popen[Any], log: Path) -> str:
-    """HOST:PORT out of the line that a server prints when it listens."""
-    while not (said := re.search(r" at (\S+:\d+), at most", log.read_text())):
+    """Wait for the line that a listening server prints, and return its HOST:PORT."""
+    while not (found := re.search(r" at (\S+:\d+), at most", log.read_text())):
         if process.poll() is not None:
             raise RoadtrainError(
                 f"a server ended with {process.returncode}: {log.read_text()[-2000:]}"
             )
         time.sleep(0.05)
-    return said[1]
+    return found[1]
 
 
 def need_disk(directory: Path, nbytes: int) -> None:
-    """Raises FullError before anything is written where `nbytes` would not fit."""
+    """Raise FullError if `directory` has fewer than `nbytes` free."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise FullError(
