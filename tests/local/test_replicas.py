@@ -207,7 +207,7 @@ def test_two_dead_servers_are_refused_and_named(cluster):
         three.back(number)
     running = three.start(4)
     assert set(running.join()) == {3}
-    assert "not by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
+    assert "held by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
         running.errors()
     )
 
