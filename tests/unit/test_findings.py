@@ -408,9 +408,9 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
     )
     assert preflight_command.launch_among(["a", "b"], 7).rank == 1
     assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
-    with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
+    with pytest.raises(ConfigError, match=r"on host b, the name c resolves to 127.0.1.1"):
         preflight_command.launch_among(["a", "b", "c"], 7)
-    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) matches 0 of a"):
+    with pytest.raises(ConfigError, match=r"must name host b \(10.1.0.2\) once, not 0"):
         preflight_command.launch_among(["a"], 7)
 
 
