@@ -281,9 +281,7 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(
-            f"this side has {have[0]}, the peer has {have[1]}", hint="use the same token"
-        )
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
         raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")
