@@ -877,7 +877,7 @@ SPOILED = {
     "a goodbye too early": (
         pack_head(Head(2, 0, 0, 0, 7, 0)),
         WireError,
-        "after 7 frames, 0 received",
+        "counts 7 frames, 0 arrived",
     ),
     "a goodbye with a payload": (
         pack_head(Head(2, 0, 0, 9, 0, 0)),
