@@ -30,7 +30,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
 
 PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so rows are aligned for vector kernels
-# elements: one page of a 2-byte dtype, so direct I/O can address the middle of a block
+# elements: they fill a page in a 2-byte dtype, so direct I/O can address each run of a block
 RUN_ALIGN = 2048
 SEGMENT = 1 << 16  # elements of a partial sum; every chunk size is a multiple of SEGMENT
 MAX_CHUNK = 1 << 20  # elements

@@ -1604,7 +1604,10 @@ def meeting(nbytes: int, metadata: bytes) -> bytes:
 
 
 MEETINGS = {
-    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0)), "does not use RDMA: its first bytes are b'RTfr"),
+    "a frame of TCP": (
+        pack_head(Head(0, 1, 0, 0, 0)),
+        "does not use RDMA: its first bytes are b'RTfr",
+    ),
     "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, at most {64 * KIB} are"),
     "metadata that is none": (meeting(100, bytes(100)), "NIXL loadRemoteMD"),
     "metadata with a flipped bit": (

@@ -81,7 +81,7 @@ def test_a_token_that_others_can_read_or_change_is_refused(token, mode):
     assert token_of(str(token)) == SECRET
     token.chmod(mode)
     with pytest.raises(
-        ConfigError, match=rf"by others .mode {mode:o}, 600[^\n]*\n?hint: chmod 600"
+        ConfigError, match=rf"the token in .* .mode {mode:o}, at most 600[^\n]*\n?hint: chmod 600"
     ):
         token_of(str(token))
 

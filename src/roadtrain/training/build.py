@@ -81,7 +81,7 @@ def build_config(job: Job) -> Any:
 def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
     try:
         config = make(name, **own)
-    except Exception as cause:  # configs raise errors of various classes
+    except Exception as cause:  # the configs of transformers raise errors of various classes
         why = " ".join(str(cause).split())
         raise ConfigError(f"transformers does not accept the config of {name}: {why}") from cause
     if type(config) not in need("transformers", "hf").MODEL_FOR_CAUSAL_LM_MAPPING:

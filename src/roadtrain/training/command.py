@@ -21,7 +21,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     Raises RoadtrainError.
 
     Args:
-        new_store: accept the store that is found, or create one, even if it is not the run's own
+        new_store: train with the store that is found, or a new one, even if the run had another
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)

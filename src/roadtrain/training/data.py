@@ -27,7 +27,7 @@ import torch
 from roadtrain.errors import ConfigError
 
 PIECES = 64
-SEPARATOR = b"\0"  # between files, if tokens are bytes
+SEPARATOR = b"\0"  # token between two files, if tokens are bytes
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]")
 _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -31,7 +31,7 @@ from roadtrain.transport.address import tls_of, token_of
 # (true if the keys are in conflict, the error message, the hint)
 Conflict = tuple[object, str, str]
 SECRETS = ("token_file", "ca", "cert", "key")  # files that may exist only on the job's hosts
-RETRY_S = 120.0  # servers may still be starting
+RETRY_S = 120.0  # seconds to retry a connection, because servers may still be starting
 
 
 def check(job: Job) -> None:
@@ -135,10 +135,8 @@ def _delay_of(job: Job) -> Delay | None:
 
 
 def _promise(job: Job) -> int | None:
-    """Return the number of backward passes per step, or None if gradients are scaled after them.
-
-    place() begins updates during the last backward pass if it is given the number.
-    """
+    """Return the number of backward passes per step, with which place() begins updates during the
+    last backward pass. Return None if gradients are scaled after the last backward pass."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 

@@ -73,7 +73,7 @@ def peak() -> int:
     """Return the peak resident memory of this process in bytes, including code of libraries."""
     if _PROC.exists():
         return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may include the parent's
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may count the parent
 
 
 def _set(nbytes: int, most: int) -> None:

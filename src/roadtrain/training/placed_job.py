@@ -98,7 +98,7 @@ class PlacedJob:
 
         def before(loss: float) -> None:
             nonlocal norm
-            if late == 1:  # the norm of the previous step: this step's would have to be waited for
+            if late == 1:  # the previous step's norm, because this step's norm is not known yet
                 norm = optimizer.grad_norm()
             if words is not None:
                 words.send(loss, tokens_of(self.job), stop.why())

@@ -241,9 +241,9 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 
 
 def unused(job: Job) -> list[str]:
-    """Return the keys of [store] and [servers] that are set. They have no effect in a job with
-    stages: the state of a stage is in the memory of its ranks, or where parallelism.placements
-    puts it."""
+    """Return the keys of [store] and [servers] that are set, although they have no effect in a job
+    with stages. The state of a stage is in the memory of the stage's ranks, or in the place that
+    parallelism.placements names."""
     plain = job.changed({"store": {}, "servers": {}})
     return [
         f"{section}.{key}"

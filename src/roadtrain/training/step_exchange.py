@@ -17,7 +17,7 @@ from typing import Any
 from roadtrain.errors import WireError
 from roadtrain.training.stop import INTERRUPTED
 
-WORD = struct.Struct("<dqB")  # loss, tokens, an index into STOPS
+WORD = struct.Struct("<dqB")  # a worker's data of a step: loss, tokens, an index into STOPS
 STOPS = ("", "another worker was interrupted", "another worker's minutes are over")
 
 
@@ -26,7 +26,7 @@ class GlobalStep:
     """The results of a step, summarized over all workers."""
 
     loss: float  # mean over the workers
-    tokens: int  # sum
+    tokens: int  # sum over the workers
     why: str  # why a worker asked to stop; "" if no worker did
 
 
@@ -37,7 +37,7 @@ class StepExchange:
         optimizer: The worker's placed optimizer.
 
     Attributes:
-        lag: The data of a step can be received this many steps later; 0 without a delay.
+        lag: The number of steps after which the data of a step is received; 0 without a delay.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -144,8 +144,8 @@ def _step(job: Job, totals: Totals) -> str:
 
 
 def resume_command(summary: Summary, typed: str) -> str:
-    """Return the command that continues the run: `typed`, or a `roadtrain launch` command if the
-    run was started by it."""
+    """Return the command that continues the run: a `roadtrain launch` command if `roadtrain launch`
+    has started the run, otherwise `typed`."""
     name = os.environ.get(LAUNCHED_AS)
     if not name:
         return typed

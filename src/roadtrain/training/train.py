@@ -24,8 +24,8 @@ from roadtrain.training.summary import Summary, Totals
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step to run.steps. `program` is the beginning of the
-    command to continue that the table at the end shows. Raises RoadtrainError."""
+    """Train `job` from its last committed step to run.steps, and show a table at the end. `program`
+    is the command that starts roadtrain, which the table shows. Raises RoadtrainError."""
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
         stop = Stop(job.run.minutes)  # run.minutes begin now
@@ -58,7 +58,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 now = time.perf_counter()
                 line = record.line(job, run.steps_done, now - then)
                 then = now
-                with undone_on_error(run.abandon):  # no step is committed without its line
+                with undone_on_error(run.abandon):  # never commit a step without its line
                     metrics.append(line)
                 show(line)
                 totals.add(line, record.resident)

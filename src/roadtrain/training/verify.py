@@ -140,7 +140,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.root_params = len(parts.root.params)
         runs = [run for block in self.table.blocks for run in block.runs]
         at = {span.param: span.start for run in runs for span in run.spans}
-        self.all: list[_RefParam] = []  # in the order of table.params
+        self.all: list[_RefParam] = []  # all parameters, in the order of table.params
         params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         for i, (p, spec) in enumerate(zip(params, self.table.params, strict=True)):
             rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)

@@ -90,7 +90,7 @@ class Common:
 
 
 DEFAULTS = Common()
-NO_LANGUAGE = bytes(16)  # for frames other than those of roadtrain's nodes
+NO_LANGUAGE = bytes(16)  # the language of links that do not carry roadtrain's own messages
 
 
 class Greeting(NamedTuple):
@@ -255,7 +255,7 @@ def _rest_of_greeting(
     if magic != MAGIC:
         raise WireError(f"the peer is not roadtrain: its first bytes are {beginning!r}")
     if version != ours.version:
-        # closing with unread bytes may reset the connection before our greeting is read
+        # closing with unread bytes could reset the connection before the peer has read our greeting
         with contextlib.suppress(OSError):
             sock.settimeout(0.1)
             sock.recv(GREETING.size)

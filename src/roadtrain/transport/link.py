@@ -121,7 +121,7 @@ class Head(NamedTuple):
     nbytes: int
     sequence: int
     header_sum: int = 0  # xxh3_64; 0 if checksums are off
-    payload_sum: int = 0  # likewise
+    payload_sum: int = 0  # xxh3_64; 0 if checksums are off
 
 
 def sealed(raw: bytes) -> bytes:

@@ -31,7 +31,7 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import Channel
 
 MAX_PENDING = 128
-AGAIN_S = 0.1  # pause after accept has failed
+AGAIN_S = 0.1  # pause after a failed accept
 SHORT_S = 10.0  # minimum time between two reports that the host lacks descriptors or threads
 LINES, WINDOW_S = 10, 60.0  # LINES: most reports of refused connections in WINDOW_S seconds
 LOOK_S = 1.0  # interval of checks whether a number of dropped lines must be reported
@@ -177,7 +177,7 @@ class Listener:
                 self._pending[thread] = sock, where[0] if where else ""
                 try:
                     thread.start()
-                # the host has no more threads: refuse this connection, but keep listening
+                # the host can start no more threads: refuse this connection, but keep listening
                 except RuntimeError as error:
                     del self._pending[thread]
                     sock.close()

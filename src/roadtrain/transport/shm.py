@@ -42,14 +42,14 @@ from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
 from roadtrain.units import MIB
 
-RING_BYTES = 4 * MIB  # per direction; small enough for the CPU cache
+RING_BYTES = 4 * MIB  # bytes of each ring; small enough for the CPU cache
 # most bytes that are published at once: the reader copies a piece while the writer copies the next
 PIECE = MIB
 _CONTROL = 4096  # bytes before the rings, which hold the words of both control blocks
 _MEMORY_BYTES = _CONTROL + 2 * RING_BYTES
 # indices of the words (8 bytes) in a ring's control block; each word has its own cache line
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32
-_EVENTS = 4  # "data" and "space" of each ring
+_EVENTS = 4  # number of eventfds: each ring has one for "data" and one for "space"
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 

@@ -182,7 +182,7 @@ class FrameStream:
         for number, thread in enumerate(self._threads):
             try:
                 thread.start()
-            # the host has no more threads: end the link and notify its owner
+            # the host can start no more threads: end the link and notify its owner
             except RuntimeError as error:
                 with self._lock:
                     self._alive -= len(self._threads) - number

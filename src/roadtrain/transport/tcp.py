@@ -47,10 +47,10 @@ from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
-TCP_RTO_MAX_MS = 44  # Linux 6.15; not yet in the socket module
+TCP_RTO_MAX_MS = 44  # a socket option since Linux 6.15, which Python's socket module lacks
 _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
-TLS_PIECE = 256 * KIB  # bytes per call while holding the lock of a TLS connection
+TLS_PIECE = 256 * KIB  # most bytes of a call that holds the lock of a TLS connection
 TICK_S = 1  # seconds after which a blocked call returns, to check that the other host answers
 # On a link slower than SLOW bytes per second, at most UNSENT bytes are queued in the kernel.
 UNSENT, SLOW = 256 * KIB, 16e6

@@ -54,7 +54,7 @@ MEETING = struct.Struct("<8sQI32s")
 COUNTS = struct.Struct("<QQ")
 COUNTS_NBYTES = COUNTS.size + SUM.size
 MAX_METADATA = 64 * KIB
-RING, PIECE = 4 * MIB, MIB  # a piece is written while the previous one is read
+RING, PIECE = 4 * MIB, MIB  # the sender writes a piece while the receiver reads the piece before
 # interval at which NIXL's thread polls in addition to events; the default 0 keeps a core busy
 PROGRESS_US = 10_000
 POLL_S = 20e-6

@@ -107,7 +107,7 @@ def _libbpf() -> ctypes.CDLL:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
         raise BpfError("libbpf.so.1 is not installed") from None
-    lib.libbpf_set_print(None)  # otherwise it writes to stderr
+    lib.libbpf_set_print(None)  # otherwise libbpf prints to stderr
     pointers = ("open_file", "find_map_by_name", "find_program_by_name")
     for name in pointers:
         getattr(lib, f"bpf_object__{name}").restype = ctypes.c_void_p

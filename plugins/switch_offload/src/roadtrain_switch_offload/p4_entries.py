@@ -15,7 +15,7 @@ from typing import Any
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.switch.options import MOST_CHILDREN
 
-SLOTS, JOBS = 4096, 64  # numbers of slots and of jobs in switch.p4, by default
+SLOTS, JOBS = 4096, 64  # default numbers of slots and jobs in switch.p4
 CHILDREN_EACH = 64  # multicast instances per job
 
 Entry = dict[str, Any]
@@ -26,8 +26,8 @@ class P4Neighbour:
     """A node at a port of the switch: the job's parent or a child."""
 
     port: int  # port of the switch
-    mac: str  # aa:bb:cc:dd:ee:ff
-    host: str  # IPv4
+    mac: str  # MAC address of the node, as aa:bb:cc:dd:ee:ff
+    host: str  # IPv4 address of the node
     udp: int  # UDP port of the node
 
 

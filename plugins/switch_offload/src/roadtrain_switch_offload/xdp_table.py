@@ -21,7 +21,7 @@ from roadtrain.transport.tcp import Address
 from roadtrain_switch_offload.bpf_object import BpfError, BpfObject
 from roadtrain_switch_offload.next_hop import hardware_address, ipv4, neighbour, next_hop
 
-MOST_JOBS = 64  # per device
+MOST_JOBS = 64  # most jobs of a device
 LOOK_S = 1.0  # seconds between two lookups of the parent's hardware address
 XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
 UDP_HEADER = struct.Struct("!HHHH")  # source and destination port, bytes, checksum
@@ -132,7 +132,7 @@ class XdpTable:
         self.look()
         self._table: int | None = (
             self._begin()
-        )  # last, so that an earlier failure leaves nothing behind
+        )  # done last, so that an earlier failure leaves nothing in the kernel
 
     def _begin(self) -> int:
         """Make the kernel's table and register the job. Returns the descriptor of the table."""
