@@ -42,8 +42,8 @@ class Tokens:
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Read and tokenize all files. Raises ConfigError for a path without text files, or too
-        little text for a batch."""
+        """Read and tokenize all files. Raises ConfigError for a path without text files, or if the
+        file of the tokenizer does not exist."""
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":

@@ -28,8 +28,8 @@ _UNCOMMITTED_AT_MOST = 16
 
 
 class Metrics:
-    """An open metrics file. Invariant: the file has a line for each of some consecutive steps, the
-    last of which is `done`."""
+    """An open metrics file. Invariant: the steps of its lines are consecutive, and the last line is
+    of step `done`."""
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
@@ -147,7 +147,7 @@ def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
 
 
 def committed_by(path: Path) -> int:
-    """Return the latest step that must be committed, given the lines of the file; -1 for none.
+    """Return the latest step that is certainly committed according to the file; -1 for none.
 
     The line of step N is written only after step N - k was committed (`Worker.end_step` waits for
     this), where k is 2, or the staleness if that is larger. If lines have a number

@@ -55,9 +55,9 @@ class Receiver(Protocol):
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         """Return a writable buffer of exactly `nbytes` for a payload.
 
-        Frames call it in the order in which they were sent, one call at a time, except frames with
-        an empty payload. It may block, which slows the sender down (back-pressure), but must return
-        or raise soon after the link has ended.
+        Called for each frame with a payload that is not empty, in the order in which frames were
+        sent, one call at a time. It may block, which slows the sender down (back-pressure), but
+        must return or raise soon after the link has ended.
         """
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:

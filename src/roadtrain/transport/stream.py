@@ -140,8 +140,8 @@ class FrameStream:
     """A link over channels.
 
     Attributes (guarded by `_lock`, except `_moved`):
-        _accepted: The number of frames for which `room` was called. Frames count from 0, so this is
-            also the sequence number of the frame for which `room` is called next.
+        _accepted: The number of frames that have a buffer for their payload. Frames count from 0,
+            so this is also the sequence number of the frame for which `room` is called next.
         _delivered: The number of frames for which `arrived` was called, or is being called.
             Invariant: `_delivered <= _accepted <= _delivered + WINDOW`.
         _ready: Frames that are received but not delivered, by sequence number.
