@@ -1,4 +1,4 @@
-"""Training of models that are larger than the accelerator's memory:
+"""Training of models that are larger than the accelerator's memory. Start with
 `roadtrain.place(model, optimizer, store=...)`."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, since importing torch takes a second."""
+    """Import a public name when it is first used, because importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'roadtrain' has no attribute {name!r}")
     module = __import__(_HOMES[name], fromlist=[name])

@@ -1,4 +1,4 @@
-"""`python -m roadtrain` is the `roadtrain` command."""
+"""`python -m roadtrain` runs the `roadtrain` command."""
 
 import sys
 

@@ -1,20 +1,20 @@
-"""The layout of a model's parameters: blocks of flat runs, cut into chunks that are transferred and
-stored.
+"""The layout of a model's parameters: each block consists of flat runs, and each run is cut into
+chunks, which are transferred and stored.
 
 The parameters of a block are laid out flat. Parameters that share dtype, trainability and optimizer
-parameter group form one *run*; each starts at a multiple of PARAM_ALIGN elements, and the run is
-padded to RUN_ALIGN. A chunk is a contiguous piece of one run, so it has one dtype and one set of
-hyperparameters. Chunks are cut on a grid that does not depend on the chunk size (SEGMENT divides
-every chunk size), so sums over segments are the same for every chunk size (Rule 1). Padding is zero
-and so are its gradients.
+parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements, and the
+run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A chunk is a
+contiguous piece of one run, so all its elements have the same dtype and hyperparameters. Every
+chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every chunk size
+(Rule 1).
 
-A chunk is stored as one *record*: [weights | state]. A pull returns the weights part. The state
-part holds everything else that the update rule needs: the fp32 master copy if the weights are not
-fp32, the state arrays, and the scalars (float64, one row per parameter span). A frozen chunk has no
-state part.
+A chunk is stored as a *record*: [weights | state]. A pull returns the weights part. The state part
+holds everything else that the update rule needs: the fp32 master copy if the weights are not fp32,
+the state arrays, and the scalars (float64, one row per parameter span). The record of a frozen
+chunk has no state part.
 
-Assumes that parameter names are unique and that each parameter belongs to one block. Does not use
-files, tensors or devices.
+Assumes that parameter names are unique and that each parameter belongs to one block. This module
+does not use files, tensors or devices.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
 
 PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so rows are aligned for vector kernels
-# elements: one page of a 2-byte dtype, so direct I/O can address the middle of a block
+# elements: they fill a page in a 2-byte dtype, so direct I/O can address each run of a block
 RUN_ALIGN = 2048
-SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a multiple of it
+SEGMENT = 1 << 16  # elements of a partial sum; every chunk size is a multiple of SEGMENT
 MAX_CHUNK = 1 << 20  # elements
 PAGE = 4096  # bytes: direct I/O needs offsets, lengths and addresses that are multiples of this
 
-# the numpy dtype that holds each dtype; 16-bit floats are held as uint16
+# the numpy dtype in which values of each dtype are kept; 16-bit floats are kept as uint16
 NUMPY = {
     "fp32": "f4",
     "bf16": "u2",
@@ -55,8 +55,8 @@ TRAINABLE = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the model names it. `group` is its index among the optimizer's parameter
-    groups, -1 if it is in none."""
+    """A parameter of the model. `group` is the index of the optimizer's parameter group that
+    contains the parameter, or -1 if no group contains it."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,8 +71,11 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """A slice of a parameter inside a run or chunk: elements [start, stop) there are elements
-    [origin, origin + stop - start) of parameter `param`, an index into ChunkTable.params."""
+    """A slice of a parameter inside a run or a chunk.
+
+    Elements [start, stop) of the run or chunk are elements [origin, origin + stop - start) of the
+    parameter. `param` is the index of the parameter in ChunkTable.params.
+    """
 
     param: int
     start: int
@@ -82,12 +85,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """The parameters of one block that share dtype, group and trainability. `offset`: its first
-    byte in the block's pull buffer; `push_offset`: its first byte in the block's push buffer, if
-    it is trainable."""
+    """The parameters of one block that share dtype, parameter group and trainability.
+
+    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is its
+    offset in the block's push buffer, which contains trainable runs only.
+    """
 
     block: int
-    index: int  # its position among the block's runs
+    index: int  # position of the run among the block's runs
     dtype: str
     group: int
     trainable: bool
@@ -99,11 +104,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk(Run):
-    """A piece of the run with the same `index`. All inherited fields describe the piece. `start`:
-    the piece's first element in that run."""
+    """A contiguous piece of a Run. The fields `numel`, `offset`, `push_offset` and `spans` describe
+    the piece. The other inherited fields, such as `index`, have the same values as in the run."""
 
-    id: int
-    start: int
+    id: int  # position in ChunkTable.chunks
+    start: int  # position in the run of the chunk's first element
 
     @property
     def weights_nbytes(self) -> int:
@@ -111,8 +116,8 @@ class Chunk(Run):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """The (param, start, stop) pieces of the chunk, cut at every SEGMENT of the run: the grid
-        of partial sums, in flat order."""
+        """The pieces of parameters over which partial sums are formed, as (param, start, stop), in
+        flat order. The chunk's spans are cut at every multiple of SEGMENT in the run."""
         out = []
         for span in self.spans:
             at = span.start
@@ -125,9 +130,11 @@ class Chunk(Run):
 
 @dataclass(frozen=True)
 class Block:
-    """A block of the model. `params`: indices of its parameters in ChunkTable.params, including
-    parameters without elements, which are in no run. `pull_nbytes`, `push_nbytes`: sizes of the
-    flat buffers of its parameters and of its gradients, padded to pages.
+    """A block of the model.
+
+    `params` are the indices of the block's parameters in ChunkTable.params, including parameters
+    without elements, which are in no run. `pull_nbytes` and `push_nbytes` are the sizes of the flat
+    buffers of the block's parameters and of its gradients, in bytes, padded to pages.
     """
 
     index: int
@@ -145,8 +152,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte offsets in a chunk's record. Every part starts on a page. `master` is 0 if the weights
-    part is itself the fp32 master copy."""
+    """The layout of a chunk's record. `master`, `arrays` and `scalars` are byte offsets of parts of
+    the record. Every part starts on a page. `master` is 0 if the weights part is the fp32 master
+    copy."""
 
     weights_nbytes: int  # padded to pages
     state_nbytes: int  # padded to pages
@@ -161,8 +169,10 @@ class Record:
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
     """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and
-    `n_scalars` scalars per parameter span. With staleness 1 the weights part is one update behind
-    the master copy, so that both of the last two versions can be pulled.
+    `n_scalars` scalars per parameter span.
+
+    With a staleness, the weights part is one update older than the master copy, so that the last
+    two versions can be pulled. Then the record has a master copy even if the weights are fp32.
     """
     weights = round_up(chunk.weights_nbytes, PAGE)
     if not chunk.trainable:
@@ -177,7 +187,7 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """All blocks of a model: block 0 is the root block (it may be empty), followed by the others
+    """All blocks of a model. Block 0 is the root block, which may be empty. The other blocks follow
     in module order."""
 
     blocks: tuple[Block, ...]
@@ -189,12 +199,14 @@ class ChunkTable:
     def build(
         blocks: Iterable[tuple[str, Sequence[ParamSpec]]], chunk_elements: int = MAX_CHUNK
     ) -> ChunkTable:
-        """Lay out `blocks`, pairs of a name and parameters, root block first. Raises ConfigError
-        for a chunk size off the grid, a trainable parameter of a dtype that cannot be updated, or
-        a parameter name that appears twice."""
+        """Lay out `blocks`, pairs of a block's name and its parameters. The root block is first.
+
+        Raises ConfigError if the chunk size is not a multiple of SEGMENT, if a trainable parameter
+        has a dtype that cannot be updated, or if a parameter name appears twice.
+        """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
-                f"chunk_elements is {chunk_elements}, not a multiple of {SEGMENT}",
+                f"chunk_elements is {chunk_elements}, must be a multiple of {SEGMENT}",
                 hint=f"choose a multiple of {SEGMENT}, at most {MAX_CHUNK}",
             )
         out: list[Block] = []
@@ -216,8 +228,8 @@ class ChunkTable:
         return tuple(c for c in self.chunks if c.trainable)
 
     def fingerprint(self) -> str:
-        """Hash names, shapes and trainability. The hash does not depend on the chunk size, the
-        dtype of the weights or the number of directories."""
+        """Return a hash of the names, shapes and trainability of all parameters. The hash does not
+        depend on the chunk size, the dtypes or the number of directories."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
         body = [
             [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]
@@ -286,7 +298,8 @@ def _lay_out(
 
 
 def cut_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the parts of `spans` inside [start, stop), relative to `start`."""
+    """Return the parts of `spans` that are inside [start, stop), with positions relative to
+    `start`."""
     return tuple(
         Span(
             s.param,

@@ -1,10 +1,10 @@
 """The `roadtrain` command line: find the function of a command, parse its options and call it.
 
-A command is a typed function. The first paragraph of its docstring is printed by `--help`, and its
-options are listed under `Args:`. Both are read from the source, and a module is imported only when
-its command runs, so help and usage errors do not wait for torch to be imported
-(docs/decisions/0029). A RoadtrainError is printed as one message; the exit code is 2, or 3 if
-another process failed and the same command may be run again.
+A command is a function with type annotations. `--help` prints the first paragraph of the function's
+docstring and the options listed under `Args:`. Both are read from the source file, and a module is
+imported only when its command runs, so help and usage errors do not wait for the import of torch
+(docs/decisions/0029). A RoadtrainError is printed as a message without a traceback. The exit code
+is 2, or 3 if another process failed and repeating the command may succeed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,20 @@ REFUSED, PEER_FAILED = 2, 3  # exit codes for a RoadtrainError
 
 @dataclass(frozen=True)
 class Command:
-    """A command and its target, a function that returns an exit code or None."""
+    """A command of the command line.
 
-    target: str  # module:function
-    words: tuple[str, ...] = ()  # its positional arguments; [WORD] is optional
-    job_keys: bool = False  # it also accepts every key of a job, passed as `overrides`
-    # index of the job file in `words`, which is checked before torch is imported; -1: none
+    Attributes:
+        target: The function that runs the command, as module:function. It returns an exit code or
+            None.
+        words: Names of the positional arguments. [WORD] is optional.
+        job_keys: Whether every key of a job is an option too. These are passed as `overrides`.
+        job_word: The index in `words` of the job file, which is checked before torch is imported;
+            -1 if the command has no job file.
+    """
+
+    target: str
+    words: tuple[str, ...] = ()
+    job_keys: bool = False
     job_word: int = -1
 
     @property
@@ -45,7 +53,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Option:
-    kind: type  # bool, int, float or str; a bool takes no value
+    """An option of a command. `text` is its help."""
+
+    kind: type  # bool, int, float or str; a bool option takes no value
     text: str
 
 
@@ -82,7 +92,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so `| tee log` shows each step when it ends
+        sys.stdout.reconfigure(line_buffering=True)  # so that `| tee log` shows lines at once
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except RoadtrainError as error:
@@ -98,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Run a command like main, but raise errors instead of printing them."""
+    """Run the command `args` and return its exit code, like main, but raise errors."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -116,7 +126,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the job file before the command's module, and with it torch, is imported. Raises
+    """Check the job file, if the command has one, before the command's module imports torch. Raises
     ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic
@@ -124,7 +134,7 @@ def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) ->
 
 
 def _named(args: list[str]) -> tuple[str, list[str]]:
-    """Split off the command's name, which may be two words. Returns it and the other arguments."""
+    """Split `args` into the command's name, which may have two words, and the other arguments."""
     length = 2 if any(command.startswith(f"{args[0]} ") for command in COMMANDS) else 1
     name = " ".join(args[:length])
     if name not in COMMANDS:
@@ -133,8 +143,8 @@ def _named(args: list[str]) -> tuple[str, list[str]]:
 
 
 def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Parse the arguments for a command's function: positional and by keyword. Raises
-    ConfigError."""
+    """Parse the arguments of the command `name`. Returns the positional and the keyword arguments
+    for the command's function. Raises ConfigError."""
     command, options = COMMANDS[name], options_of(COMMANDS[name].target)
     words: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -166,7 +176,8 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Return the value of option `key`: `text` after a `=`, or the next of the arguments `left`."""
+    """Return the value of the option `key`, converted to `kind`. The value is `text` if it was
+    written after `=`, otherwise the first of the remaining arguments `left`."""
     if kind is bool:
         if text:
             raise ConfigError(f"--{key} takes no value, got {text}")
@@ -194,14 +205,14 @@ def _check_words(name: str, words: Sequence[Any]) -> None:
 
 
 def _function_of(target: str) -> ast.FunctionDef:
-    """Parse the source of a command's function. Raises ConfigError if the function is one of the
-    benchmarks and these are not installed."""
+    """Parse the source of a command's function. Raises ConfigError if the function belongs to the
+    benchmarks, and the benchmarks are not installed."""
     module, _, name = target.partition(":")
     top = Path(__file__).parents[1]
     if module.startswith("benchmarks."):
         top = _find_benchmarks()
     text = (top / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    # only the function is parsed: parsing whole modules would make `roadtrain --help` twice as slow
+    # parse the function alone: parsing whole modules would make `roadtrain --help` twice as slow
     found = re.search(rf"^def {name}\(.*?(?=^[\w@]|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None, target
     (function,) = ast.parse(found[0]).body
@@ -219,8 +230,8 @@ def summary_of(target: str) -> str:
 
 
 def options_of(target: str) -> Mapping[str, Option]:
-    """Return the options under `Args:` in the docstring of a command's function, with the types of
-    its signature."""
+    """Return the options that the docstring of a command's function lists under `Args:`, by name.
+    The kinds of the options are the types in the function's signature."""
     function = _function_of(target)
     annotations = {
         arg.arg: ast.unparse(arg.annotation)
@@ -236,12 +247,12 @@ def options_of(target: str) -> Mapping[str, Option]:
 
 
 def _find_benchmarks() -> Path:
-    """Return the directory that contains `benchmarks`, which is next to `src` in a clone and is not
-    installed, and make it importable."""
+    """Make the benchmarks importable, and return the directory that contains them. They are in the
+    directory `benchmarks` of a clone, and are not installed. Raises ConfigError without a clone."""
     clone = Path(__file__).parents[2]
     if not (clone / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
-            "the benchmarks are not here: they are in roadtrain's repository, not in the package",
+            "the benchmarks are not installed: they are only in roadtrain's repository",
             hint="run this command from a clone",
         )
     if str(clone) not in sys.path:

@@ -1,7 +1,5 @@
-"""The place of this process among the ranks that torchrun started, read from the environment, and
-the identity of the host that it runs on.
-
-Reads only. Does NOT talk to the other processes.
+"""The rank of this process among the processes that torchrun has started, and the identity of this
+host. The rank is read from the environment. This module does not talk to other processes.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ class Launch:
 
     rank: int
     world_size: int
-    address: str  # of the rendezvous store: a host name or an IP address
-    port: int
-    agent: bool  # whether torchrun's agent runs the store; otherwise rank 0 does
-    attempt: str  # how many times this rank's agent has restarted it
+    address: str  # host name or IP address of the rendezvous store
+    port: int  # port of the rendezvous store
+    agent: bool  # whether torchrun's agent runs the store; otherwise rank 0 runs it
+    attempt: str  # number of times that torchrun's agent has restarted this rank
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Read the variables that torchrun sets. Raises ConfigError if any of them is missing."""
+    """Read the variables that torchrun sets. Raises ConfigError if a variable is missing."""
     if missing := [name for name in LAUNCH_NAMES if not environ.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
-            hint="start ranks with torchrun",
+            hint="start the command with torchrun",
         )
     return Launch(
         *_rank_of(environ),
@@ -50,8 +48,10 @@ class WorkerIdentity:
     """The rank of this worker, and the size of its group.
 
     Attributes:
-        session: A string that all workers of one start share; every restart has another one.
-        local: Workers on each host; 1 if the hosts have different numbers of workers.
+        rank: The rank of this worker.
+        workers: The number of workers.
+        session: A string that all workers of one start share. Every restart has a new session.
+        local: The number of workers on each host; 1 if hosts have different numbers of workers.
     """
 
     rank: int = 0
@@ -61,25 +61,29 @@ class WorkerIdentity:
 
     @staticmethod
     def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
-        """Read it from torchrun's variables; without them this process is the only worker.
-        Raises ConfigError if they contradict each other."""
+        """Read the identity of this worker from torchrun's variables. If the variables are not set,
+        this process is the only worker. Raises ConfigError if they contradict each other."""
         (rank, workers), (_, local) = _rank_of(environ), local_rank_of(environ)
         hosts = _number(environ, "GROUP_WORLD_SIZE", workers // max(local, 1))
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
-        alone = uuid.uuid4().hex if workers == 1 else ""  # other lone workers have another session
+        alone = uuid.uuid4().hex if workers == 1 else ""  # distinguishes workers that are alone
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
         return WorkerIdentity(rank, workers, session, local if local * hosts == workers else 1)
 
     def of_stage(self, stage: int, replica: int, width: int) -> WorkerIdentity:
-        """Return the identity of replica `replica` of pipeline stage `stage`, which has `width`
-        replicas. `self` is the identity among all processes of the pipeline; the replicas of a
-        stage have their servers to themselves."""
+        """Return the identity of this worker within its pipeline stage, where the worker is replica
+        `replica` of `width` replicas.
+
+        `self` is the identity among all processes of the pipeline. The session differs between
+        stages, because the replicas of a stage do not share their servers with other stages.
+        """
         alone = uuid.uuid4().hex if width == 1 else ""
         return WorkerIdentity(replica, width, f"{self.session}:stage {stage}:{alone}")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank of this process on its host, and the number of ranks there."""
+    """Return the rank of this process among the ranks of its host, and the number of these
+    ranks."""
     return _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
 
 
@@ -87,8 +91,8 @@ def _rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
     rank, workers = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
     if not 0 <= rank < workers:
         raise ConfigError(
-            f"RANK is {rank} and WORLD_SIZE {workers}",
-            hint="start the workers with torchrun; ranks begin with 0",
+            f"RANK is {rank}, must be at least 0 and below WORLD_SIZE, which is {workers}",
+            hint="start the workers with torchrun, which sets both variables",
         )
     return rank, workers
 
@@ -101,6 +105,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def host_identity() -> str:
-    """Return a string that is equal for processes which share this host's memory and network."""
+    """Return a string that is the same for all processes that share this host's memory and
+    network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"

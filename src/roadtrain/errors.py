@@ -1,32 +1,34 @@
-"""The hierarchy of errors. A message says what is wrong, with both numbers; `hint` says what to do.
+"""The hierarchy of errors. A message names the problem, the expected value and the actual value.
+`hint` names the way out.
 
 RoadtrainError
 +-- UserError                 the job, the model or the call is wrong; nothing was changed
 |   +-- ConfigError           an unknown or contradictory option
 |   |   +-- UnitError         a size or a rate with an unknown unit
-|   +-- BudgetError           the request does not fit; the hint is the smallest change that would
-|   |                         make it fit
+|   +-- BudgetError           the request does not fit in memory or another limit; the hint is the
+|   |                         smallest change that makes it fit
 |   +-- ModelError            a model or a block that cannot be streamed exactly
-|   +-- RuleError             an optimizer that cannot run next to the storage
+|   +-- RuleError             an optimizer whose updates cannot run on servers, or wrong arguments
+|   |                         of a kernel
 |   +-- LoopError             the training loop did something that would make a step inexact
 |       +-- DifferError       workers disagree about an operation (also a RuntimeError, as in
 |       |                     Horovod)
-|       +-- TwiceError        an operation of that name is already in flight (also a ValueError, as
-|                             in Horovod)
-+-- StoreError                stored data; the last committed step stays usable
-|   +-- DamagedError          a checksum does not match: file, chunk, step
+|       +-- TwiceError        an operation of the same name is already in flight (also a ValueError,
+|                             as in Horovod)
++-- StoreError                stored data cannot be used or written; the last committed step is kept
+|   +-- DamagedError          data does not match its checksum, or is missing
 |   +-- ForeignError          the store belongs to another job, model or format
 |   +-- FullError             the device is full
 |   +-- GoneError             a directory or a file is missing
 |   +-- StaleError            the store is behind a step that is known to be committed
 |   +-- ForkedError           two copies of a store were trained separately, and it is unclear which
-|   |                         one to use
-|   +-- DivergedError         two servers with the same chunk have computed different bytes for it
-|                             in one step
-+-- LaunchError               a host or a process of a launched run cannot be used; what was started
-|                             is ended
-+-- PeerError                 a node that this one waits for
-    +-- DeadlineError         a wait has timed out: role, step, block, peer
+|   |                         copy to use
+|   +-- DivergedError         two servers with replicas of a chunk have computed different bytes for
+|                             the chunk in the same step
++-- LaunchError               a host or a process of a launched run cannot be used; processes that
+|                             were already started are ended
++-- PeerError                 another node, for which this node waits, has failed or is lost
+    +-- DeadlineError         a wait has timed out
     +-- LostError             the peer ended or the connection broke (cause: the peer's error)
     +-- WireError             the peer sent an invalid frame or handshake, or refused to communicate
     |   +-- BusyError         the peer serves other workers, which may be leaving
@@ -41,7 +43,7 @@ class RoadtrainError(Exception):
 
     Args:
         message: What happened.
-        hint: What to do about it; shown below the message, and kept as an attribute.
+        hint: What to do about the problem. Shown below the message, and kept as an attribute.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:

@@ -1,4 +1,5 @@
-"""`import roadtrain.hvd as hvd`: the API of Horovod and BytePS (integrations/horovod.py)."""
+"""`import roadtrain.hvd as hvd` provides the API of Horovod and BytePS, which is implemented in
+integrations/horovod.py."""
 
 import sys
 

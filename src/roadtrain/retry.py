@@ -1,4 +1,4 @@
-"""Helpers for failures: retry for a while, or undo what was begun."""
+"""Helpers for failures: retry an action for a while, or undo an action that was begun."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
-SAY_SOON_S = 3.0  # until the first report of a wait
-SAY_S = 10.0  # between two reports
+SAY_SOON_S = 3.0  # seconds from the start of a wait to its first report
+SAY_S = 10.0  # seconds between two reports of a wait
 
 
 def retry(
@@ -20,8 +20,13 @@ def retry(
 ) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Raises the error of `attempt` if it is none of `errors`, or after `for_s` seconds (None: after
-    the first attempt). `waits` is called now and then with the error and the seconds left.
+    Args:
+        attempt: The function to call.
+        errors: The classes of errors after which `attempt` is called again. Other errors of
+            `attempt` are raised.
+        for_s: Seconds after which an error is raised instead of trying again. If None, `attempt` is
+            called once.
+        waits: Called every few seconds with the last error and the seconds that are left.
     """
     begin = time.monotonic()
     until, say_at = begin + (for_s or 0.0), begin + SAY_SOON_S
@@ -40,7 +45,7 @@ def retry(
 
 @contextmanager
 def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if the body raises, and let the error pass."""
+    """Call `undo` if the body raises an error, then raise the error."""
     try:
         yield
     except BaseException:

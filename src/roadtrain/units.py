@@ -1,7 +1,7 @@
 """Parse and print byte sizes, durations and rates.
 
-Inside the package a size is an `int` of bytes and a time a `float` of seconds. Names carry the
-unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit that the user wrote is not kept.
+Inside the package, a size is an `int` in bytes, and a duration is a `float` in seconds. Names
+contain the unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit that the user wrote is not kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {
 }
 _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-# (unit, its seconds, the shortest duration in seconds that is printed in it)
+# (unit, seconds of the unit, shortest duration in seconds that is printed in the unit)
 _DURATIONS = (
     ("d", 86400.0, 172800.0),
     ("h", 3600.0, 7200.0),
@@ -53,7 +53,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Parse a rate above 0 into bytes a second: `"400Mbit/s"`, `"1.5 GB/s"`. Raises UnitError for
+    """Parse a rate above 0 into bytes per second: `"400Mbit/s"`, `"1.5 GB/s"`. Raises UnitError for
     anything else, including `Gb/s`, which could mean bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
@@ -63,7 +63,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Parse a compute speed above 0 into floating-point operations a second: `"312TFLOP/s"`.
+    """Parse a compute speed above 0 into floating-point operations per second: `"312TFLOP/s"`.
     Raises UnitError for anything else."""
     return _parsed(str(text), _FLOPS, "a compute speed", "312TFLOP/s", per="/s")
 
@@ -75,8 +75,8 @@ def parse_seconds(text: str) -> float:
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """Parse a number with a unit from `units`. `per`: the suffix after the unit, such as `/s`;
-    with a suffix, the number must be above 0."""
+    """Parse a number with a unit from `units`. `per` is a suffix that follows the unit, such as
+    `/s`. With a suffix, the number must be above 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (

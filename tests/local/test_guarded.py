@@ -81,7 +81,7 @@ def test_a_token_that_others_can_read_or_change_is_refused(token, mode):
     assert token_of(str(token)) == SECRET
     token.chmod(mode)
     with pytest.raises(
-        ConfigError, match=rf"by others .mode {mode:o}, 600[^\n]*\n?hint: chmod 600"
+        ConfigError, match=rf"the token in .* .mode {mode:o}, at most 600[^\n]*\n?hint: chmod 600"
     ):
         token_of(str(token))
 
@@ -96,7 +96,7 @@ def test_a_short_token_is_refused_wherever_it_is_named(tmp_path, capsys):
     ):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
-        assert "has 15 bytes, must have 16 to 4096" in said and "umask 077" in said
+        assert "must have 16 to 4096 bytes, has 15" in said and "umask 077" in said
 
 
 def test_a_new_token_is_its_owners(tmp_path):

@@ -375,7 +375,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     ("environment", "reason"),
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
-        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
+        ({"RANK": "4"}, "RANK is 4, must be at least 0 and below WORLD_SIZE, which is 4"),
         ({"RANK": "first"}, "is not an integer: .*first"),
     ],
 )
@@ -408,9 +408,9 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
     )
     assert preflight_command.launch_among(["a", "b"], 7).rank == 1
     assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
-    with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
+    with pytest.raises(ConfigError, match=r"on host b, the name c resolves to 127.0.1.1"):
         preflight_command.launch_among(["a", "b", "c"], 7)
-    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) matches 0 of a"):
+    with pytest.raises(ConfigError, match=r"must name host b \(10.1.0.2\) once, not 0"):
         preflight_command.launch_among(["a"], 7)
 
 

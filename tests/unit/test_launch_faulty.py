@@ -141,7 +141,7 @@ def test_a_token_that_others_may_read_is_refused(home: RunHome) -> None:
     """Rule 8."""
     home.token_path.chmod(0o644)
     assert supervise.supervise(home) == 2
-    assert "can be read or changed by others (mode 644" in home.state().why
+    assert "other users can read or change the token" in home.state().why
     assert f"hint: chmod 600 {home.token_path}" in home.state().why
 
 

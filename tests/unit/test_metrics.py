@@ -57,7 +57,7 @@ def test_a_damaged_line_is_not_the_end(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DamagedError, match="the lines of the last ones are not all readable"):
+    with pytest.raises(DamagedError, match="the lines of the last steps are missing"):
         Metrics(path, 5)
     assert path.read_bytes() == content
 
@@ -111,7 +111,7 @@ def test_a_torn_last_line(path: Path, torn: bytes) -> None:
 def test_a_committed_step_without_its_line(path: Path) -> None:
     with pytest.raises(
         DamagedError,
-        match=r"7 steps are committed, but the lines of the last ones are not all readable.* of step 5",
+        match=r"7 steps are committed, but the lines of the last steps are missing.* of step 5",
     ):
         Metrics(path, 7)
 

@@ -1,4 +1,4 @@
 """Jobs and runs: the training loop, data, metrics, progress, verify, export, status.
 
-The same command resumes a run at its last committed step. Read `train.py` first.
+Repeating the command of a run resumes the run at its last committed step. Read `train.py` first.
 """

@@ -1,7 +1,7 @@
 """Construction of a job's text, config, model, optimizer and loss with torch and transformers.
 
-Nothing is placed here. The model must be a causal language model of `transformers`. Downloads
-nothing.
+The model must be a causal language model of `transformers`. This module does not place the model
+and downloads nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from roadtrain.options.names import did_you_mean
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.progress import Report
 
-# accepted by transformers, but not listed by it
+# keys that transformers accepts, but does not list
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
-    """Return the job with its vocabulary, its text, and the device to train on. Raises
-    ConfigError."""
+    """Return the job with the vocabulary size of its text, the text as tokens, and the device to
+    train on. Raises ConfigError."""
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(
         f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files,"
@@ -40,8 +40,8 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """Return `job` with a vocabulary size, if its config has none. Raises ConfigError where the
-    text does not fit the model."""
+    """Return `job`, with the vocabulary size of the text if the job's config has none. Raises
+    ConfigError if the text does not fit the model."""
     if not job.model.pretrained and "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": tokens.vocab_size})
     config = build_config(job)
@@ -81,7 +81,7 @@ def build_config(job: Job) -> Any:
 def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
     try:
         config = make(name, **own)
-    except Exception as cause:  # configs raise errors of various classes
+    except Exception as cause:  # the configs of transformers raise errors of various classes
         why = " ".join(str(cause).split())
         raise ConfigError(f"transformers does not accept the config of {name}: {why}") from cause
     if type(config) not in need("transformers", "hf").MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -93,7 +93,8 @@ def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:
-    """Build the model in fp32 on `device`, in training mode; on "meta" it takes no memory."""
+    """Build the model in fp32 on `device`, in training mode. On device "meta" the model takes no
+    memory."""
     config, auto = build_config(job), need("transformers", "hf").AutoModelForCausalLM
     with torch.device(device):
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
@@ -114,16 +115,20 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
 
 
 def named(text: str, where: str) -> Any:
-    """Import the object MODULE:NAME. Errors (ConfigError) begin with `where` it was named."""
+    """Import the object that `text` names as MODULE:NAME.
+
+    `where` is the place in which the user named the object, such as "optimizer.name". Messages of
+    ConfigError begin with `where`.
+    """
     module, _, name = text.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
-        raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause
+        raise ConfigError(f"{where}: {cause}", hint="write MODULE:NAME, importable here") from cause
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of a causal language model's output; `y` are the next
-    tokens."""
+    """Return the mean cross entropy of a causal language model's output. `y` holds the token that
+    follows each position."""
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

@@ -1,4 +1,5 @@
-"""`roadtrain check-rule`: compare an update rule with its reference bit by bit, and time it."""
+"""`roadtrain check-rule`: compare an update rule with its reference bit by bit, and time the
+rule."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from roadtrain.training.build import named
 from roadtrain.training.progress import Report
 from roadtrain.units import show_rate
 
-# dtype of a gradient, and of the copy of the new parameters (None: no copy)
+# pairs of the dtype of a gradient and the dtype of the copy of new parameters (None: no copy)
 FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 
 
 def command(name: str, dir: str = ".", report: Report = print) -> int:
-    """Check an update rule against its reference on random data, and its speed against the
-    storage's.
+    """Compare an update rule with its reference on random data, and its speed with the speed of the
+    storage.
 
-    `name` is MODULE:NAME of a Rule, or of a class of rules or torch optimizers. The exit code is 1
-    if the check fails.
+    `name` is MODULE:NAME of a Rule object, a Rule class or a torch optimizer class. The exit code
+    is 1 if the rule differs from its reference.
 
     Args:
-        dir: a directory on the storage device to compare with (here)
+        dir: a directory on the storage device whose speed is measured (the current one)
     """
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
@@ -55,7 +56,7 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
         result = check_rule(rule, rule.hyper(group))
     except KeyError as cause:
         raise ConfigError(
-            f"{name} needs {cause} in its group", hint="define `example_group = {...}` in it"
+            f"{name} needs the option {cause}", hint="define `example_group = {...}` in the class"
         ) from cause
     general = " (run by torch on flat slices)" if isinstance(rule, TorchRule) else ""
     report(
@@ -71,14 +72,20 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
         f" {show_rate(rates.mixed)}"
     )
     if result.bytes_per_s < rates.mixed:
-        report("slower than the storage: updates will be limited by this rule")
+        report("the rule is slower than the storage, so it will limit updates")
     return 1 if result.failures else 0
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of a check. `failures` names each case that differs from the reference;
-    `bytes_per_s` is defined in kernels/generic.py."""
+    """The result of checking a rule.
+
+    Attributes:
+        name: The rule's name.
+        cases: The number of cases that were compared.
+        failures: A line for each difference that was found.
+        bytes_per_s: Bytes that one thread updates per second (defined in kernels/generic.py).
+    """
 
     name: str
     cases: int
@@ -92,8 +99,8 @@ def check_rule(
     elements: int = 1 << 20,
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
-    """Compare `rule` with its reference on random data of awkward sizes, whole and in pieces, then
-    time it. `formats` are pairs of dtypes of the gradient and of the copy."""
+    """Compare `rule` with its reference on random data of awkward sizes, whole and in pieces, and
+    time the rule. `formats` are pairs of the gradient's dtype and the copy's dtype."""
     rng = np.random.default_rng(3)
     failures = []
     cases = [*product((1, 7, 64, 1000, 4099), formats)]

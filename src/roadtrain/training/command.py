@@ -1,5 +1,5 @@
-"""`roadtrain train`: train a job in this process, or this process's stage of one with
-[parallelism]. A wrong job is refused before torch is imported."""
+"""`roadtrain train`: train a job in this process or, if the job has [parallelism], train this
+process's stage of the job. A wrong job is refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roadtrain.stages.job_parallelism import ParallelismSection
 
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
-    """Train a job. The same command resumes at the last committed step.
+    """Train a job. Repeating the command resumes at the last committed step.
 
     Raises RoadtrainError.
 
     Args:
-        new_store: continue with the store that is found, or a new one, whatever the run has trained
+        new_store: train with the store that is found, or a new one, even if the run had another
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
@@ -39,7 +39,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
 
 
 def idle_keys(job: Job) -> list[str]:
-    """Return the keys of [parallelism] that are set without effect, in a job without stages."""
+    """Return the keys of [parallelism] that have no effect because the job has no stages."""
     section, default = job.parallelism, ParallelismSection()
     names = [] if section.used else [*ParallelismSection.model_fields]
     return [name for name in names if getattr(section, name) != getattr(default, name)]

@@ -1,9 +1,10 @@
-"""Tokens: batches by step number, from text files.
+"""Tokens: batches of tokens from text files.
 
-A batch depends on (seed, step, micro, row) alone. So a resumed run, or one with another number of
-workers, sees the same data in a defined order. The text is divided into PIECES; the end of each is
-held out, so that held-out text resembles the training text. All tokens are kept in memory, in the
-narrowest integer type that fits the vocabulary. Downloads nothing.
+A row of a batch depends only on the seed, the step, the micro-batch and the row's index. So a run
+sees the same data after it is resumed and with any number of workers. The text is divided into
+PIECES. The end of each piece is held out, so that held-out text resembles the training text. All
+tokens are kept in memory, in the narrowest integer type that fits the vocabulary. This module
+downloads nothing.
 """
 
 # B = rows of a batch, T = seq_len
@@ -26,7 +27,7 @@ import torch
 from roadtrain.errors import ConfigError
 
 PIECES = 64
-SEPARATOR = b"\0"  # between files, if tokens are bytes
+SEPARATOR = b"\0"  # token between two files, if tokens are bytes
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]")
 _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -34,15 +35,15 @@ _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 class Tokens:
     """The tokens of all files under `paths` (files, folders, globs), sorted by path.
 
-    Their fingerprint is committed with each step, so that a run cannot continue with other text.
-    `begun` is set once a step was trained on them.
+    The fingerprint of the tokens is committed with each step, so that a run cannot continue with
+    another text. `begun` is True once a step was trained on the tokens.
     """
 
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Read and tokenize all files. Raises ConfigError for a path without text files, or too
-        little text for a batch."""
+        """Read and tokenize all files. Raises ConfigError for a path without text files, or if the
+        file of the tokenizer does not exist."""
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
@@ -72,8 +73,8 @@ class Tokens:
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x_BT and y_BT (int64), with y one token ahead of x. Rows start at positions that
-        are random for each step."""
+        """Return x_BT and y_BT (int64), where y is one token ahead of x. The positions at which
+        rows start are drawn at random for each step."""
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
@@ -86,7 +87,8 @@ class Tokens:
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield at most `n` batches that cover the held-out tokens evenly, always the same."""
+        """Yield at most `n` batches that cover the held-out tokens evenly. Every call yields the
+        same batches."""
         rows = (len(self.held_out) - 1) // seq_len
         n = min(n, rows // batch_size)
         if n < 1:
@@ -101,10 +103,10 @@ class Tokens:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """Return the text files under `paths`, sorted by path, each once.
+    """Return the text files under `paths`, sorted by path and without duplicates.
 
-    A folder stands for every text file below it. Installed packages and caches below a folder or
-    glob are left out. Raises ConfigError for a path without text files.
+    A folder stands for every text file below the folder. Installed packages and caches below a
+    folder or glob are left out. Raises ConfigError for a path without text files.
     """
     found: set[str] = set()
     for path in paths:
@@ -112,7 +114,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         if os.path.isfile(path):
             matches = [path]
         else:
-            # the start of the wildcards
+            # the index of the first wildcard
             below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
             matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
             matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep))]
@@ -127,7 +129,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import an optional dependency. Raises ConfigError that names the extra to install."""
+    """Import an optional dependency. Raises a ConfigError that names the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:
@@ -163,7 +165,8 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 
 def _draw(*key: int) -> int:
-    """Return a uniform 64-bit number that depends on `key` alone, on every machine."""
+    """Return a 64-bit number, uniformly distributed, that is the same for the same `key` on every
+    machine."""
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
 

@@ -1,9 +1,9 @@
 """Export and import between a run directory and a folder in `transformers` format, tensor by
 tensor.
 
-An export needs only the store, not the model: parameters in the compute dtype, buffers of the last
-commit, config.json, and the tokenizer if there is one. An import makes a placed run at step 0, with
-its job.toml.
+An export reads the store and does not build the model. It writes parameters in the compute dtype,
+buffers of the last commit, config.json, and the tokenizer if the run has one. An import creates a
+run directory with a placed model at step 0 and a job.toml.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def export_run(
     The parameters are those of the last committed step. Raises ConfigError or StoreError.
 
     Args:
-        masters: the fp32 masters, instead of the dtype that the model computes in
+        masters: write the fp32 masters, not the parameters in the dtype that the model computes in
     """
     job = job_of_run(run)
     check_directory(Path(directory))
@@ -63,10 +63,11 @@ def export_run(
 def _export_store(
     run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
 ) -> tuple[int, list[Path]]:
-    """Write the files of a job's store. Returns its step and the files."""
+    """Export the store of a job that has no stages. Returns the store's step and the files that
+    were written."""
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
-        # this process joins as the only worker of the servers, which must not have others
+        # this process becomes the only worker of the servers, which must have no workers yet
         if job.servers.addresses:
             training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
@@ -75,7 +76,7 @@ def _export_store(
         else:
             if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.files = [])", hint="train it with files"
+                    f"{run} has no state on files (store.files = [])", hint="set store.files"
                 )
             where = ", ".join(job.store.files)
             store = open_store(
@@ -96,10 +97,10 @@ def _export_store(
 def import_weights(
     directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print
 ) -> int:
-    """Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its job.toml.
+    """Create a run (--run.dir) from the weights of a Hugging Face folder, and write its job.toml.
 
-    The model is placed at step 0. Raises ConfigError where the run has already begun, or
-    StoreError."""
+    The weights are read tensor by tensor, and the model is placed at step 0. Raises ConfigError if
+    the run has already trained a step, or StoreError."""
     if "run.dir" not in overrides:
         raise ConfigError("import needs a run directory", hint="add --run.dir RUN")
     run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"
@@ -108,7 +109,7 @@ def import_weights(
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     places = getattr(build_config(job), "max_position_embeddings", None) or job.data.seq_len
     if places < job.data.seq_len and "data.seq_len" not in overrides:
-        report(f"data.seq_len is {places}, not {job.data.seq_len}: the model has no more positions")
+        report(f"data.seq_len is lowered to {places}, the number of positions of the model")
         job = job.changed({"data.seq_len": places})
     make_directory(job.run_dir)
     training = place_job(job, report, mark_of(job, report))
@@ -132,7 +133,7 @@ def _items(
 ) -> list[Item]:
     items: list[Item] = []
     for param in params:
-        if param.name.startswith("residual:"):  # of error feedback, not of the model
+        if param.name.startswith("residual:"):  # belongs to error feedback, not to the model
             continue
         what, dtype = (MASTER, "fp32") if masters and param.trainable else (WEIGHTS, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))

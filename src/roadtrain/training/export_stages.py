@@ -1,7 +1,7 @@
 """Reading a job in stages from its newest committed snapshot.
 
-The parts of all ranks must be in the run directory (a single host, or a shared file system). Starts
-no processes and does not build the model.
+The parts of all ranks must be in the run directory, as they are on a single host or a shared file
+system. This module starts no processes and does not build the model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from roadtrain.training.write_safetensors import Item
 
 
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
-    """Return the last committed step, and all its parameters and buffers.
+    """Return the last committed step, and the parameters and buffers of that step.
 
-    Parameters are in fp32 with `masters`, else in the compute dtype. Raises ConfigError where
-    nothing is committed, or GoneError where parts are missing.
+    With `masters`, trained parameters are in fp32, otherwise all are in the compute dtype. Raises
+    ConfigError if no snapshot is committed, or GoneError if parts of the snapshot are missing.
     """
     folder = job.run_dir / FOLDER
     reader, snapshot = newest(folder)
@@ -53,7 +53,8 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
-    """Return the newest committed snapshot. Raises ConfigError where there is none."""
+    """Return a reader and the description of the newest committed snapshot in `folder`. Raises
+    ConfigError if no snapshot is committed."""
     found = list_snapshots(folder) if folder.is_dir() else {}
     for _, reader in sorted(found.items(), reverse=True):
         if (snapshot := reader.marker()) is not None:
@@ -64,7 +65,7 @@ def newest(folder: Path) -> tuple[PartReader, Description]:
 
 
 def value_of(reader: PartReader, entry: ParamEntry, dtype: str) -> Any:
-    """Return the whole parameter, flat; 16-bit floats as uint16."""
+    """Return a whole parameter as a flat array. 16-bit floats are returned as uint16."""
     whole = np.empty(entry.numel, np.float32)
     for extent in reader.extents_of(entry.name):
         whole[extent.start : extent.stop] = reader.piece(extent).arrays[VALUE].numpy()

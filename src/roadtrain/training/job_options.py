@@ -1,8 +1,8 @@
 """Conversion of a job's sections to options of place() and parallelize(), with checks for keys that
 do not go together.
 
-Fields that have the same name in a section and in the options class are passed on by name, so an
-option is declared in these two only. Opens nothing.
+A field that has the same name in the section and in the options class is passed on by name, so an
+option is declared in these two classes only. This module opens no files and no connections.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from roadtrain.training.build import build_model
 from roadtrain.training.progress import silent
 from roadtrain.transport.address import tls_of, token_of
 
-# (truth: conflicting keys are set, which keys, the way out)
+# (true if the keys are in conflict, the error message, the hint)
 Conflict = tuple[object, str, str]
-SECRETS = ("token_file", "ca", "cert", "key")  # files that exist only where the job runs
-RETRY_S = 120.0  # servers may still be starting
+SECRETS = ("token_file", "ca", "cert", "key")  # files that may exist only on the job's hosts
+RETRY_S = 120.0  # seconds to retry a connection, because servers may still be starting
 
 
 def check(job: Job) -> None:
@@ -82,8 +82,11 @@ def _staged_conflicts(job: Job) -> Iterator[Conflict]:
 
 
 def placed_options(job: Job, *, moves: bool) -> dict[str, Any]:
-    """Return the options of place() that are in a Request. `moves`: the store may leave directories
-    that it was in. Raises ConfigError."""
+    """Return the options of place() that are fields of a Request.
+
+    If `moves` is False, store.moved_from is ignored: the store is not moved out of directories in
+    which it was before. Raises ConfigError.
+    """
     check(job)
     return {
         "store": _store_of(job, moves),
@@ -106,7 +109,7 @@ def _store_of(job: Job, moves: bool) -> Store:
 
 
 def servers_of(job: Job) -> Servers:
-    """Return the Servers of a job. Raises ConfigError."""
+    """Return the job's [servers] section as Servers. Raises ConfigError."""
     own = job.servers
     residuals = Files(job.run_dir / "residuals", direct=job.store.direct)
     return Servers(
@@ -132,15 +135,15 @@ def _delay_of(job: Job) -> Delay | None:
 
 
 def _promise(job: Job) -> int | None:
-    """Return the backward passes per step if nothing scales gradients after backward, so that
-    updates can begin during it; else None."""
+    """Return the number of backward passes per step, with which place() begins updates during the
+    last backward pass. Return None if gradients are scaled after the last backward pass."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 
 
 def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
-    """Return the options of parallelize(). `shared` must also be equal on all processes. Raises
-    ConfigError."""
+    """Return the options of parallelize(). `shared` is text that must be equal on all processes.
+    Raises ConfigError."""
     check(job)
     section = job.parallelism
     degrees = section.degrees(processes)
@@ -174,17 +177,16 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return the values of a section for options that `kind` has under the same names."""
+    """Return the values of those keys of a section that are also names of fields of `kind`."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 
 
 def check_job(job: Job, workers: Sequence[int]) -> None:
-    """Make the options that `train` would make of a job; they check themselves.
+    """Check a job's options: make the same options as `train`, which raise ConfigError if wrong.
 
-    Reads no text, tokens or certificates, and assumes that the job names its servers, or needs
-    none. `workers` is the number of workers on each host, in the order of ranks. Raises
-    ConfigError.
+    Reads no text, tokens or certificates. Assumes that the job names its servers if it needs any.
+    `workers` is the number of workers on each host, in the order of ranks.
     """
     if job.parallelism.used:
         stage_options(job, sum(workers))
@@ -201,8 +203,11 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
 
 @functools.cache
 def why_not_split(model: str, degree: int) -> str:
-    """Say in one sentence why a tensor group of `degree` ranks cannot split a model; "" if it can.
-    `model` is the job's [model] as JSON, with a vocabulary size."""
+    """Return a sentence that explains why a tensor group of `degree` ranks cannot split a model.
+
+    Returns "" if the group can split the model. `model` is the job's [model] section as JSON, with
+    a vocabulary size.
+    """
     job = make_job({"model": json.loads(model)})
     try:
         family_plan(build_model(job, "meta"), degree)

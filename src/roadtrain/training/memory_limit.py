@@ -1,9 +1,10 @@
 """A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
 RLIMIT_DATA counts all private writable memory, touched or not: mappings of torch and numpy,
-roadtrain's buffers, and thread stacks. An allocation beyond it fails, so that the process ends with
-an error message instead of being killed. Needs no privilege. Does not count code of libraries or
-memory shared with other processes. Each process of a job has its own limit.
+roadtrain's buffers, and thread stacks. It does not count the code of libraries, or memory shared
+with other processes. An allocation that would exceed the limit fails, so the process ends with an
+error message instead of being killed. Setting the limit needs no privilege. Each process of a job
+has its own limit.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from roadtrain.units import show_bytes
 
 ENFORCED_BY = "Linux (RLIMIT_DATA)"
 _PROC = Path("/proc/self/status")
-# messages of torch's and LLVM's allocators, which do not raise MemoryError
+# parts of messages that torch and LLVM raise instead of MemoryError when an allocation fails
 _REFUSED = ("can't allocate memory", "not enough memory", "can't start new thread")
 
 
 @contextmanager
 def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[None]:
-    """Limit private writable memory of the process to `nbytes` in the body (None: no limit).
+    """Limit the private writable memory of this process to `nbytes` while the body runs.
+
+    If `nbytes` is None, there is no limit.
 
     Raises:
-        ConfigError: The system would not enforce the limit.
-        BudgetError: An allocation failed; the hint includes `way_out`.
+        ConfigError: The system does not enforce the limit, or the process is above it already.
+        BudgetError: An allocation in the body failed. The hint includes `way_out`.
     """
     if nbytes is None:
         yield
@@ -53,7 +56,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether `error`, or a cause of it, means that an allocation failed."""
+    """Return whether `error`, or an error that caused it, means that an allocation failed."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _REFUSED):
@@ -67,14 +70,14 @@ def held() -> int:
 
 
 def peak() -> int:
-    """Return the peak memory of this process in bytes, including code of libraries."""
+    """Return the peak resident memory of this process in bytes, including code of libraries."""
     if _PROC.exists():
         return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may include the parent's
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may count the parent
 
 
 def _set(nbytes: int, most: int) -> None:
-    """Set the limit. `most` is the process's hard limit."""
+    """Set the limit. `most` is the hard limit of this process, which cannot be exceeded."""
     if most not in (resource.RLIM_INFINITY, -1) and most < nbytes:
         raise ConfigError(
             f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
@@ -91,7 +94,8 @@ def _set(nbytes: int, most: int) -> None:
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Raise ConfigError if allocating the whole limit succeeds: then it is not enforced."""
+    """Raise ConfigError if the system does not enforce the limit, that is, if allocating `nbytes`
+    more succeeds."""
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):

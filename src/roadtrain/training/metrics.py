@@ -1,9 +1,11 @@
-"""Metrics: `metrics.jsonl` of a run directory, with exactly one line per step, also after resuming.
+"""Metrics: the file `metrics.jsonl` of a run directory, which has exactly one line per step, also
+after resuming.
 
-Line N is written when N steps are done, counted from 1. It is on disk before step N can be
-committed, so resuming only ever removes lines: those of steps that were not committed, and a torn
-last one. They are moved to another file, never deleted; the file of another store is renamed. Does
-not import torch, because `roadtrain status` reads it too.
+Steps are counted from 1. Line N is written when step N is done, and is on disk before step N can be
+committed. So resuming never has to add lines, only to remove the lines of steps that were not
+committed, and a torn last line. Removed lines are moved to another file, never deleted. If no line
+can be kept, for example because the store is a new one, the whole file is renamed. This module does
+not import torch, because `roadtrain status` reads the file too.
 """
 
 from __future__ import annotations
@@ -21,21 +23,23 @@ from roadtrain.errors import DamagedError
 from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
 
-_UNCOMMITTED_AT_MOST = 16  # steps with staleness "none" (placing.NO_BOUND)
+# most steps that are done but not committed, with staleness "none" (NO_BOUND of options/lossy.py)
+_UNCOMMITTED_AT_MOST = 16
 
 
 class Metrics:
-    """An open metrics file. Invariant: it has the lines of consecutive steps up to `done`, each
-    once."""
+    """An open metrics file. Invariant: the steps of its lines are consecutive, and the last line is
+    of step `done`."""
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
-        """Open `path` and remove lines of later steps than `done`.
+        """Open `path` and remove the lines of steps after `done`.
 
-        `dropped` is the number of lines that were moved to `uncommitted`. With `fresh`, or at step
-        0, the lines belong to another store: the file is renamed to `aside`, else that is None.
+        If `fresh` is True or `done` is 0, no line can be kept: the file is renamed, and `aside` is
+        its new name. Otherwise `aside` is None, and `dropped` is the number of lines that were
+        moved to the file `uncommitted`.
 
         Raises:
-            DamagedError: The line of a committed step is missing (but the file may be absent).
+            DamagedError: The line of a committed step is missing. (The whole file may be absent.)
             FullError: The device is full.
         """
         self.done, self.path = done, path
@@ -48,11 +52,11 @@ class Metrics:
         follow = steps == list(range(done - len(steps) + 1, done + 1))
         if not follow or (not steps and _counts(path, done)):
             raise DamagedError(
-                f"{path}: {done} steps are committed, but the lines of the last ones are not all"
-                f" readable; the last intact one is of step {steps[-1] if steps else 0}",
+                f"{path}: {done} steps are committed, but the lines of the last steps are missing"
+                f" or unreadable: the last intact line is of step {steps[-1] if steps else 0}",
                 hint=(
-                    "the store is not affected: restore the file from a copy, or move it away to"
-                    " start a new one with the next step"
+                    "the store is not affected: restore the file from a copy, or move it away, and"
+                    " the next step starts a new file"
                 ),
             )
         self._nbytes = sum(nbytes for _, nbytes in kept)
@@ -69,18 +73,19 @@ class Metrics:
 
     @property
     def note(self) -> str:
-        """A message about lines that were moved away; "" if there are none."""
+        """A message about lines that were moved away; "" if no line was."""
         if self.aside is not None:
-            return f"metrics: {self.path} had lines of other steps, it was renamed to {self.aside}"
+            return f"metrics: {self.path} had lines of other steps, so it is now {self.aside}"
         if self.dropped:
             return (
-                f"metrics: {self.dropped} steps after the last committed one were dropped, their"
+                f"metrics: {self.dropped} steps after the last committed step were dropped; their"
                 f" lines are in {self.uncommitted}"
             )
         return ""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write the next step's line durably. Raises FullError, leaving the file as before."""
+        """Write the next step's line durably. If the device is full, leaves the file unchanged and
+        raises FullError."""
         assert line["step"] == self.done + 1, (line["step"], self.done)
         body = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
@@ -88,7 +93,7 @@ class Metrics:
                 write_all(self._file, body)
                 os.fdatasync(self._file)
         except BaseException:
-            # otherwise the next start does it, since torn lines are ignored
+            # if this fails too, the next start removes the torn line
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)
             raise
@@ -123,28 +128,31 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of the file, [] if there is none. Ignores a torn last line."""
+    """Return all complete lines of the file, without a torn last line; [] if there is no file."""
     return [line for line, _ in _read(path)]
 
 
 def sessions_in(path: Path) -> dict[int, str]:
-    """Map each step to the session that trained it, "" if the line does not name it."""
+    """Map each step to the session that trained the step, or to "" if the line names no session."""
     return {line["step"]: line.get("session", "") for line in read_metrics(path)}
 
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
-    """Return those of the last `many` lines that have the same plan as the last one. A run that was
-    replanned, or continued on fewer hosts, has lines of several plans."""
+    """Return the lines, among the last `many`, that have the same plan as the last line.
+
+    A run that was replanned, or continued on fewer hosts, has lines of several plans.
+    """
     lines = read_metrics(path)[-many:]
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
 
 
 def committed_by(path: Path) -> int:
-    """Return the step that the lines of a file prove to be committed, -1 for none.
+    """Return the latest step that is certainly committed according to the file; -1 for none.
 
-    A step's line is written once all steps but the last two, or as many as the staleness allows,
-    are committed (`Worker.end_step`). If a line has "snapshot_every", only multiples of it are
-    ever committed, each before the next step's line is written.
+    The line of step N is written only after step N - k was committed (`Worker.end_step` waits for
+    this), where k is 2, or the staleness if that is larger. If lines have a number
+    "snapshot_every", only multiples of the number are committed, and each is committed before the
+    line of the step that follows is written.
     """
     lines = read_metrics(path)
     if not lines:
@@ -157,14 +165,14 @@ def committed_by(path: Path) -> int:
 
 
 def missed_steps(path: Path, done: int) -> bool:
-    """Whether the last line of the file is of a step before `done`, because this rank or its host
-    did not take part in the steps since."""
+    """Return whether the last line of the file is of a step before `done`. In this case, this rank
+    or its host did not take part in the steps up to `done`."""
     lines = read_metrics(path)
     return bool(lines) and lines[-1]["step"] < done
 
 
 def _rename_aside(path: Path) -> Path | None:
-    """Rename the file, and return its new name; None where it is empty or missing."""
+    """Rename the file and return its new name. If the file is empty or missing, return None."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.before-{n}.jsonl") for n in itertools.count(1))
@@ -181,12 +189,13 @@ def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
 
 
 def _counts(path: Path, done: int) -> bool:
-    """Whether any line, also after a damaged one, is of a step up to `done`."""
+    """Return whether any line is of a step up to `done`, including lines after a damaged line."""
     return any(line["step"] <= done for line, _ in _raw(path) if line)
 
 
 def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (line, size in bytes) of every line; None for a damaged or foreign line."""
+    """Yield (line, size in bytes) for every line of the file. A line that is damaged or was not
+    written by this class is yielded as None."""
     if not path.exists():
         return
     with typed_errors(path, "reading"):

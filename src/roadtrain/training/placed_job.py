@@ -1,6 +1,6 @@
 """A job whose model is placed, with its state on files, in RAM or on servers.
 
-`step` is the training step, as any user would write it. How parameters travel is up to `place`.
+`step` is a training step as any user of place() would write it. place() moves the parameters.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
-MOST_THREADS = 16  # under run.memory_limit; each thread's stack counts 8 MiB
+MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stack for each thread
 
 
 @dataclass
 class PlacedJob:
-    """A job with its model placed, driven by the loop in training/train.py like a StagedJob.
+    """A job with its model placed. The loop in training/train.py runs it, like a StagedJob.
     `optimizer` is the result of place()."""
 
     job: Job
@@ -51,13 +51,13 @@ class PlacedJob:
     tokens: Tokens
     device: torch.device
     group: WorkerIdentity = field(default_factory=WorkerIdentity)
-    # exchange of losses and stops among workers; None: there is one worker
+    # exchanges losses and stop requests with the other workers; None if there is only one worker
     words: StepExchange | None = None
-    # Forward and Backward without waiting; the optimizer measures the other stages
+    # times of Forward and Backward without waiting; the optimizer measures the other stages
     stages: Stages = field(default_factory=Stages)
-    mark: Mark | None = None  # of the run directory, if training is resumed from it
+    mark: Mark | None = None  # the run directory's mark; None if no run directory is resumed
     report: Report = silent
-    stopped: str = ""  # reason why all workers stop after the last step
+    stopped: str = ""  # why all workers stop now, after the step just trained; "" to continue
 
     @property
     def rank(self) -> int:
@@ -68,8 +68,8 @@ class PlacedJob:
         return int(self.optimizer.steps_done)
 
     def is_stale(self, lines: Path) -> bool:
-        """Whether the lines of `lines` do not precede the next step: they are of another store, or
-        this worker has missed steps."""
+        """Return whether the metrics file `lines` cannot be continued with the next step, because
+        its lines belong to another store or this worker has missed steps."""
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
         return fresh or (served and missed_steps(lines, self.steps_done))
@@ -88,7 +88,7 @@ class PlacedJob:
         self.tokens.begun = True
 
     def why(self, stop: Stop) -> str:
-        """Return why no further step is trained, equal on all workers; "" to continue."""
+        """Return why training ends now, or "" to continue. All workers return the same reason."""
         return self.stopped if self.words else stop.why()
 
     def step(self, stop: Stop) -> StepRecord:
@@ -98,7 +98,7 @@ class PlacedJob:
 
         def before(loss: float) -> None:
             nonlocal norm
-            if late == 1:  # of the step before, since asking waits
+            if late == 1:  # the previous step's norm, because this step's norm is not known yet
                 norm = optimizer.grad_norm()
             if words is not None:
                 words.send(loss, tokens_of(self.job), stop.why())
@@ -123,8 +123,11 @@ class PlacedJob:
         return self._of_all(record, common)
 
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
-        """Replace worker 0's values by those of the whole run: the mean loss and all tokens. With a
-        delay, the other losses are not known yet, and the line names the worker of its loss."""
+        """On worker 0, replace the loss by the mean over all workers, and the tokens by their sum.
+
+        With a delay, the losses of the other workers are not available yet. Then the loss is left
+        alone, and the key "loss_of" says so.
+        """
         if self.words is None or self.rank:
             return own
         if self.words.lag or common is None:
@@ -133,7 +136,7 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the mark, after the step's line was written."""
+        """Record the committed step in the mark. Called after the step's line was written."""
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 
@@ -142,7 +145,7 @@ class PlacedJob:
         self.optimizer.abandon()
 
     def finish(self, why: str) -> None:
-        """Commit the last step. `why` is the reason if training ends before run.steps."""
+        """Commit the last step. `why` is the reason if training ends before run.steps, else ""."""
         self.optimizer.flush()
         self.keep(now=True)
         if why:
@@ -153,8 +156,8 @@ class PlacedJob:
 
     @torch.no_grad()
     def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
-        """Return the mean loss of at most `batches` held-out batches; None without held-out
-        text."""
+        """Return the mean loss of at most `batches` held-out batches, or None if no text is held
+        out."""
         job, model = self.job, self.model
         if not job.data.held_out:
             return None
@@ -180,8 +183,8 @@ class PlacedJob:
         self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
-        """Clip gradients. Their loss scaling is not undone yet (torch refuses to for fp16), so the
-        limit is scaled as well."""
+        """Clip the gradients. They are still multiplied by the loss scale, because torch refuses to
+        unscale fp16 gradients, so the limit is multiplied by the scale too."""
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
@@ -193,20 +196,20 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
         report = silent
     if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
         torch.set_num_threads(MOST_THREADS)
-        report(f"memory: using {MOST_THREADS} threads, since each stack counts")
+        report(f"memory: using {MOST_THREADS} threads, because the stack of each counts")
     return place_job(job, report, mark_of(job, report))
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Prepare the text, model and optimizer of a job, and place them.
 
-    `mark` is that of the run directory, if its state is to be resumed. Raises RoadtrainError.
+    `mark` is the mark of the run directory if its state is to be resumed. Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
     if narrow and not torch.cpu._is_avx512_bf16_supported():
         report(
-            f"this CPU has no {job.model.dtype} arithmetic, so that torch emulates it slowly:"
+            f"this CPU has no {job.model.dtype} arithmetic, so torch emulates it slowly:"
             " --model.dtype fp32 is faster"
         )
     torch.manual_seed(job.run.seed)
@@ -231,7 +234,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Stage times without waiting, which `other` measures."""
+    """Times of Forward and Backward, without the waiting time inside them. The optimizer adds the
+    waiting time to `other`, as stage "Wait"."""
 
     def __init__(self, other: Stages) -> None:
         super().__init__()
@@ -248,26 +252,26 @@ class NetStages(Stages):
 def step(
     training: PlacedJob, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
-    """Train step `number` (from 0). Returns its mean loss and its learning rate. `before` is called
-    with the loss before the optimizer's step."""
+    """Train step `number`, counted from 0. Returns the step's mean loss and its learning rate.
+    `before` is called with the loss, after the backward passes and before the optimizer's step."""
     job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
     total = 0.0
     for micro in range(job.optimizer.accumulate):
-        # the batches of a step, distributed over workers in a fixed order
+        # index of the batch in the step: the batches are distributed over workers in a fixed order
         turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
             loss = loss_of(training.model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
         with training.stages.timed("Backward"):
-            scaler.scale(loss).backward()  # gradients leave as each block finishes
+            scaler.scale(loss).backward()  # gradients of a block leave once the block is done
     if before is not None:
         before(total)
     training.clip()
-    scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
+    scaler.step(optimizer)  # updates and commits happen while the next step computes
     scaler.update()
     optimizer.zero_grad()
     return total, lr
@@ -280,5 +284,5 @@ def loss_of(
 
 
 def tokens_of(job: Job) -> int:
-    """Return the tokens of one worker's step."""
+    """Return the number of tokens that one worker trains in a step."""
     return job.data.batch_size * job.data.seq_len * job.optimizer.accumulate

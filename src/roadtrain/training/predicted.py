@@ -1,7 +1,8 @@
-"""A plan's predicted step times: in each line of metrics.jsonl, and compared with measured ones.
+"""A plan's predicted step times: they are written in each line of metrics.jsonl, and compared with
+measured times.
 
-Forward and Backward exclude waiting, which is Wait, in both. Predicts nothing itself, and does not
-know the measurements of servers.
+In predicted and in measured times, Forward and Backward exclude waiting; the waiting time is called
+Wait. This module predicts nothing itself, and does not read measurements of servers.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from roadtrain.training.metrics import last_alike
 from roadtrain.training.progress import ORDER
 from roadtrain.units import show_seconds
 
-RECENT = 20  # number of last steps for rates and medians
-RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # not metrics.uncommitted.jsonl
+RECENT = 20  # rates and medians are over so many of the last steps
+RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # does not match metrics.uncommitted.jsonl
 Line = dict[str, Any]
 
 
 def predicted_for(job: Job, stage: int, replica: int) -> Line:
-    """Return the keys for a line of this rank with its plan's prediction; {} without a plan."""
+    """Return the keys that add the plan's prediction to the metrics lines of this rank; {} if the
+    job has no plan."""
     plan = job.predicted
     if not plan.seconds:
         return {}
@@ -34,8 +36,8 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return a table for each place of the pipeline, of the first rank there: predicted and
-    measured seconds, and their ratio."""
+    """Return a table of predicted seconds, measured seconds and their ratio for each place of the
+    pipeline. The measurements are from the first rank at the place."""
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}

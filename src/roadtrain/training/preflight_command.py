@@ -1,4 +1,4 @@
-"""`roadtrain preflight`: test the networks of a job's hosts before it is started on them.
+"""`roadtrain preflight`: test the networks of a job's hosts before the job is started on them.
 
 The participating ranks come from torchrun's environment or a list of hosts. The tests themselves
 are in stages/preflight.py.
@@ -33,23 +33,25 @@ def command(
     port: int = PORT,
     patience: float = MEET_S,
 ) -> int:
-    """Test every pair of hosts of every group over the network that it will use; print the matrix,
-    or what is wrong. Started on every host, under torchrun or with --hosts.
+    """Test every pair of hosts in every group over the network that the group will use, and print
+    the measured matrix or the problem. Start the command on every host, under torchrun or with
+    --hosts.
 
-    Under torchrun on every host (`torchrun ... --no-python roadtrain preflight JOB.toml`), or
-    started on every host with the same --hosts. Of the job it reads `parallelism`; without it
-    every pair of hosts is tested over the fastest network of all.
+    With torchrun, run `torchrun ... --no-python roadtrain preflight JOB.toml` on every host. With
+    --hosts, pass the same list on every host. The command reads only [parallelism] of the job. If
+    the job has no [parallelism], every pair of hosts is tested over the fastest network that all
+    hosts have.
 
     Args:
-        hosts: HOST,HOST,...: names or addresses in the order of ranks; this host is found in it
-        devices: ranks of each host, with --hosts
-        port: port of the first host at which the ranks meet, with --hosts
+        hosts: names or addresses HOST,HOST,... of all hosts, this host included, in rank order
+        devices: ranks of each host (with --hosts)
+        port: port of the first host at which the ranks meet (with --hosts)
         patience: seconds to wait for all ranks
     """
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices {devices}, --patience {patience:g}: must be 1 or more, and above 0"
+            f"--devices must be 1 or more, is {devices}; --patience above 0, is {patience:g}"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
@@ -64,7 +66,8 @@ def command(
     if parallelism is not None:
         groups = Groups.of(parallelism, places, data_groups=DataGroups.ANYWHERE).to_create
     preflight(meeting, groups, of_ranks)
-    if parallelism is not None:  # last, since a wrong network card can look like a separate cluster
+    # checked last, because a wrong network card can look like a separate cluster
+    if parallelism is not None:
         check_ranks(parallelism, places, data_groups=section.data_groups)
     if meeting.rank == 0:
         print(f"preflight: all is well ({time.monotonic() - begin:.1f} s)")
@@ -78,8 +81,8 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 
 
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
-    """Return the number of ranks that must meet, each for `per_rank` ranks of the job; 0 if the job
-    adapts to those that arrive. Raises ConfigError."""
+    """Return the number of ranks of this test that must meet, or 0 if the job adapts to the ranks
+    that arrive. A rank of this test stands for `per_rank` ranks of the job. Raises ConfigError."""
     if not section.used or (section.dp is None and not section.widths):
         return 0
     parallelism = section.degrees(0)
@@ -93,8 +96,12 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:
-    """Return the launch of this host, found among `names` by its name or addresses; one rank per
-    host. Raises ConfigError, also if another host's name resolves to the loopback here."""
+    """Return the Launch of this host, with one rank per host. This host's rank is the index of its
+    name or address in `names`.
+
+    Raises ConfigError if this host is not listed exactly once, or if the name of another host
+    resolves to the loopback address.
+    """
     me = socket.gethostname()
     own = {card.address for card in this_host().cards}
     found = []
@@ -105,14 +112,14 @@ def launch_among(names: Sequence[str], port: int) -> Launch:
             found.append(rank)
         elif len(loopback) == len(addresses) and len(names) > 1:
             raise ConfigError(
-                f"the name {name} resolves to {loopback[0]} on host {me}, which is its loopback"
-                f" (lo): {me} would connect to itself instead of {name}",
+                f"on host {me}, the name {name} resolves to {loopback[0]}, a loopback address (lo):"
+                f" {me} would connect to itself instead of {name}",
                 hint=f"map {name} to its network card's address in /etc/hosts, or use that address",
             )
     if len(found) != 1:
         have = ", ".join(sorted(own)) or "none"
         raise ConfigError(
-            f"host {me} (addresses {have}) matches {len(found)} of {', '.join(names)}, must be 1",
+            f"--hosts {','.join(names)} must name host {me} ({have}) once, not {len(found)} times",
             hint="list each host once, by its own host name or an address",
         )
     return Launch(found[0], len(names), names[0], port, agent=False, attempt="0")

@@ -1,8 +1,8 @@
-"""Progress display during training: a bar on a terminal, lines elsewhere. Measures nothing.
+"""Progress display during training: a bar on a terminal, otherwise lines. Measures nothing.
 
-The shares of a line are those of the training thread: Forward and Backward without waiting, Wait,
-and the rest (batches, clipping, printing). They add up to 100 %. After them comes what limited the
-step.
+A line shows how the training thread spent the step: shares of Forward and Backward without waiting,
+of Wait, and of the rest (batches, clipping, printing). The shares add up to 100 %. The end of the
+line names the resource that limited the step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rich.console import Console
 from roadtrain.config.job import Job
 
 ORDER = ("Forward", "Backward", "Wait", "Fetch", "Push", "Sum", "Read", "Update", "Write", "Commit")
-OWN = ORDER[:3]  # stages of the training thread; all others run concurrently
-UPDATING = 0.8  # busy share of a step above which the update thread is the limit
+OWN = ORDER[:3]  # stages of the training thread; the other stages run concurrently with it
+UPDATING = 0.8  # if the update thread is busy for a larger share of a step, it limits the step
 LEGEND = (
-    "a step: Forward and Backward compute, Wait is for what limits the step, other is the rest"
+    "a step: Forward and Backward compute, Wait is waiting for the named limit, other is the rest"
     " (batches, clipping)"
 )
 Show = Callable[[Mapping[str, Any]], None]
@@ -33,7 +33,7 @@ def silent(_: str) -> None: ...
 
 @contextmanager
 def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
-    """Yield a function that shows one line of metrics.jsonl."""
+    """Yield a function that shows a line of metrics.jsonl, given as a dict."""
     steps = job.run.steps
 
     def say(line: Mapping[str, Any]) -> None:
@@ -60,7 +60,8 @@ def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
 
 
 def describe(job: Job, line: Mapping[str, Any]) -> str:
-    """Return loss, rate, shares of the training thread, and what limited the step."""
+    """Return the text that describes a line of metrics.jsonl: loss, rate, shares of the training
+    thread, and the resource that limited the step."""
     loss = "nan" if line["loss"] is None else f"{line['loss']:.3f}"
     rate = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
     busy = {name: stage["seconds"] for name, stage in line["stages"].items()}
@@ -70,7 +71,8 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Return whole percentages of a step's `seconds` that add up to 100, without zeros."""
+    """Return the share of each stage of the training thread in `seconds`, in percent. The shares
+    are whole numbers that add up to 100. Stages with 0 % are left out."""
     parts = {name: busy.get(name, 0.0) for name in OWN}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
     if not (whole := sum(parts.values())):
@@ -84,10 +86,10 @@ def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
 
 
 def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
-    """Name what limits steps that took `seconds`.
+    """Return the name of the resource that limits steps that took `seconds`.
 
-    The training thread either computes or waits. If it mostly computes, computing limits the step,
-    else what it waits for.
+    `busy` maps stages to their seconds. The training thread either computes or waits. If it mostly
+    computes, computing limits the step. Otherwise the resource that it waits for limits the step.
     """
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"
@@ -95,7 +97,7 @@ def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
         return "other ranks and their links"
     if job.servers.addresses:
         return "servers and network"
-    # a server updates in a single thread; others read and write
+    # a server updates in a single thread, and reads and writes in other threads
     updates = (busy.get("Sum", 0.0) + busy.get("Update", 0.0)) / max(1, len(job.store.files))
     return "files" if job.store.files and updates < UPDATING * seconds else "updates"
 

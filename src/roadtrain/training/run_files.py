@@ -22,10 +22,13 @@ def lines_of(job: Job, rank: int = 0) -> Path:
 
 
 def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = False) -> Mark:
-    """Open the mark of the job's run directory. `reads`: a missing store is an error.
+    """Open the mark (storage/mark.py) of the job's run directory.
 
-    `new_store` is ignored when torchrun has restarted the worker, since the first start has
-    applied it; for a launched worker, the job decides.
+    If `reads` is True, a missing store is an error, because the caller only reads the store.
+
+    run.new_store is ignored if torchrun has restarted this process, because the first start has
+    applied the key. A process started by `roadtrain launch` obeys the key after a restart as well,
+    because the launcher removes the key from the job when it no longer applies.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
@@ -42,7 +45,7 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
 
 def write_job(job: Job) -> None:
-    """Write job.toml, without keys that are for one start only, and the tokenizer."""
+    """Write job.toml, without the keys that apply to a single start, and the tokenizer."""
     lasting = job.changed(dict.fromkeys(ONE_START))
     replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":

@@ -1,9 +1,9 @@
-"""A job with `[parallelism]`: every process, started by torchrun, trains its stage.
+"""A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
-Micro-batch i of a step has the data of pass i of a single process, so that losses are the same
-(except with dropout, whose numbers are drawn per step in a placed job, and per micro-batch and
-block in stages). Process 0 writes the files of the run directory; all processes write snapshots.
-The communication of stages is up to `parallelize`.
+Micro-batch i of a step has the data of batch i of the same step in a placed job, so losses are the
+same in both. An exception is dropout: its random numbers are drawn per step in a placed job, but
+per micro-batch and block in stages. Process 0 writes the files of the run directory, and all
+processes write snapshots. parallelize() does the communication between stages.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ DATA = "data"  # name of the tokens' state in a snapshot
 
 
 def as_stages(job: Job, report: Report = print) -> Job:
-    """Return `job`, with parallelism.dp set if its run directory holds the state of a job in stages
-    but the job has no degrees: it then continues as a single stage."""
+    """Return the job with which to continue a run.
+
+    If `job` has no degrees of parallelism, but its run directory holds the state of a job in
+    stages, the run continues as a single stage: the returned job has parallelism.dp set. Otherwise
+    `job` is returned unchanged.
+    """
     other = job.parallelism.used or job.servers.addresses or job.run.new_store
     if other or not (folder := job.run_dir / FOLDER).is_dir():
         return job
@@ -69,7 +73,8 @@ def as_stages(job: Job, report: Report = print) -> Job:
 
 
 def meet_alone(job: Job) -> None:
-    """Set the environment of torchrun if the job needs one process only."""
+    """Set torchrun's environment variables if the job needs only one process and torchrun has not
+    set them."""
     asks = job.parallelism
     single = (asks.dp, asks.tp, asks.pp, asks.widths) == (1, 1, 1, [])
     if single and not any(os.environ.get(name) for name in LAUNCH_NAMES):
@@ -93,8 +98,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 
 @dataclass
 class StagedJob:
-    """A job in stages, driven by the loop in training/train.py. `stopped`: some rank asked to stop
-    after the last step."""
+    """This process's stage of a job. The loop in training/train.py runs it, like a PlacedJob.
+    `stopped` is True if a rank asked in the last step that training stop."""
 
     job: Job
     training: ParallelTraining
@@ -122,7 +127,8 @@ class StagedJob:
         """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """Return why training ends, after agreeing on it with all ranks; "" to continue."""
+        """Return why training ends, or "" to continue. All ranks agree on ending, and exchange
+        their reasons."""
         if not self.stopped:
             return ""
         own = stop.why()
@@ -163,20 +169,20 @@ class StagedJob:
         self.training.snapshot(self.blobs())
 
     def blobs(self) -> dict[str, bytes]:
-        """Return the part of a step's state that is neither parameters nor optimizer state."""
+        """Return the part of the job's state that is neither parameters nor optimizer state."""
         tokens = self.tokens.state_dict()
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def held_out_loss(self) -> float | None:
-        """Return the mean loss of the held-out batches of one process; None without held-out
-        text."""
+        """Return the mean loss of as many held-out batches as a placed job evaluates, or None if no
+        text is held out."""
         job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
         rows, length = job.data.batch_size, job.data.seq_len
         found = self.tokens.held_out_batches(HELD_OUT_BATCHES, rows, length)
         batches = [micro_batch(x_BT, y_BT, self.device) for x_BT, y_BT in found]
-        # until every batch was evaluated equally often
+        # enough rounds that every batch is evaluated equally often
         rounds = math.lcm(len(batches), together) // together
         losses = [self._evaluated(batches, n * together) for n in range(rounds)]
         return sum(losses) / len(losses)
@@ -188,7 +194,7 @@ class StagedJob:
         out = loss_rows(self.job, summary)
         if steps := len(totals.losses):
             took, waited = show_seconds(totals.seconds / steps), show_seconds(totals.waited / steps)
-            took += f", of which it waited {waited} for others"
+            took += f", of which it waited {waited} for other processes"
             out.append(("a step took, on the first process", took))
         run = self.job.run_dir
         out.append(("committed", f"step {self.training.committed_step}, in {run}"))
@@ -235,8 +241,9 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 
 
 def unused(job: Job) -> list[str]:
-    """Return keys that are set without effect: a stage's state is kept with its ranks, or as
-    parallelism.placements specifies."""
+    """Return the keys of [store] and [servers] that are set, although they have no effect in a job
+    with stages. The state of a stage is in the memory of the stage's ranks, or in the place that
+    parallelism.placements names."""
     plain = job.changed({"store": {}, "servers": {}})
     return [
         f"{section}.{key}"
@@ -247,7 +254,8 @@ def unused(job: Job) -> list[str]:
 
 
 def shared_lines(job: Job, tokens: Tokens) -> str:
-    """Return what must be equal on all processes, one per line. Each host has its own files."""
+    """Return the options that must be equal on all processes, one per line. Paths are left out,
+    because they may differ between hosts."""
     shared = {
         "text": tokens.fingerprint,
         "data": job.data.model_dump(exclude={"paths", "tokenizer"}),
@@ -273,7 +281,7 @@ def resume(staged: StagedJob, mark: Mark | None) -> None:
         staged.tokens.load_state_dict(state["tokens"])
         if (then := state["num_microbatches"]) != staged.num_microbatches:
             report(
-                f"a step had {then} micro-batches and now has {staged.num_microbatches}: its loss"
-                " differs (parallelism.num_microbatches keeps the number)"
+                f"a step had {then} micro-batches and now has {staged.num_microbatches}: losses"
+                " will differ; set parallelism.num_microbatches to keep the number"
             )
     staged.tokens.begun = True

@@ -1,10 +1,10 @@
-"""`roadtrain status`: step, loss, rates, bytes written and the device's endurance, from a run
-directory alone. For a run on servers or with reducers, also the state of each node, of its waits,
-and of the switches; they are queried and answer during training.
+"""`roadtrain status`: step, loss, rates, bytes written and the device's endurance, which are read
+from a run directory. For a run with servers, switches or reducers, the command also asks each of
+these nodes for its state and its waits. The nodes answer during training.
 
-Endurance: bytes that the device may be written according to its data sheet (TBW, decimal
-terabytes), divided by the bytes that this run writes. Counts writes by roadtrain, without the
-device's internal write amplification. Does not import torch.
+The endurance of a device is the number of bytes that its data sheet allows to be written (TBW, in
+decimal terabytes). The table compares it with the bytes written by this run, without the device's
+internal write amplification. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
-ASSUMED_TBW = 600.0  # terabytes; typical data sheet value of a 1 TB consumer SSD
+ASSUMED_TBW = 600.0  # terabytes; a typical value in data sheets of 1 TB consumer SSDs
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 
@@ -43,9 +43,11 @@ def report_run(
     link: str = "tcp",
     report: Report = print,
 ) -> int:
-    """Report on a run directory, or on servers and switches at HOST:PORT,... The options are those
-    of `roadtrain status`. Returns 1 if a node does not answer. Raises ConfigError if `run` is
-    neither."""
+    """Report on `run`: a run directory, or addresses HOST:PORT,... of servers and switches.
+
+    The other arguments are the options of `roadtrain status`. Returns the exit code: 1 if a node
+    does not answer, else 0. Raises ConfigError if `run` is neither a directory nor addresses.
+    """
     found: list[Any] = []
     table: list[tuple[str, str]] = []
     reducers: list[tuple[str, str]] = []
@@ -69,25 +71,26 @@ def report_run(
 
 
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Query the reducers that a job in stages names now. Returns table rows and the answers."""
+    """Query the reducers of a job in stages, whose list may change during training. Returns rows of
+    a table and the answers."""
     section = job.parallelism
     names = [*SpareHosts(section.reducers, None, None).now()]
     if not names:
-        return [("reducers", "none now, the workers sum themselves")], []
+        return [("reducers", "the list is empty now, so the workers sum themselves")], []
     options = TcpOptions(token=token_of(token_file or section.reducers_token_file))
     found = health.ask_all([address_of(name) for name in names], options)
     return health.rows(names, found, role="reducer"), found
 
 
 def report_ended(run: str, report: Report) -> None:
-    """Report on a run directory whose servers have ended with the run and are not queried. Raises
-    ConfigError."""
+    """Report on the directory of a run that has ended. Its servers have ended too, so they are not
+    queried. Raises ConfigError."""
     show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
     report_stages(run, report)
 
 
 def report_stages(run: str, report: Report) -> None:
-    """Report predicted and measured times of each stage in a run directory."""
+    """Report the predicted and measured times of each stage if `run` is a run directory."""
     for beside in [] if names_servers(run) else compared(Path(run)):
         show_table(beside, report)
 

@@ -1,9 +1,11 @@
-"""Exchange of loss, tokens and stop requests among the workers of servers at the end of each step,
-so that all stop after the same step and worker 0 can report the loss of the whole run.
+"""Exchange of loss, tokens and stop requests at the end of each step, among workers that train with
+the same servers. So all workers stop after the same step, and worker 0 can report the loss of the
+whole run.
 
-Without a delay, each worker receives the others' data of a step before the next one, together with
-the next parameters. With a delay of k steps, the data of k + 1 steps before is available without
-waiting. The data is carried by servers/protocol/messages.py, StepWords.
+Without a delay, a worker waits until it has the data of all workers for step n, and then begins
+step n + 1. With a delay of k steps, a worker reads the data of step n - k - 1 at the end of step n.
+The data has arrived by then, so the worker does not wait. The message that carries the data is
+StepWords in servers/protocol/messages.py.
 """
 
 from __future__ import annotations
@@ -15,40 +17,51 @@ from typing import Any
 from roadtrain.errors import WireError
 from roadtrain.training.stop import INTERRUPTED
 
-WORD = struct.Struct("<dqB")  # loss, tokens, an index into STOPS
+WORD = struct.Struct("<dqB")  # a worker's data of a step: loss, tokens, an index into STOPS
 STOPS = ("", "another worker was interrupted", "another worker's minutes are over")
 
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """A step of all workers together."""
+    """The results of a step, summarized over all workers."""
 
     loss: float  # mean over the workers
-    tokens: int  # sum
-    why: str  # why a worker stops; "" if none does
+    tokens: int  # sum over the workers
+    why: str  # why a worker asked to stop; "" if no worker did
 
 
 class StepExchange:
-    """The exchange of one worker; `optimizer` is its placed optimizer."""
+    """The exchange, as seen by one worker.
+
+    Args:
+        optimizer: The worker's placed optimizer.
+
+    Attributes:
+        lag: The number of steps after which the data of a step is received; 0 without a delay.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._worker, self._first = optimizer.session.worker, optimizer.steps_done + 1
         staleness = optimizer.session.store_plan.staleness
-        self.lag = staleness + 1 if staleness else 0  # steps until the data is there
+        self.lag = staleness + 1 if staleness else 0
 
     def send(self, loss: float, tokens: int, why: str) -> None:
-        """Send data to the other workers with the step that is about to end; `why` it stops."""
+        """Send this worker's data of the current step to the other workers when the step ends.
+        `why` is the reason to stop; "" to continue."""
         stops = 0 if not why else 1 if why == INTERRUPTED else 2
         self._worker.word = WORD.pack(loss, tokens, stops)
 
     def receive(self, step: int) -> GlobalStep | None:
-        """Return the step `lag` before `step`, which has just ended; None if that was before this
-        start. Raises PeerError or WireError."""
+        """Return the data of all workers for step number `step - lag`. `step` has just ended.
+
+        Returns None if this process did not train that earlier step, because it was started later.
+        Raises PeerError or WireError.
+        """
         if step - self.lag < self._first:
             return None
         words = self._worker.words(step - self.lag)
-        if any(len(word) != WORD.size for word in words):
-            raise WireError(f"{max(map(len, words))} bytes from a worker for step {step}")
+        if wrong := [len(word) for word in words if len(word) != WORD.size]:
+            raise WireError(f"a worker's step data must have {WORD.size} bytes, has {wrong[0]}")
         losses, tokens, stops = zip(*map(WORD.unpack, words))
         most = min(max(stops), len(STOPS) - 1)
         return GlobalStep(sum(losses) / len(losses), sum(tokens), STOPS[most])

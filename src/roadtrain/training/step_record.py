@@ -1,4 +1,4 @@
-"""StepRecord: the results of a training step, and its line of metrics.jsonl."""
+"""StepRecord: the results of a training step, from which its line of metrics.jsonl is made."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step, as trained by one process.
+    """The results of a training step in one process.
 
     Attributes:
-        grad_norm: Norm before clipping; nan if unknown.
-        stages: (seconds, bytes) of each stage.
-        at: Pipeline stage and replica.
-        more: Keys that only some jobs have.
-        resident: Bytes of roadtrain's buffers.
+        grad_norm: The gradient norm before clipping; nan if it is unknown.
+        stages: Maps the names of stages (Forward, Wait, ...) to seconds and bytes.
+        at: The pipeline stage and the replica of this process.
+        more: Additional keys of the metrics line, which only some jobs have.
+        resident: The bytes of roadtrain's buffers after the step.
     """
 
     loss: float

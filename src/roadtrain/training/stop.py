@@ -16,8 +16,8 @@ INTERRUPTED = "interrupted"
 
 
 class Stop:
-    """Ends training early, on Ctrl-C or SIGTERM or when the time is over. The current step is
-    finished; a second signal ends it at once."""
+    """A request to end training early: by Ctrl-C, by SIGTERM, or because `minutes` have passed. The
+    current step is still finished, but a second signal ends the process at once."""
 
     def __init__(self, minutes: float | None) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -31,7 +31,7 @@ class Stop:
 
     @contextmanager
     def on_signals(self, report: Report) -> Iterator[None]:
-        """Handle signals in the body, if this is the main thread."""
+        """Handle signals while the body runs. Does nothing outside the main thread."""
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self._signalled:

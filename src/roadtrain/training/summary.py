@@ -1,7 +1,7 @@
 """The table at the end of a run: time, memory, disk and results, and the command to continue.
 
-The training thread either computes or waits, so a step is the sum of the two. Measures nothing, but
-adds up the lines of metrics.jsonl.
+The training thread either computes or waits, so the time of a step is the sum of both. This module
+measures nothing, but adds up the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from roadtrain.training import memory_limit
 from roadtrain.training.progress import limited_by
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
-FEW = 5  # a first or last loss is the mean of at most so many steps
+FEW = 5  # the first and the last loss are means over at most so many steps
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The results of a run. `stopped` is why it ended before run.steps, or "". The losses are means
-    over the first and last steps of this run."""
+    """The results of a run, from its start to its end in this process.
+
+    Attributes:
+        steps: Number of steps done, including those of earlier starts.
+        first_loss: Mean loss of the first steps after this start.
+        last_loss: Mean loss of the last steps.
+        held_out_loss: Mean loss of held-out text; None if no text is held out.
+        stopped: The reason if training ended before run.steps, else "".
+    """
 
     steps: int
     first_loss: float
@@ -38,18 +45,19 @@ class Summary:
 
 @dataclass
 class Totals:
-    """Sums over the steps of this run."""
+    """Sums over the steps since this start."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    # by stage, added up over threads
+    # seconds and bytes of each stage, added up over threads
     busy_s: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
     # peak bytes of roadtrain's buffers
     resident: int = 0
 
     def add(self, line: Mapping[str, Any], resident: int) -> None:
-        """Add a line of metrics.jsonl, and the bytes of roadtrain's buffers after its step."""
+        """Add a line of metrics.jsonl. `resident` is the bytes of roadtrain's buffers after the
+        step."""
         self.losses.append(math.nan if line["loss"] is None else line["loss"])
         self.seconds += line["seconds"]
         for name, stage in line["stages"].items():
@@ -64,15 +72,15 @@ class Totals:
 
     @property
     def waited(self) -> float:
-        """Seconds that the training thread has waited."""
+        """Seconds that the training thread has waited, at most `seconds`."""
         return min(self.busy_s["Wait"], self.seconds)
 
 
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
 ) -> list[tuple[str, str]]:
-    """Return the table. `plain` is the memory in bytes that ordinary training of the model needs,
-    `program` the command line of roadtrain."""
+    """Return the rows of the table. `plain` is the memory in bytes that ordinary training of the
+    model needs. `program` is the command that starts roadtrain."""
     held = show_bytes(totals.resident)
     if totals.resident < plain:
         held += f", {totals.resident / plain:.0%} of that"
@@ -136,7 +144,8 @@ def _step(job: Job, totals: Totals) -> str:
 
 
 def resume_command(summary: Summary, typed: str) -> str:
-    """Return the command to continue: `typed`, or the launcher's for a launched run."""
+    """Return the command that continues the run: a `roadtrain launch` command if `roadtrain launch`
+    has started the run, otherwise `typed`."""
     name = os.environ.get(LAUNCHED_AS)
     if not name:
         return typed

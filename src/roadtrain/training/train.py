@@ -1,9 +1,9 @@
-"""train(): the training loop of a job, for a model placed by place() (`PlacedJob`) and for one
-split into stages by parallelize() (`StagedJob`).
+"""train(): the training loop of a job, for a model that place() has placed (`PlacedJob`) or that
+parallelize() has split into stages (`StagedJob`).
 
 Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats
-them. The line of a step is in metrics.jsonl before the step can be committed. Does not know how
-parameters or gradients travel.
+them. The line of a step is in metrics.jsonl before the step can be committed. The loop does not
+know how parameters or gradients travel.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from roadtrain.training.summary import Summary, Totals
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step to run.steps. `program` begins the command to
-    continue, for the table at the end. Raises RoadtrainError."""
+    """Train `job` from its last committed step to run.steps, and show a table at the end. `program`
+    is the command that starts roadtrain, which the table shows. Raises RoadtrainError."""
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
-        stop = Stop(job.run.minutes)  # run.minutes count from here
+        stop = Stop(job.run.minutes)  # run.minutes begin now
         make_directory(job.run_dir)
         with opened(job, report) as run, stop.on_signals(run.report):
             why, totals = train_steps(run, stop)
@@ -40,11 +40,12 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
 
 
 def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
-    """Train the remaining steps. Returns why training ended before run.steps, or ""."""
+    """Train the remaining steps. Returns the reason if training ended before run.steps, else "",
+    and the totals of the steps."""
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
     with Metrics(lines, done, fresh=run.is_stale(lines)) as metrics:
         if run.rank == 0:
-            write_job(job)  # after all checks
+            write_job(job)  # now that all checks have passed
         if metrics.note:
             run.report(metrics.note)
         run.begin()
@@ -57,7 +58,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 now = time.perf_counter()
                 line = record.line(job, run.steps_done, now - then)
                 then = now
-                with undone_on_error(run.abandon):  # no step is committed without its line
+                with undone_on_error(run.abandon):  # never commit a step without its line
                     metrics.append(line)
                 show(line)
                 totals.add(line, record.resident)

@@ -1,11 +1,13 @@
-"""verify(): trains a few steps of the user's job in three variants, and compares them bit for bit:
-placed as in the job (in a temporary store beside its own), placed in RAM, and plainly, with the
-whole model in torch and the same rules on whole tensors.
+"""verify(): trains a few steps of the user's job in three variants, and compares the results bit
+for bit. In variant "placed", the model is placed as in the job, in a temporary store beside the
+job's own. In variant "in RAM", it is placed in RAM. In variant "plain", the model is an ordinary
+torch model, and the same update rules are applied to whole tensors.
 
-The plain variant shares the loop (`train.step`) and the rules' kernels, but nothing of the stream,
-servers, stores or chunks. In addition, torch's own optimizer gets the same gradients in fp32; its
-deviation, which is due to rounding, is reported.
-Needs memory for all this, else refuses. A lossy job is not compared with the plain variant.
+The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
+rules, but nothing of the stream, servers, stores or chunks. In addition, torch's own optimizer gets
+the same gradients in fp32, and its deviation, which is due to rounding, is reported. verify()
+refuses to run if the memory for all variants is not free. A job with gradient compression is not
+compared with the plain variant.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from roadtrain.units import show_bytes
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
-    """Train a few steps placed, in RAM and plainly with the same update rules, compare every tensor
-    bit for bit; exit code 1 if one differs.
+    """Train a few steps with the model placed as in the job, placed in RAM, and in plain torch, and
+    compare every loss and every tensor bit for bit. The exit code is 1 if one differs.
 
     Raises RoadtrainError.
 
@@ -50,23 +52,23 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
-    """Whether every loss and every tensor is bit-identical in all variants. Raises BudgetError or
-    UserError."""
+    """Return whether every loss and every tensor is bit-identical in the variants of training that
+    the module describes. Raises BudgetError or UserError."""
     if job.optimizer.delay not in (0, 1):
         raise ConfigError(
-            f"with staleness {job.optimizer.delay} no two runs are equal",
+            f"with optimizer.delay {job.optimizer.delay}, no two runs are equal",
             hint="use --optimizer.delay 0 or 1",
         )
     if steps < 1:
-        raise ConfigError(f"--steps {steps}: nothing to compare", hint="use --steps 3")
+        raise ConfigError(f"--steps must be 1 or more, is {steps}", hint="use --steps 3")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
         if job.servers.addresses:
             report("the servers are not used: verify runs on this host, in memory")
             if job.servers.switches:
                 report(
-                    f"the sum in the network as {job.servers.wire} is not compared either: its"
-                    " bounded deviation is not verified"
+                    f"verify does not compare sums of switches as {job.servers.wire}, whose"
+                    " deviation is bounded but not zero"
                 )
             job = job.changed({"servers": {}, "compress.downcast": None})
         placed = place_job(job.changed({"store.files": homes}), report)
@@ -97,12 +99,15 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
 
 @dataclass
 class _RefParam:
-    """A parameter of the plain variant, with its rule's state.
+    """A parameter of the plain variant, with the state of its update rule.
 
     Attributes:
-        shadow: The same parameter under torch's own optimizer.
+        master: The fp32 values, flat.
+        arrays: The rule's state arrays, in the order of `rule.arrays`.
+        row: The rule's scalars, in the order of `rule.scalars`.
+        shadow: A copy of the parameter that is trained by torch's own optimizer.
         grid: Offsets at which the sum of squares is split, as on servers.
-        held: The gradient, while a handle stands for it.
+        held: The gradient, while `p.grad` is a handle.
     """
 
     spec: ParamSpec
@@ -117,10 +122,11 @@ class _RefParam:
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """Applies the rules to whole tensors. `read` is like that of a placed optimizer.
+    """An optimizer that applies the update rules to whole tensors.
 
-    Global norms are summed over the same segments as on servers, since the bits of a sum depend on
-    its order. So before clipping, gradients become handles, as in a placed model.
+    `read` returns values like `read` of a placed optimizer. Global norms are summed over the same
+    segments as on servers, because the bits of a sum depend on its order. For this purpose,
+    gradients are replaced by handles before clipping, as in a placed model.
     """
 
     _step_supports_amp_scaling = True
@@ -134,7 +140,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.root_params = len(parts.root.params)
         runs = [run for block in self.table.blocks for run in block.runs]
         at = {span.param: span.start for run in runs for span in run.spans}
-        self.all: list[_RefParam] = []  # in the order of table.params
+        self.all: list[_RefParam] = []  # all parameters, in the order of table.params
         params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         for i, (p, spec) in enumerate(zip(params, self.table.params, strict=True)):
             rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)
@@ -148,7 +154,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.torch = build_optimizer(job, [ref.shadow for ref in self.all])
 
     def gather(self) -> None:
-        """Replace gradients of blocks by handles; those of the root stay tensors, as if placed."""
+        """Replace the gradients of blocks by handles, as in a placed model. The gradients of the
+        root block stay tensors."""
         for i, ref in enumerate(self.all):
             if i >= self.root_params and ref.p.grad is not None:
                 ref.held = as_numpy(ref.p.grad).reshape(-1).copy()
@@ -199,7 +206,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Return the parameter for which torch's own optimizer deviates most, and by how much."""
+        """Return the name of the parameter for which torch's own optimizer deviates most, and the
+        deviation."""
         far = []
         for ref in self.all:
             apart = np.abs(ref.shadow.detach().numpy().reshape(-1) - ref.master)
@@ -215,8 +223,8 @@ class _PlainJob(PlacedJob):
 
 @dataclass(frozen=True)
 class _Variant:
-    """The results of one variant. `read` returns the values of a (parameter's name, "master" or
-    name of a state)."""
+    """The results of one variant. `read(name, what)` returns values of the parameter `name`: the
+    fp32 masters if `what` is "master", else the rule's state array of that name."""
 
     name: str
     losses: list[float]
@@ -251,7 +259,7 @@ def _same(left: _Variant, right: _Variant, things: list[tuple[str, str]], report
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:
-    """Describe the first element whose bits differ; "" if none does."""
+    """Describe the first element whose bits differ. Returns "" if all bits are equal."""
     a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""
@@ -262,7 +270,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the device that `directory` is on, or will be."""
+    """Make a temporary directory on the device of `directory`, which need not exist yet."""
     parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 
@@ -271,6 +279,6 @@ def _check_memory(plain_nbytes: int) -> None:
     needed, free = 4 * plain_nbytes, psutil.virtual_memory().available
     if needed > free:
         raise BudgetError(
-            f"verify holds the model four times: {show_bytes(needed)}, {show_bytes(free)} are free",
+            f"four copies of the model need {show_bytes(needed)}, but {show_bytes(free)} are free",
             hint="verify a model with fewer layers: --model.config.num_hidden_layers 2",
         )

@@ -1,6 +1,6 @@
 """Writing of safetensors files in Hugging Face layout, with an index, tensor by tensor.
 
-The library's own writer would need all tensors in memory at once.
+The writer of the safetensors library would need all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from roadtrain.chunks import ITEMSIZE
 from roadtrain.storage.direct import make_directory, sync_directory, write_file
 from roadtrain.storage.safetensors_io import INDEX, SINGLE, TAGS, Array
 
-MOST_NBYTES = 5 * 10**9  # per file, as usual on Hugging Face
+MOST_NBYTES = 5 * 10**9  # bytes of a file; a usual limit on Hugging Face
 Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, shape, reader
 
 
 def export_dir(
     items: Iterable[Item], directory: str | Path, most_nbytes: int = MOST_NBYTES
 ) -> list[Path]:
-    """Write `items` into `directory`, with one tensor in memory at a time. Returns the files.
+    """Write `items` into `directory`, with one tensor in memory at a time. Returns the paths of the
+    files. A file has at most `most_nbytes` bytes, unless a single tensor is larger.
 
-    An existing export is replaced once the new one is complete on disk. Raises FullError.
+    An existing export is only replaced once the new export is complete on disk. Raises FullError.
     """
     home = Path(directory)
     make_directory(home)
@@ -64,7 +65,7 @@ def export_dir(
 
 
 def _write_file(path: Path, items: list[Item]) -> None:
-    # sorted so that every tensor is aligned to its elements
+    # sorted by element size, so that every tensor is aligned to its elements
     items = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -31,7 +31,8 @@ def address_of(text: str) -> Address:
 
 
 def own_address(to: Address) -> str:
-    """Return the address of this host that reaches `to`. Raises LostError if there is no route."""
+    """Return the address of this host from which packets to `to` are sent. Raises LostError if
+    there is no route."""
     try:
         family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -42,7 +43,8 @@ def own_address(to: Address) -> str:
 
 
 def local_options(options: TcpOptions) -> Common:
-    """Return options for a link inside a host, with the limits and timeouts of `options`."""
+    """Return options for a link between processes of one host, with the limits and timeouts of
+    `options`."""
     return Common(
         frame_limit=options.frame_limit,
         checksums=options.checksums,
@@ -62,37 +64,37 @@ def token_of(path: str | Path | None) -> bytes | None:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
     if mode & 0o077:
         raise ConfigError(
-            f"the token in {path} can be read or changed by others (mode {mode:03o}, at most 600 is"
+            f"other users can read or change the token in {path} (mode {mode:03o}, at most 600 is"
             " allowed)",
             hint=f"chmod 600 {path}",
         )
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
         raise ConfigError(
-            f"the token in {path} has {len(token)} bytes, must have {MIN_TOKEN} to {MAX_TOKEN}",
+            f"the token in {path} must have {MIN_TOKEN} to {MAX_TOKEN} bytes, has {len(token)}",
             hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) creates one",
         )
     return token
 
 
 def write_token(path: Path, token: bytes | None = None) -> None:
-    """Write `token`, or a new random one, to a file that only its owner can read."""
+    """Write `token`, or a new random token, to a file that only its owner can read."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token or secrets.token_hex().encode())
 
 
 def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
-    """Make Tls from paths; None without any. Raises ConfigError where a file is unreadable or a
-    key has no certificate."""
+    """Make a Tls from the paths of its files; None if there are no paths. Raises ConfigError if a
+    file is unreadable, or if there is a key but no certificate."""
     if not (cert or key or ca):
         return None
     if key and not cert:
-        raise ConfigError(f"a key ({key}) without its certificate", hint="pass both")
+        raise ConfigError(f"TLS: the key {key} needs its certificate", hint="pass both")
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
             raise ConfigError(
                 f"TLS: {path} cannot be read",
-                hint="pass PEM files: the certificate, its key, and that of the authority",
+                hint="pass PEM files: a certificate, its key, the authority's certificate",
             )
     ours, secret, theirs = (None if path is None else Path(path) for path in (cert, key, ca))
     return Tls(ours, secret, theirs)

@@ -1,27 +1,29 @@
-"""Handshake: turns a connection between unknown peers into a link, within a deadline and a few
-hundred bytes.
+"""Handshake: authenticates both sides of a new connection, within a deadline and a few hundred
+bytes, so that the connection can become part of a link.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
-    server  GREETING  its own; then either side hangs up if the two do not fit, and reports why
+    server  GREETING  the same fields; either side hangs up and reports why, if they do not fit
     client  PROOF     HMAC-SHA256(token, "client", transcript); then hello (<= 64 KiB)
     server  VERDICT   accepted, or refused with a reason; HMAC-SHA256(token, "server", transcript,
                       verdict) if the client's proof was right
 
-The transcript consists of all earlier messages: both greetings and, under TLS, the server's
-certificate, which excludes a man in the middle; in a verdict also the proof and hello. Both nonces
-are new each time and each side proves its own role, so no message can be replayed later or to the
-other side. Each message ends with its own checksum, so that a flipped bit is not reported as a
-wrong token.
+The transcript of PROOF consists of both greetings and, under TLS, the server's certificate, which
+excludes a man in the middle. The transcript of VERDICT has the client's proof and hello in
+addition. Both sides choose a new nonce for each handshake, and each side proves its own role, so a
+message can neither be replayed later nor sent back to its sender. Each message ends with its own
+checksum, so that a flipped bit is not reported as a wrong token.
 
-Note "language". This is a digest of all message types of both sides (usually servers/frames.py), so
-two versions of roadtrain that would misunderstand each other refuse to connect. The first ten bytes
-(magic, version) are the same in every version, so that each can report that the other is different.
+Note "language". The language is a digest of all message types that the two sides exchange (usually
+those of servers/frames.py), so versions of roadtrain that would misunderstand each other refuse to
+connect. The first ten bytes of a greeting (magic, version) are the same in every version of
+roadtrain, so that each side can report that the other side has another version.
 
-The token is never sent, but both sides prove that they know it; without a token, both must have
-none. All connections of a link carry one link id; hello comes with the first, and the verdict once
-all are there. Protection of the later bytes (TLS, a private network) is the owner's choice. Does
-not know which kind of socket it is used on.
+The token is never sent, but both sides prove that they know the token. A side without a token only
+connects to a side without a token. All connections of a link have the same link id. The client
+sends hello on the first connection. The server sends the verdicts once all connections of the link
+have arrived. The handshake does not protect the bytes that follow it: the owner of the link decides
+about TLS or a private network. Works with every kind of socket.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ class Common:
 
     Attributes:
         frame_limit: Largest payload in bytes. The smaller limit of both sides applies.
-        checksums: Whether every frame has an xxh3; both sides must agree. None: yes wherever bytes
-            leave the process, except under TLS, which authenticates them.
-        handshake_s: Seconds for the handshake.
-        close_s: Seconds that `close` waits for the other side while nothing moves.
-        retry_s: Seconds to retry while nothing listens at the address. None: not at all, or until
-            the caller's deadline if it has one.
+        checksums: Whether every frame has an xxh3; both sides must agree. If None, frames have an
+            xxh3 if bytes leave the process, except under TLS, which authenticates the bytes.
+        handshake_s: Seconds that a handshake may take.
+        close_s: Seconds after which `close` gives up if no byte leaves.
+        retry_s: Seconds for which a connection is retried while nothing listens at the address. If
+            None, it is not retried, or is retried until the caller's deadline if there is one.
     """
 
     frame_limit: int = FRAME_LIMIT
@@ -88,16 +90,18 @@ class Common:
 
 
 DEFAULTS = Common()
-NO_LANGUAGE = bytes(16)  # for frames other than those of roadtrain's nodes
+NO_LANGUAGE = bytes(16)  # the language of links that do not carry roadtrain's own messages
 
 
 class Greeting(NamedTuple):
+    """The first message of either side."""
+
     magic: bytes
     version: int
     has_token: bool
     checksums: bool
-    number: int  # index of this connection
-    connections: int
+    number: int  # index of this connection among the connections of the link
+    connections: int  # number of connections of the link
     frame_limit: int
     link: bytes
     nonce: bytes
@@ -108,12 +112,13 @@ class Greeting(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenHandshake:
-    """A handshake that lacks the verdict, on either side. `greeting` is that of the other side."""
+    """A handshake on either side that only lacks the verdict. `greeting` is the greeting of the
+    other side."""
 
     greeting: Greeting
     token: bytes | None
     transcript: bytes
-    hello: bytes = b""  # on the server's side only
+    hello: bytes = b""  # set on the server's side only
 
 
 def greeting(
@@ -126,7 +131,7 @@ def greeting(
     language: bytes = NO_LANGUAGE,
     hello: bytes = b"",
 ) -> Greeting:
-    """Make this side's greeting. Raises WireError where hello is too long."""
+    """Make this side's greeting. Raises WireError if hello is too long."""
     if len(hello) > MAX_HELLO:
         raise WireError(f"hello has {len(hello)} bytes, at most {MAX_HELLO} are allowed")
     return Greeting(
@@ -153,8 +158,8 @@ def client_greet(
     deadline: float,
     binding: bytes = b"",
 ) -> OpenHandshake:
-    """Exchange greetings and send the proof. `binding` identifies the TLS channel, the same on both
-    sides; it is empty without TLS."""
+    """Exchange greetings and send the proof. `binding` is an id of the TLS channel that is the same
+    on both sides; empty without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
@@ -176,13 +181,13 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
-    # the server is not authenticated yet: remove control characters
+    # control characters are removed, because the server is not authenticated yet
     text = "".join(c for c in decoded if c.isprintable() or c == "\n")
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
     if not hmac.compare_digest(theirs, _prove_verdict(answer, code, words)):
         raise AuthError(
-            "the server does not prove the token", hint="give both sides the same token"
+            "the server did not prove that it has the token", hint="give both sides the same token"
         )
     if code != ACCEPTED:
         raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
@@ -191,10 +196,11 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
 def server_greet(
     sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float, binding: bytes = b""
 ) -> OpenHandshake:
-    """Do the server's side up to hello. Raises PeerError for a client that is not admitted."""
+    """Do the server's side of the handshake, without the verdict. Raises PeerError if the client is
+    refused."""
     beginning = receive(sock, BEGINNING.size, deadline, "a greeting")
     if beginning[: len(MAGIC)] != MAGIC:
-        raise WireError(f"not a roadtrain client: it began with {beginning!r}")
+        raise WireError(f"the client is not roadtrain: its first bytes are {beginning!r}")
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     raw = _rest_of_greeting(sock, ours, beginning, deadline)
@@ -219,14 +225,15 @@ def server_greet(
 
 
 def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
+    """Send the verdict that the client is accepted."""
     _send_verdict(sock, ACCEPTED, b"", deadline, caller)
 
 
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the reason to the client, which raises the same AuthError or BusyError, or else a
-    WireError."""
+    """Send the verdict that the client is refused because of `error`. The client raises an
+    AuthError or BusyError if `error` is one, otherwise a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -242,18 +249,19 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """Receive the rest of a greeting; WireError for another version, whose length may differ."""
+    """Receive the rest of a greeting, and return the whole greeting. Raises WireError for another
+    version before that, because the greetings of other versions may have other lengths."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
-        raise WireError(f"not a roadtrain peer: it began with {beginning!r}")
+        raise WireError(f"the peer is not roadtrain: its first bytes are {beginning!r}")
     if version != ours.version:
-        # closing with unread bytes may reset the connection before our greeting is read
+        # closing with unread bytes could reset the connection before the peer has read our greeting
         with contextlib.suppress(OSError):
             sock.settimeout(0.1)
             sock.recv(GREETING.size)
         raise WireError(
             f"the peer has protocol version {version}, this side has {ours.version}",
-            hint="install the same version of roadtrain on both",
+            hint="install the same version of roadtrain on both sides",
         )
     left = GREETING.size + SUM.size - len(beginning)
     return beginning + receive(sock, left, deadline, "the rest of a greeting")
@@ -262,7 +270,7 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError("received our own greeting: something on the way echoes messages")
+        raise WireError("this side received its own greeting: something echoes its messages")
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
@@ -273,7 +281,7 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use the same")
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
         raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")
@@ -293,12 +301,13 @@ def send(sock: socket.socket, data: bytes, deadline: float) -> None:
     try:
         sock.sendall(data)
     except ConnectionError as error:
-        when = "while it waited for our part of the handshake"
+        when = "while this side sent its part of the handshake"
         raise LostError(f"{error.strerror} {when}") from error
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
-    """Receive exactly `nbytes`. The deadline is for all of them together."""
+    """Receive exactly `nbytes` bytes, all of them before `deadline`. `what` names the bytes in
+    messages."""
     raw = bytearray(nbytes)
     view, have = memoryview(raw), 0
     while have < nbytes:
@@ -309,10 +318,10 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
             continue  # _timed raises the error
         except ConnectionError as error:
             raise LostError(
-                f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes)"
+                f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes arrived)"
             ) from error
         if n == 0:
-            raise LostError(f"hung up while waiting for {what} ({have} of {nbytes} bytes)")
+            raise LostError(f"hung up before sending {what} ({have} of {nbytes} bytes arrived)")
         have += n
     return bytes(raw)
 
@@ -325,13 +334,14 @@ def _timed(sock: socket.socket, deadline: float, what: str) -> None:
 
 
 def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
-    """Make a link that is not started yet, with the limits of both sides."""
+    """Make a link that is not started yet. Its frame limit is the smallest limit of both sides."""
     limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
     return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """Convert an error to a PeerError of the same kind that names the peer."""
+    """Convert any error to a PeerError whose message names the peer. A PeerError keeps its
+    class."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):

@@ -1,16 +1,17 @@
 """Listener: accepts connections, authenticates them, groups the connections of a link, and hands
-the link to its owner.
+the link to the owner of the listener.
 
-`accept(link, hello)` is called once all connections of a link have arrived and proven the token. It
-returns the Receiver of that link, or raises a typed error whose text is sent to the client. Frames
-sent inside `accept` leave after it; `link.peer` may be given a better name there. Links outlive
-the listener.
+The owner passes a function `accept(link, hello)`, which is called once all connections of a link
+have arrived and have proven the token. The function returns the Receiver of the link, or raises a
+RoadtrainError, whose text is sent to the client. It may call `link.send`, but the frames leave only
+after it has returned. It may also replace `link.peer` by a better name. Closing the listener does
+not close its links.
 
-Until the deadline, an unauthenticated connection costs a thread, a descriptor and a few hundred
-bytes. Above MAX_PENDING, the oldest connection from the most frequent address is closed, so that a
-flood from one host does not lock out the others. Each refused connection is one line to `report`,
-at most LINES in WINDOW_S; after that only their number is reported. A Carrier hides the difference
-between TCP and shm.
+Until its deadline, an unauthenticated connection costs a thread, a descriptor and a few hundred
+bytes. If there are more than MAX_PENDING of these, the oldest connection from the address with the
+most connections is closed, so that a flood from one host does not lock out other hosts. Each
+refused connection is reported in a line, but after LINES lines in WINDOW_S only the number of
+further lines is reported. A Carrier hides the difference between TCP and shm.
 """
 
 from __future__ import annotations
@@ -30,33 +31,35 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import Channel
 
 MAX_PENDING = 128
-AGAIN_S = 0.1  # pause after accept has failed
-SHORT_S = 10.0  # minimum between two lines about a shortage of the host
-LINES, WINDOW_S = 10, 60.0  # at most so many lines about refused connections in so many seconds
-LOOK_S = 1.0  # interval of checks for an unreported number of lines
+AGAIN_S = 0.1  # pause after a failed accept
+SHORT_S = 10.0  # minimum time between two reports that the host lacks descriptors or threads
+LINES, WINDOW_S = 10, 60.0  # LINES: most reports of refused connections in WINDOW_S seconds
+LOOK_S = 1.0  # interval of checks whether a number of dropped lines must be reported
 
 Accept = Callable[[Link, bytes], Receiver]
 Report = Callable[[str], None]
 
 
 class Carrier(Protocol):
-    """The transport's part of a listener."""
+    """The part of a listener that depends on the transport (TCP or shm)."""
 
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
-        """Check or wrap a new socket, before the handshake. Raises to refuse it."""
+        """Check or wrap a new socket before the handshake, and return the socket to use. Raises an
+        error to refuse the connection."""
 
-    def name(self, sock: socket.socket) -> str: ...
+    def name(self, sock: socket.socket) -> str:
+        """Return a name of the client for messages."""
 
     def binding(self, sock: socket.socket) -> bytes:
-        """Return the id of the protecting channel, equal on both sides; b"" if unprotected."""
+        """Return an id of the TLS channel that is the same on both sides, or b"" without TLS."""
 
     def channel(self, sock: socket.socket) -> Channel:
         """Make the channel of an accepted connection."""
 
 
 class LineLimit:
-    """A rate limit for reports: passes on LINES lines in WINDOW_S, and reports how many it dropped
-    when that time is over. Thread-safe."""
+    """A rate limit for reports. It passes on at most LINES lines in WINDOW_S. When WINDOW_S is
+    over, it reports the number of lines that were dropped. Thread-safe."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._lock = report, threading.Lock()
@@ -76,20 +79,21 @@ class LineLimit:
         self._report(line)
 
     def tick(self, *, now: bool = False) -> None:
-        """Report the number of dropped lines if it is time, or `now`."""
+        """Report the number of dropped lines if WINDOW_S is over or `now` is True."""
         with self._lock:
             if not self._passed or (time.monotonic() < self._until and not now):
                 return
             count, self._passed, self._left_out = self._left_out, 0, 0
         if count:
             self._report(
-                f"{count} more such line(s) were dropped within {WINDOW_S:.0f} s, the last:"
-                f" {self._last}"
+                f"{count} more line(s) like these were dropped within {WINDOW_S:.0f} s; the last"
+                f" dropped line: {self._last}"
             )
 
 
 class _PartialLink:
-    """The connections of a link that have arrived so far, by number."""
+    """A link of which some connections have not arrived. `there` maps the numbers of arrived
+    connections to their sockets and handshakes. `done` is set once nothing is waited for."""
 
     def __init__(self) -> None:
         self.there: dict[int, tuple[socket.socket, handshake.OpenHandshake]] = {}
@@ -97,11 +101,12 @@ class _PartialLink:
 
 
 class Listener:
-    """Accepts links on `sock`, which it owns. `address` is the real address, with the port.
+    """A listener on socket `sock`, which the listener owns. `address` is the actual address, with
+    the port that was chosen.
 
-    Invariant, under `_lock`: a connection is in `_pending` from accept until its thread has passed
-    it on or closed it, or it was cut off; a link id is in `_joining` until it is complete or given
-    up.
+    Invariants, under `_lock`: a connection is in `_pending` from its accept until its thread has
+    passed on or closed the connection, or until it was cut off. A link id is in `_joining` until
+    all connections of the link have arrived, or the link is given up.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Listener:
         self._carrier, self._language = carrier, language
         self._say, self._report = report, LineLimit(report)
         self._lock = threading.Lock()
-        # sockets of unfinished handshakes, and the hosts they come from
+        # the socket and the client's host of each unfinished handshake, by the handshake's thread
         self._pending: dict[threading.Thread, tuple[socket.socket, str]] = {}
         self._joining: dict[bytes, _PartialLink] = {}
         self._closed = False
@@ -172,33 +177,33 @@ class Listener:
                 self._pending[thread] = sock, where[0] if where else ""
                 try:
                     thread.start()
-                # the host has no more threads: refuse this connection, but keep listening
+                # the host can start no more threads: refuse this connection, but keep listening
                 except RuntimeError as error:
                     del self._pending[thread]
                     sock.close()
                     self._short_of(str(error))
 
     def _short_of(self, what: str) -> None:
-        """Report a shortage (descriptors, memory, threads), but not for every connection."""
+        """Report that the host lacks descriptors, memory or threads, at most every SHORT_S."""
         now = time.monotonic()
         if now - self._short_at >= SHORT_S:
             self._short_at = now
             self._say(f"listening on {self.address}: {what}; new connections wait or are refused")
 
     def _to_drop(self) -> threading.Thread:
-        """Return the oldest handshake from the most frequent host."""
+        """Return the thread of the oldest handshake from the host with the most handshakes."""
         ((most, _),) = Counter(origin for _, origin in self._pending.values()).most_common(1)
         return next(thread for thread, (_, origin) in self._pending.items() if origin == most)
 
     def _greet(self, sock: socket.socket) -> None:
-        """Do the handshake of one connection, which is then joined to a link or closed."""
+        """Do the handshake of a connection, then add the connection to a link or close it."""
         deadline, peer, joined = time.monotonic() + self._common.handshake_s, "a client", False
         try:
             peer = self._carrier.name(sock)
             sock = self._carrier.secure(sock, deadline)
             with self._lock:
                 me = threading.current_thread()
-                if me in self._pending:  # the wrapped socket must be cut off
+                if me in self._pending:  # so that `close` cuts off the wrapped socket
                     self._pending[me] = sock, self._pending[me][1]
             ours = handshake.greeting(self._common, self._token, bytes(16), language=self._language)
             caller = handshake.server_greet(
@@ -206,7 +211,7 @@ class Listener:
             )
             joined = self._join(sock, caller, peer, deadline)
         except Exception as error:
-            # unless we have cut it off ourselves
+            # not reported if the connection was cut off by `close`
             if not (self._closed and isinstance(error, (OSError, LostError))):
                 self._report(f"refused: {handshake.as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
@@ -220,12 +225,13 @@ class Listener:
     ) -> bool:
         """Add a connection to its link.
 
-        The thread of the last connection makes the link; that of the first gives up at the
-        deadline. Returns True once the socket belongs to the link or to that thread.
+        If the connection is the last one of the link, this thread makes the link. If the connection
+        is the first one, this thread waits for the others, and gives the link up at the deadline.
+        Returns True, which means that the caller must not close the socket anymore.
         """
         theirs = caller.greeting
         with self._lock:
-            if self._closed:  # no thread would end the wait for the others
+            if self._closed:  # `close` has ended the waits, so a new wait would not be ended
                 raise LostError("closed before the link was complete")
             first = theirs.link not in self._joining
             joining = self._joining.setdefault(theirs.link, _PartialLink())
@@ -251,7 +257,7 @@ class Listener:
         if gave_up:
             for sock, _ in joining.there.values():
                 sock.close()
-            raise LostError(f"{len(joining.there)} connections of a link arrived, others did not")
+            raise LostError(f"only {len(joining.there)} connections of the link arrived in time")
 
     def _make(self, joining: _PartialLink, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]

@@ -1,11 +1,12 @@
-"""A link inside one process, with the same frames, order and end as between hosts. A payload is
-copied once, into `room`.
+"""A link inside one process. Frames, their order and the end of the link are the same as between
+hosts. A payload is copied once, from the sender's buffers into the receiver's buffer (`room`).
 
-    # `accept` as for a listener; it is called at once
+    # `accept` is a function as for a Listener; connect() calls it
     link = connect(accept, receiver, hello=hello, name="server 0")
 
-A sending thread waits until the receiving thread of the other end has copied its buffers; nothing
-is buffered in between. Checksums are off unless requested, since nothing leaves the process.
+The sending thread of one end waits until the receiving thread of the other end has copied the
+sender's buffers. There is no buffer between the two threads. Checksums are off unless requested,
+because no bytes leave the process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from roadtrain.transport.stream import FrameStream
 def connect(
     accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
 ) -> Link:
-    """Connect two ends, as tcp.connect; errors of `accept` are raised here."""
+    """Make a link to the owner of `accept` and return this side's end, like tcp.connect. Errors
+    raised by `accept` pass through."""
     out, back = _Pipe(), _Pipe()
     here, there = (
         FrameStream(peer, options.frame_limit, bool(options.checksums), options.close_s)
@@ -34,7 +36,7 @@ def connect(
 
 
 class _Pipe:
-    """One direction. `_views` are the sender's buffers that are not copied yet."""
+    """One direction of a link. `_views` are the sender's buffers that are not copied yet."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

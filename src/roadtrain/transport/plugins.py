@@ -1,10 +1,10 @@
-"""Entry points by which installed distributions extend roadtrain. They are found by name and loaded
-only when used.
+"""Entry points by which installed distributions extend roadtrain. An entry point is found by its
+name, and is loaded only when it is used.
 
     [project.entry-points."roadtrain.links"]
     rdma = "roadtrain_rdma:RdmaOptions"
 
-Optional parts of roadtrain itself are registered in the same way (pyproject.toml):
+Optional parts of roadtrain itself are registered in the same way, in its pyproject.toml:
 
     group                      a name stands for                    loaded by
     roadtrain.links            a kind of link between hosts         this module
@@ -13,10 +13,12 @@ Optional parts of roadtrain itself are registered in the same way (pyproject.tom
     roadtrain.gradient_sums    a gradient sum of a stage            stages/gradient_sum.py
     roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
-A link is a subclass of tcp.TcpOptions. It keeps TCP's connections and handshake; `channel` replaces
-the transport of an accepted connection, and `check` refuses what this host cannot do. A Channel
-(transport/stream.py) has four methods, and must pass tests/contract/test_link.py. plugins/rdma is
-an example. Links inside a host (shm, local) have no name here; they are chosen automatically.
+A kind of link is declared by a subclass of tcp.TcpOptions. Such a link uses TCP connections and the
+same handshake as a TCP link. Its method `channel` makes the Channel that moves the bytes of an
+accepted connection, and its method `check` raises an error if this host does not support the link.
+A Channel (transport/stream.py) has four methods, and must pass tests/contract/test_link.py.
+plugins/rdma is an example. The links inside a host (shm, local) are not entry points: they are
+chosen automatically.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ def link_names() -> list[str]:
 
 
 def link_options(name: str) -> type[tcp.TcpOptions]:
-    """Return the options class of the links named `name`. Raises ConfigError where no distribution
-    declares it, or where the entry point is not a link."""
+    """Return the options class of the kind of link named `name`. Raises ConfigError if no
+    distribution declares the name, or if the entry point is not a kind of link."""
     if name == OWN:
         return tcp.TcpOptions
     options = load(GROUP, name)
@@ -55,8 +57,8 @@ def plugin_names(group: str) -> list[str]:
 
 
 def load(group: str, name: str) -> Any:
-    """Load the object of the entry point `name` of `group`. Raises ConfigError where no
-    distribution declares it, or where it cannot be imported."""
+    """Load the object of the entry point `name` of `group`. Raises ConfigError if no distribution
+    declares the name, or if the object cannot be imported."""
     found = _found(group)
     if name not in found:
         names = [OWN, *found] if group == GROUP else found
@@ -69,7 +71,8 @@ def load(group: str, name: str) -> Any:
 
 
 def _found(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points by name. Refuses a name that two distributions declare."""
+    """Return the entry points of `group` by name. Raises ConfigError for a name that two
+    distributions declare."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.get(point.name)
@@ -86,7 +89,7 @@ def _found(group: str) -> dict[str, EntryPoint]:
 
 
 def _kind(group: str) -> str:
-    """Return the word for a plugin of `group` in messages, such as "link" or "gradient sum"."""
+    """Return a noun for the plugins of `group`, such as "link" or "gradient sum", for messages."""
     return group.rpartition(".")[2].removesuffix("s").replace("_", " ")
 
 

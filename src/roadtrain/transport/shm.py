@@ -1,18 +1,20 @@
-"""Links between processes of one host and user: a ring of shared memory in each direction, without
-system calls while both sides are busy.
+"""Links between processes of the same user on one host. Each direction of a link is a ring of
+shared memory, and needs no system calls while both sides are busy.
 
     link = connect("/run/job/server0", receiver, name="server 0")
     listener = listen("/run/job/server0", accept)
 
-A Unix socket does the handshake (both sides check the other's user id) and passes the descriptors.
-After that it only shows, by its end, that the other process has ended. The rings are in one memfd
-that cannot be shrunk. A side that finds its ring empty or full sets a flag in the ring and sleeps
-on an eventfd, which the other side signals only if the flag is set.
+The handshake uses a Unix socket: each side checks the user id of the other process, and the
+listening side passes the descriptors. After the handshake, the socket is only used to detect that
+the other process has ended. The rings are in one memfd that cannot be shrunk. A side that finds its
+ring empty or full sets a flag in the ring and sleeps on an eventfd. The other side signals the
+eventfd only if the flag is set.
 
-Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. Assumes x86-64, where
-stores are seen in order and only a store before a load needs a fence (a lock's locked instruction),
-or membarrier(2), which is then used as a full fence wherever an order is needed; that variant has
-only been tested on x86-64. The other side's counters are not trusted.
+Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, stores are seen
+in order, and only a store that must be seen before a later load needs a fence, for which the locked
+instruction of a lock is used. On other processors, the system call membarrier(2) is used as a full
+fence wherever an order is needed; this variant has only been tested on x86-64. The counters that
+the other side writes are checked before use.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
 from roadtrain.units import MIB
 
-RING_BYTES = 4 * MIB  # per direction; small enough for the CPU cache
-# bytes published at once: the reader copies a piece while the writer copies the next one
+RING_BYTES = 4 * MIB  # bytes of each ring; small enough for the CPU cache
+# most bytes that are published at once: the reader copies a piece while the writer copies the next
 PIECE = MIB
-_CONTROL = 4096  # bytes before the rings; each word has its own cache line
+_CONTROL = 4096  # bytes before the rings, which hold the words of both control blocks
 _MEMORY_BYTES = _CONTROL + 2 * RING_BYTES
-# 8-byte words of a ring's control block
+# indices of the words (8 bytes) in a ring's control block; each word has its own cache line
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32
-_EVENTS = 4  # "data" and "space" of each ring
+_EVENTS = 4  # number of eventfds: each ring has one for "data" and one for "space"
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
@@ -61,7 +63,7 @@ def connect(
     name: str = "",
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
-    """Connect to a listener of this host, as tcp.connect."""
+    """Connect to a listener on this host and return the started link, like tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
@@ -90,12 +92,12 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Listen on a Unix socket. Replaces a socket that no process listens on. Raises ConfigError
-    where the path is not available."""
+    """Listen on a Unix socket at `path`. Replaces the file of a socket on which no process listens.
+    Raises ConfigError if the path is not available."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(sock.fileno(), 0o600)  # before bind, so that it never has wider permissions
+        os.fchmod(sock.fileno(), 0o600)  # before bind, so that the file never has wider permissions
         try:
             sock.bind(str(path))
         except OSError as error:
@@ -131,7 +133,7 @@ class _ShmCarrier:
     def channel(self, sock: socket.socket) -> Channel:
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with _closing(fds := [memory]):
-            # allocated now, so that no later write can run out of memory
+            # allocate the pages now, so that no later write can run out of memory
             os.posix_fallocate(memory, 0, _MEMORY_BYTES)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
@@ -144,23 +146,25 @@ def _receive_channel(sock: socket.socket) -> Channel:
     try:
         raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
-        raise LostError(f"waiting for the rings of a link: {error.strerror}") from error
+        raise LostError(f"{error.strerror} while waiting for the shared memory") from error
     with _closing(fds):
         if not raw and not fds:
-            raise LostError("waiting for the rings of a link: closed by peer")
+            raise LostError("closed by peer before it had sent the shared memory")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"received {len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and"
-                f" {1 + _EVENTS}"
+                f"expected 8 bytes and {1 + _EVENTS} descriptors, got {len(raw)} and {len(fds)}"
             )
         (size,) = struct.unpack("<Q", raw)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise WireError(f"the received descriptor is not memory for rings: {error}") from error
+            raise WireError(f"the received descriptor is not a memfd: {error}") from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
-            raise WireError(f"got {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}")
+            raise WireError(
+                f"rings must be sealed and have {RING_BYTES} bytes each, but the peer's memory has"
+                f" {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
+            )
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a received descriptor is not an eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], 0)
@@ -168,7 +172,8 @@ def _receive_channel(sock: socket.socket) -> Channel:
 
 @contextlib.contextmanager
 def _closing(fds: list[int]) -> Iterator[None]:
-    """Close the memory's descriptor, the first one, and on an error also the others."""
+    """Close the first descriptor, which is the memory's, when the body ends. If the body raises,
+    close all descriptors."""
     try:
         yield
     except BaseException:
@@ -181,11 +186,19 @@ def _closing(fds: list[int]) -> Iterator[None]:
 
 
 class _Ring:
-    """One direction, as seen by one side.
+    """One direction of a link, as seen by one side.
 
-    The writer owns _HEAD, the reader _TAIL: the total bytes written and read, so that
-    `tail <= head <= tail + RING_BYTES`. The other side's counter is checked each time. `_here` is
-    this side's own counter.
+    The word _HEAD is the total number of bytes written, which only the writer changes. The word
+    _TAIL is the total number of bytes read, which only the reader changes. Invariant:
+    `tail <= head <= tail + RING_BYTES`, which is checked each time that the word of the other side
+    is read. `_here` is this side's own copy of the word that it changes.
+
+    Args:
+        words: The words of the ring's control block.
+        data: The RING_BYTES bytes of the ring.
+        bell: The eventfd on which this side sleeps.
+        answer: The eventfd on which the other side sleeps.
+        sock: The link's socket, which hangs up when the other process ends.
     """
 
     def __init__(
@@ -220,7 +233,8 @@ class _Ring:
         return self._here - begin
 
     def read(self, view: memoryview) -> int:
-        """Read some bytes; 0 at the end, -1 to try again."""
+        """Read some bytes into `view` and return their number. Returns 0 if the other process has
+        ended, or -1 if the caller should try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
             ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
@@ -231,7 +245,7 @@ class _Ring:
         _order()
         self._words[_TAIL] = self._here
         _fence()
-        # not for every piece, but once half of the ring is free
+        # do not wake the writer for every piece, but only once half of the ring is free
         if self._words[_WRITER_SLEEPS] and RING_BYTES - there + n >= RING_BYTES // 2:
             self._ring(_WRITER_SLEEPS)
         return n
@@ -251,10 +265,13 @@ class _Ring:
         self._here += len(view)
 
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until the bell rings or the other process ends. Returns True in the latter case, if
-        nothing is left to do."""
+        """Sleep until this side's eventfd is signalled or the other process ends.
+
+        `flag` is the word that says that this side sleeps. `ready` says whether there are bytes to
+        read or space to write. Returns True if the other process has ended and `ready` is False.
+        """
         self._words[flag] = 1
-        _fence()  # either we see the new counter, or the other side sees our flag
+        _fence()  # either this side sees the new counter, or the other side sees the flag
         if ready():
             return False
         events = dict(self._poll.poll())
@@ -266,15 +283,16 @@ class _Ring:
         return not ready()
 
     def _ring(self, flag: int) -> None:
-        # before the bell, so that a flag that is set right now still causes a wake-up
+        # clear the flag first: if the other side sets it again, it is woken up again
         self._words[flag] = 0
-        with contextlib.suppress(BlockingIOError):  # full: it is already signalled
+        with contextlib.suppress(BlockingIOError):  # the eventfd is already signalled
             os.eventfd_write(self._answer, 1)
 
 
 class _ShmChannel:
-    """A channel over two rings. `side` is 0 if it connected, 1 if it listened; ring i carries what
-    side i sends. Owns the socket and the eventfds."""
+    """A channel over two rings. `side` is 0 on the side that connected, and 1 on the side that
+    listened. Ring i carries the bytes that side i sends. The channel owns the socket and the
+    eventfds."""
 
     def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], side: int) -> None:
         self._sock, self._bells = sock, bells
@@ -309,7 +327,7 @@ class _ShmChannel:
             os.close(fd)
         for view in self._views:
             view.release()
-        self._map.close()  # it has its own descriptor
+        self._map.close()  # closes the mapping's own duplicate of the memory's descriptor
 
 
 def _left_over(path: str) -> bool:
@@ -322,7 +340,7 @@ def _left_over(path: str) -> bool:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Return process, user and group id of the other side, from the kernel."""
+    """Ask the kernel for the process id, user id and group id of the other side."""
     pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
 
@@ -330,26 +348,26 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 def _same_user(sock: socket.socket) -> None:
     pid, uid, _ = _credentials(sock)
     if uid != os.geteuid():
-        raise AuthError(f"process {pid} runs as user {uid}, this one as {os.geteuid()}")
+        raise AuthError(f"process {pid} runs as user {uid}, but must run as {os.geteuid()}")
 
 
 _lock = threading.Lock()
 
 
 def _locked_instruction() -> None:
-    """Do a full fence on x86-64, by the locked instruction that takes a lock."""
+    """Do a full fence on x86-64: taking a lock executes a locked instruction."""
     with _lock:
         pass
 
 
 def _membarrier() -> None:
-    """Do a full fence on any processor, which the kernel does on entry and exit."""
+    """Do a full fence on any processor, by a system call."""
     if _libc.syscall(_MEMBARRIER, _EXPEDITED, 0, 0):
         raise OSError(ctypes.get_errno(), "membarrier")
 
 
 def _nothing() -> None:
-    """Do nothing: x86-64 keeps stores and loads in order."""
+    """Do nothing. Replaces the fences that x86-64 does not need."""
 
 
 def _start_fences() -> None:

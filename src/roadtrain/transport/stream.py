@@ -1,18 +1,20 @@
-"""FrameStream: a Link over one or more byte channels; the common part of tcp and shm.
+"""FrameStream: a Link over one or more byte channels. It is the common part of all transports.
 
-Sending: there is a queue, and one for urgent frames. The thread of a channel takes the next frames
-as soon as it is free, so the least loaded channel takes most. Small frames are sent together in one
-call.
-Receiving: a thread per channel reads heads through a small buffer and payloads directly into
-`room`. Sequence numbers restore the order: `room` is called in order, so that no later frame can
-take the memory that an earlier one waits for; payloads of several channels are then received
-concurrently, and `arrived` is called in order again.
+Sending: frames wait in a queue, and urgent frames in a second queue. Each channel has a sending
+thread, which takes the next frames as soon as it is free, so the fastest channel sends the most
+frames. Several small frames are sent in one call.
 
-End: a goodbye on every channel contains the number of frames. Its receiver delivers them all and
-hangs up. Its sender discards further frames until the other side hangs up or the deadline passes,
-because closing a socket with unread bytes would reset it before the other side has read its frames.
+Receiving: each channel has a receiving thread, which reads heads through a small buffer, and
+payloads directly into the buffer that `room` returns. The order is restored by sequence numbers.
+`room` is called in order, so that no later frame can take the memory that an earlier frame waits
+for. Payloads of several channels are received concurrently. `arrived` is called in order again.
 
-Does not connect, authenticate or know sockets.
+End: a side that closes the link sends a goodbye on every channel, which contains the number of
+frames it has sent. The other side delivers all these frames and then hangs up. Until then, or until
+its deadline, the closing side reads and discards frames, because closing a socket with unread bytes
+would reset the connection before the other side has read everything.
+
+This module does not connect or authenticate, and does not use sockets directly.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ from roadtrain.transport.link import (
 )
 from roadtrain.units import KIB
 
-# bytes and frames in one call to the channel; a larger frame is sent alone
+# most payload bytes and most frames in one call to the channel; a larger frame is sent alone
 BATCH, BATCH_FRAMES = 256 * KIB, 256
 IOV_MAX = 1024  # Linux: maximum number of buffers of one sendmsg
-# bytes read with a head: many small frames in one call, and little of a large one is copied twice
+# bytes read at once with a head: one call reads many small frames, but of a large frame at most
+# this much is copied twice
 READ_AHEAD = 16 * KIB
-# frames accepted but not delivered; bounds the frames that wait for one on a slower channel
+# most frames that have room but are not delivered, because an earlier frame is still on its way
+# over a slower channel
 WINDOW = 256
 
 Sent = Callable[[], None]
@@ -56,14 +60,15 @@ class Channel(Protocol):
     Errors are OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        """Block until some bytes are sent; return their number. At most IOV_MAX buffers."""
+        """Block until some bytes of the buffers are sent, and return their number. There are at
+        most IOV_MAX buffers."""
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
-        """Block until bytes are received (`whole`: all of them, if that saves calls); return their
-        number, 0 at the end."""
+        """Block until bytes are received into `view`, and return their number; 0 at the end. If
+        `whole` is True, the channel may wait until `view` is full, which can save system calls."""
 
     def shutdown(self) -> None:
-        """End both directions now, which wakes the two threads. Idempotent."""
+        """End both directions now, which wakes the threads that send and receive. Idempotent."""
 
     def close(self) -> None: ...
 
@@ -74,11 +79,11 @@ class _Frame(NamedTuple):
     parts: Sequence[memoryview]
     nbytes: int
     sent: Sent | None
-    sequence: int = 0  # set when it leaves the queue
+    sequence: int = 0  # set when the frame leaves the queue
 
 
 class _Reader:
-    """Reads a channel through a small buffer. `what` names the awaited data, for messages."""
+    """A channel read through a small buffer. `what` names the awaited data in messages."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._buffer = channel, memoryview(bytearray(READ_AHEAD))
@@ -86,7 +91,8 @@ class _Reader:
         self.what = ""
 
     def head(self) -> memoryview | None:
-        """Return the next head, valid until the next call; None if the channel ended before it."""
+        """Return the next head, or None if the channel ended before the head. The returned view is
+        valid until the next call of a method."""
         self.what = "the next frame"
         while (have := self._to - self._at) < HEAD_NBYTES:
             if self._at:
@@ -133,12 +139,18 @@ class _Reader:
 class FrameStream:
     """A link over channels.
 
-    Invariants, under `_lock`: frame `_accepted` gets room next, frame `_delivered` is delivered
-    next, and `_delivered <= _accepted <= _delivered + WINDOW`. `_ready` holds received frames that
-    are not delivered, `_waiting` frames whose thread has no room yet. `_delivering` is held by the
-    one thread that calls `arrived` or `lost`, and forever after `lost`. `_reading` counts channels
-    without a goodbye, `_alive` the threads, the last of which closes the channels. `_moved` changes
-    when bytes have left.
+    Attributes (guarded by `_lock`, except `_moved`):
+        _accepted: The number of frames that have a buffer for their payload. Frames count from 0,
+            so this is also the sequence number of the frame for which `room` is called next.
+        _delivered: The number of frames for which `arrived` was called, or is being called.
+            Invariant: `_delivered <= _accepted <= _delivered + WINDOW`.
+        _ready: Frames that are received but not delivered, by sequence number.
+        _waiting: Sequence numbers of frames whose thread waits to call `room`.
+        _delivering: Whether a thread is calling `arrived` or `lost`. Stays True after `lost`.
+        _reading: The number of channels that have not received a goodbye.
+        _alive: The number of running threads. The last thread to end closes the channels.
+        _end: The total number of frames according to a goodbye; None before a goodbye.
+        _moved: A counter that changes whenever bytes have left.
     """
 
     def __init__(self, peer: str, limit: int, summed: bool, close_s: float) -> None:
@@ -159,7 +171,7 @@ class FrameStream:
         self._threads: list[threading.Thread] = []
 
     def start(self, receiver: Receiver, channels: Sequence[Channel]) -> None:
-        """Start the threads, which first send the frames that are already queued."""
+        """Start the threads. Frames that are already queued are sent first."""
         self._receiver, self._channels = receiver, channels
         self._reading, self._alive = len(channels), 2 * len(channels)
         for i, channel in enumerate(channels):
@@ -170,7 +182,7 @@ class FrameStream:
         for number, thread in enumerate(self._threads):
             try:
                 thread.start()
-            # the host has no more threads: the link ends, and its owner is notified
+            # the host can start no more threads: end the link and notify its owner
             except RuntimeError as error:
                 with self._lock:
                     self._alive -= len(self._threads) - number
@@ -214,12 +226,13 @@ class FrameStream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """End the link as lost. The receiver is notified after a running call of `arrived`."""
+        """End the link and report `error` to the receiver, after a running call of `arrived`."""
         self.stop(error)
         self._deliver()
 
     def stop(self, error: PeerError) -> None:
-        """Send nothing more, wake all threads, and release queued buffers."""
+        """Stop sending because of `error`, wake all threads, and release the buffers of queued
+        frames. Does not notify the receiver."""
         with self._lock:
             self._error = self._error or error
             queued = [*self._urgent, *self._queue]
@@ -248,7 +261,7 @@ class FrameStream:
             work(channel)
         except PeerError as error:
             self.fail(error if self.peer in str(error) else type(error)(f"{self.peer}: {error}"))
-        except Exception as error:  # from the owner's code: no thread may die silently
+        except Exception as error:  # raised by the owner's code: no thread may die silently
             self.fail(self._owner_failed(error))
         with self._lock:
             self._alive -= 1
@@ -291,7 +304,8 @@ class FrameStream:
                 self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """Wait for frames, and return those for one call; none at the end."""
+        """Wait for queued frames, and return the frames to send in one call. Returns an empty list
+        when the link ends."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
@@ -364,8 +378,7 @@ class FrameStream:
             payload = flat(self._receiver.room(head.kind, header, head.nbytes))
             if len(payload) != head.nbytes or payload.readonly:
                 raise TypeError(
-                    f"room() for {head.nbytes} bytes returned {len(payload)}, read-only:"
-                    f" {payload.readonly}"
+                    f"room() must return {head.nbytes} writable bytes, not {len(payload)}"
                 )
         with self._lock:
             self._waiting.remove(head.sequence)
@@ -379,7 +392,8 @@ class FrameStream:
         self._deliver()
 
     def _wait_turn(self, sequence: int) -> bool:
-        """Wait until this frame may ask for room; return False once the link ends."""
+        """Wait until `room` may be called for the frame with this sequence number. Returns False if
+        the link ends while waiting."""
         with self._lock:
             if sequence < self._accepted or sequence in self._waiting:
                 raise WireError(f"frame {sequence} was received twice")
@@ -396,17 +410,17 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(f"goodbyes after {self._end} and {head.sequence} frames disagree")
+                raise WireError(f"two goodbyes count {self._end} and {head.sequence} frames")
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(f"a goodbye after {self._end} frames, {self._accepted} received")
+                raise WireError(f"the goodbye counts {self._end} frames, {self._accepted} arrived")
         self._deliver()
 
     def _deliver(self) -> None:
-        """Call `arrived` for all frames that are next, then `lost` if it is due, unless another
-        thread is doing so."""
+        """Call `arrived` for all frames that are next in order, then `lost` if the link is lost.
+        Does nothing if another thread is in this method."""
         with self._lock:
             if self._delivering:
                 return
@@ -415,8 +429,8 @@ class FrameStream:
             pass
 
     def _deliver_one(self) -> bool:
-        """Deliver the next frame, or the end. Returns whether more may follow. Called only by the
-        thread that delivers."""
+        """Deliver the next frame, or report the loss of the link. Returns whether to call this
+        method again. Called only by the thread that has set `_delivering`."""
         with self._lock:
             item = None if self._closing else self._ready.pop(self._delivered, None)
             error = None if self._closing else self._error

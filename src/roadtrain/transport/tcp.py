@@ -1,17 +1,18 @@
-"""TCP links with one or several connections each, optionally TLS, directly from and to the owner's
-buffers.
+"""TCP links. A link has one or several connections, optionally with TLS. Payloads are sent from and
+received into the buffers of the link's owner.
 
     link = connect(("10.0.0.3", 7000), receiver, TcpOptions(connections=4, token=token),
                    name="server 2")
     listener = listen(("10.0.0.3", 0), accept, TcpOptions(token=token))
-    listener.address                                      # has the port
+    listener.address                                      # with the port that was chosen
 
-A vanished host is detected by keepalive while the link is idle (4 s), else by unanswered packets
-(`silence_s`). TCP_USER_TIMEOUT is not used for this, because on Linux it also ends a connection
-whose live peer does not read for that long, as happens with back-pressure. Requires Linux.
+The loss of a host is detected by keepalive probes within 4 s if the link is idle, and otherwise
+because packets remain unanswered for `silence_s`. TCP_USER_TIMEOUT is not used for this purpose: on
+Linux it would also end a connection to a live peer that does not read for that long, which is
+normal with back-pressure. Requires Linux.
 
-Without `tls` nothing is encrypted: the token excludes strangers, but not a man in the middle, and
-the checksums of frames detect flipped bits, but not deliberate changes.
+Without `tls`, nothing is encrypted. The token excludes strangers, but not a man in the middle. The
+checksums of frames detect flipped bits, but not deliberate changes.
 """
 
 from __future__ import annotations
@@ -46,31 +47,31 @@ from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
-TCP_RTO_MAX_MS = 44  # Linux 6.15; not yet in the socket module
+TCP_RTO_MAX_MS = 44  # a socket option since Linux 6.15, which Python's socket module lacks
 _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
-TLS_PIECE = 256 * KIB  # bytes per call while holding the lock of a TLS connection
-TICK_S = 1
-# bytes that may be queued in the kernel on a link slower than SLOW bytes per second
+TLS_PIECE = 256 * KIB  # most bytes of a call that holds the lock of a TLS connection
+TICK_S = 1  # seconds after which a blocked call returns, to check that the other host answers
+# On a link slower than SLOW bytes per second, at most UNSENT bytes are queued in the kernel.
 UNSENT, SLOW = 256 * KIB, 16e6
-LOOK_S = 0.1  # duration of that measurement
+LOOK_S = 0.1  # duration in seconds of a measurement of the link's speed
 MIN_TOKEN = 16  # bytes; a shorter token could be guessed
 
 
-PemFile = Annotated[Path, Field(strict=False)]  # or a str
+PemFile = Annotated[Path, Field(strict=False)]  # a str is accepted too
 
 
 @dataclass(frozen=True)
 class Tls:
-    """TLS files in PEM format.
+    """The TLS files of one side, in PEM format.
 
-    A client may have only `ca`. A server with `ca` demands a certificate of its clients. The
-    server's certificate must name its address.
+    A client needs `ca`, and a server needs `cert` and `key`. A server with `ca` demands
+    certificates of its clients. The server's certificate must name the server's address.
 
     Attributes:
         cert: This side's certificate.
         key: The private key of `cert`.
-        ca: Certificates of the authorities that have signed the other side's.
+        ca: Certificates of the authorities that have signed the other side's certificate.
     """
 
     cert: PemFile | None = None
@@ -98,8 +99,8 @@ class Tls:
         return context
 
     def binding(self) -> bytes:
-        """Return the SHA-256 of the server's own certificate, the first one in the file (RFC 5929,
-        tls-server-end-point)."""
+        """Return the SHA-256 of the server's own certificate, which is the first certificate in the
+        file `cert` (RFC 5929, tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
         own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
@@ -108,20 +109,27 @@ class Tls:
 
 @dataclass(frozen=True)
 class TcpOptions(handshake.Common):
-    """Options of TCP links."""
+    """Options of TCP links.
 
-    token: bytes | None = None  # the job's secret
+    Attributes:
+        token: The job's secret, which both sides must have; None for links without a token.
+        tls: TLS files; None for links without TLS.
+        connections: The number of connections of a link.
+        connect_s: Seconds after which an attempt to connect fails.
+        silence_s: Seconds of unacknowledged packets after which the link is lost.
+    """
+
+    token: bytes | None = None
     tls: Tls | None = None
-    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1  # per link
+    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1
     connect_s: float = 10.0
-    silence_s: float = 10.0  # how long packets may remain unacknowledged
+    silence_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_options(TcpOptions, vars(self))
         if self.token is not None and len(self.token) < MIN_TOKEN:
             raise ConfigError(
-                f"the token has {len(self.token)} bytes, at least {MIN_TOKEN} are needed: it could"
-                " be guessed",
+                f"the token must have at least {MIN_TOKEN} bytes, has {len(self.token)}",
                 hint="(umask 077; head -c 32 /dev/urandom | base64 > token) creates one",
             )
 
@@ -130,18 +138,19 @@ class TcpOptions(handshake.Common):
         return self.tls is None if self.checksums is None else self.checksums
 
     def check(self) -> None:
-        """Raise ConfigError where this host does not support these options. Called before
-        listening or connecting."""
+        """Raise ConfigError if this host does not support these options. Called before listening or
+        connecting. Plugins override this method."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Make the channel of an accepted connection. Plugins override it."""
+        """Make the channel of an accepted connection. Plugins override this method."""
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probes = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
         for option, value in probes.items():
             sock.setsockopt(tcp, option, value)
-        # otherwise probes are rare during long back-pressure, and a vanished host is noticed late
+        # otherwise window probes become rare during long back-pressure, and a lost host is noticed
+        # late
         with contextlib.suppress(OSError):
             sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(self.silence_s * 250)))
         if isinstance(sock, ssl.SSLSocket):
@@ -172,12 +181,12 @@ def connect(
         hello: Bytes that are passed to `accept` of the listener.
         name: Name of the peer for messages.
         language: Digest of the message types of both sides (transport/handshake.py).
-        report: Called with a line now and then while nothing listens at the address.
+        report: Called with a line every few seconds while nothing listens at the address.
 
     Raises:
-        AuthError: The token, certificate or user does not match.
-        WireError: The server refused, with its reason.
-        LostError: Nothing listens there, or the connection was lost.
+        AuthError: The token or a certificate does not match.
+        WireError: The server has refused the link. The message has the server's reason.
+        LostError: Nothing listens at the address, or the connection was lost.
         DeadlineError: The handshake took too long.
     """
     where = f"{address[0]}:{address[1]}"
@@ -191,7 +200,7 @@ def connect(
     def on_wait(_: BaseException, left_s: float) -> None:
         report(
             f"waiting for {peer}: connection refused, because nothing listens there. Retrying for"
-            f" another {left_s:.0f} s: start it, or correct its address"
+            f" another {left_s:.0f} s: start the peer, or correct its address"
         )
 
     try:
@@ -235,14 +244,14 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Listen for links. Raises ConfigError where the address is not available, or where other hosts
-    could reach it and there is no token."""
+    """Listen for links at `address`. Raises ConfigError if the address is not available, or if
+    other hosts can reach the address and there is no token."""
     options.check()
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
             raise ConfigError(
-                f"listening on {where[0]} without a token: any host that reaches it could connect",
+                f"listening on {where[0]} needs a token: otherwise any host could connect",
                 hint="set a token, or listen on 127.0.0.1",
             )
         carrier = _TcpCarrier(options)
@@ -270,7 +279,7 @@ class _TcpCarrier:
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
         if self._context is None:
             return sock
-        # the handshake is done by the first read
+        # the TLS handshake is done by the first read
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def binding(self, sock: socket.socket) -> bytes:
@@ -281,7 +290,8 @@ class _TcpCarrier:
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """Return a client's channel binding: the SHA-256 of the server's certificate."""
+    """Return the channel binding on the client's side: the SHA-256 of the server's certificate, or
+    b"" without TLS."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
@@ -297,15 +307,17 @@ def _connected(address: Address, options: TcpOptions) -> socket.socket:
 
 
 class _TcpChannel:
-    """Socket calls that return every TICK_S to check that the other host still answers.
+    """A channel over a TCP socket. Blocked socket calls return every TICK_S, to check that the
+    other host still answers.
 
-    Once the kernel's send queue drains slowly, it is kept short, so that urgent frames do not wait
-    behind it. On fast links that would cost CPU time.
+    If the link turns out to be slow, the kernel's send queue is kept short, so that urgent frames
+    do not wait behind a long queue. On a fast link, a short queue would cost CPU time.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self._sock, self._silence_s, self._slow = sock, silence_s, False
-        self._since, self._queued = 0.0, 0  # bytes in the kernel at that time, and added since
+        # `_queued`: the bytes in the kernel's send queue at time `_since`, and the bytes sent since
+        self._since, self._queued = 0.0, 0
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         self._check_backlog()
@@ -318,7 +330,8 @@ class _TcpChannel:
                 self._check_answers()
 
     def _check_backlog(self) -> None:
-        """Detect that the kernel's send queue drains slowly, and keep it short from then on."""
+        """Measure how fast the kernel's send queue drains. If it drains slowly, limit the length of
+        the queue for the rest of the channel's life."""
         if self._slow:
             return
         now = time.monotonic()
@@ -347,17 +360,17 @@ class _TcpChannel:
         self._sock.close()
 
     def _check_answers(self) -> None:
-        """Raise TimeoutError if packets or window probes are unanswered. A single probe may still
-        be in flight, two cannot."""
+        """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`, and
+        two retransmissions or window probes are unanswered. (One may still be in flight.)"""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
-            raise TimeoutError(f"no response for {silent_s:.0f} s")
+            raise TimeoutError(f"the host has not answered for {silent_s:.0f} s")
 
 
 class _TlsChannel(_TcpChannel):
-    """A TLS channel. OpenSSL's connection is not thread-safe, so each call holds a lock and does
-    not block while holding it."""
+    """A channel over TLS. A connection of OpenSSL is not thread-safe, so each call of OpenSSL holds
+    a lock, and does not block while the lock is held."""
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         super().__init__(sock, silence_s)

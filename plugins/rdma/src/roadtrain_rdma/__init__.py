@@ -1,22 +1,24 @@
-"""RDMA links, a plugin of roadtrain named `rdma`: TCP's connections and handshake, but the bytes
-are transferred by NIXL READs from the other side's memory.
+"""RDMA links, a plugin of roadtrain named `rdma`. Connections and handshakes are the same as those
+of TCP links, but bytes of frames are transferred by NIXL READs from the other side's memory.
 
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies a piece into a ring of registered memory, and sends the total number of bytes
-written there over the socket. The receiver READs them into registered memory of its own, one READ
-at a time, passes them on when that READ has completed, and sends the total number of bytes read,
-which frees their place in the ring. The end of the socket is the end of the link.
+The sender copies a piece into a ring of registered memory, and sends the total number of bytes that
+it has written to the ring over the socket. The receiver READs the new bytes into registered memory
+of its own, one READ at a time. When the READ has completed, it passes the bytes on, and sends the
+total number of bytes that it has read, so that the sender can reuse their place in the ring. The
+link ends when the socket is closed.
 
-READ is used because NIXL's UCX backend completes a request when its bytes and a flush of the
-endpoint are done, so the reader knows by itself that the bytes have arrived. For a WRITE the
-receiver depends on a notification that is sent when the *sender* polls that WRITE; notifications
-may arrive in any order and would all have to be counted.
+READ is used because NIXL's UCX backend completes a READ after its bytes have arrived and the
+endpoint is flushed, so the receiver knows without a message that the bytes are there. With WRITE,
+the receiver would depend on notifications, each of which is sent when the *sender* polls its WRITE.
+Notifications may arrive in any order, so the receiver would have to count them.
 
-Needs the package nixl-cu12, loaded on first use. Tested with UCX's TCP mode only (a network
-interface as `device`), never on RDMA hardware. UCX_* environment variables override `device`. Does
-not encrypt. Copies twice, like shm, instead of sending from the owner's buffers.
+Needs the package nixl-cu12, which is imported on first use. Tested only with UCX's TCP mode (a
+network interface as `device`), never on RDMA hardware. UCX_* environment variables override
+`device`. Does not encrypt. Bytes are copied once on each side, like in shm, instead of being sent
+from the owner's buffers.
 """
 
 from __future__ import annotations
@@ -45,25 +47,26 @@ from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB, MIB
 
 MAGIC = b"roadRDMA"
-# magic, address of the ring, size and SHA-256 of NIXL's metadata, which follows
+# magic, address of the ring, number of bytes and SHA-256 of NIXL's metadata; the metadata follows
 MEETING = struct.Struct("<8sQI32s")
-# total bytes written to our ring, total bytes read from the other side's ring; sealed
+# The message about the rings, which is sealed with a checksum: total bytes that the sender of the
+# message has written to its own ring, total bytes that it has read from the other side's ring
 COUNTS = struct.Struct("<QQ")
 COUNTS_NBYTES = COUNTS.size + SUM.size
 MAX_METADATA = 64 * KIB
-RING, PIECE = 4 * MIB, MIB  # a piece is written while the previous one is read
-# polling interval of NIXL's thread besides events; with NIXL's default 0 it keeps a core busy
+RING, PIECE = 4 * MIB, MIB  # the sender writes a piece while the receiver reads the piece before
+# interval at which NIXL's thread polls in addition to events; the default 0 keeps a core busy
 PROGRESS_US = 10_000
 POLL_S = 20e-6
 
 
 @dataclass(frozen=True)
 class RdmaOptions(tcp.TcpOptions):
-    """Options of RDMA links. `silence_s` also limits a READ.
+    """Options of RDMA links. `silence_s` is also the time limit of a READ.
 
     Attributes:
-        device: An RDMA device and its port. "": UCX chooses. The name of a network interface
-            ("eth0") selects UCX's TCP mode.
+        device: An RDMA device and its port, such as "mlx5_0:1". If it is "", UCX chooses a device.
+            If it is the name of a network interface, such as "eth0", UCX's TCP mode is used.
     """
 
     device: str = ""
@@ -96,8 +99,8 @@ def _agent(device: str) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, PROGRESS_US
     agent = nixl.nixlAgent(secrets.token_hex(16), config)
-    # with NET_DEVICES alone, UCX transfers bytes within a host by a system call; the option
-    # "ucx_devices" that NIXL lists has no effect
+    # NET_DEVICES alone is not enough: UCX would transfer bytes within a host by a system call. The
+    # option "ucx_devices" that NIXL lists has no effect.
     transport = "TLS=tcp" if device and Path("/sys/class/net", device).exists() else "TLS=ib"
     try:
         agent.createBackend("UCX", {"engine_config": f"{transport},NET_DEVICES={device or 'all'}"})
@@ -123,16 +126,19 @@ def _used(written: int, read: int) -> int:
 class _RdmaChannel:
     """A channel over two rings. Owns the socket, the NIXL agent and the memory.
 
-    `_written` counts bytes written to our ring, `_read` bytes read from the other side's ring into
-    `_piece`; `_fetched` is the part of `_piece` not passed on yet. `_theirs` holds the other side's
-    last counts, which are checked.
+    Attributes:
+        _written: The number of bytes written to this side's ring.
+        _read: The number of bytes read from the other side's ring, into `_piece`.
+        _fetched: The part of `_piece` that was not passed on yet.
+        _theirs: The last counts that the other side has sent: its `_written` and `_read`. They are
+            checked before use.
     """
 
     def __init__(
         self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: RdmaOptions
     ) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
-        # MAP_SHARED, so that a fork copies no page that a device is reading
+        # the default MAP_SHARED is needed: a fork must not copy a page that a device is reading
         registered = mmap.mmap(-1, RING + PIECE)
         self._agent, memory = _agent(options.device), memoryview(registered)
         self._ring, self._piece, self._fetched = memory[:RING], memory[RING:], memory[:0]
@@ -154,8 +160,8 @@ class _RdmaChannel:
         self._receiver.start()
 
     def _meet(self, deadline: float) -> None:
-        """Exchange memory addresses and keys. Gives the other side access (also to write) to our
-        ring and our piece, and to nothing else."""
+        """Exchange memory addresses and keys. Gives the other side read and write access to this
+        side's ring and piece, and to no other memory."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )
@@ -168,7 +174,7 @@ class _RdmaChannel:
         raw = handshake.receive(self._sock, len(MAGIC), deadline, "the other side's ring")
         if raw != MAGIC:
             raise WireError(
-                f"the other side does not use RDMA: it began with {raw!r}",
+                f"the other side does not use RDMA: its first bytes are {raw!r}",
                 hint="use roadtrain_rdma.RdmaOptions on both sides",
             )
         raw += handshake.receive(
@@ -183,7 +189,8 @@ class _RdmaChannel:
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
-        """Call NIXL, and convert its errors, which have no common class."""
+        """Call a method of NIXL's agent. Errors are raised as ConnectionError, because the errors
+        of NIXL have no common class."""
         try:
             return getattr(self._agent, name)(*words)
         except Exception as error:
@@ -211,7 +218,7 @@ class _RdmaChannel:
         return n
 
     def _fetch(self) -> bool:
-        """READ the next bytes of the other side's ring; False at the end."""
+        """READ the next bytes of the other side's ring. Returns False if the link has ended."""
         at = self._read % RING
         n = min(self._wait(lambda: _used(self._theirs[0], self._read)), PIECE, RING - at)
         if not n:
@@ -239,14 +246,16 @@ class _RdmaChannel:
         return True
 
     def _send_counts(self) -> None:
-        """Send our counts. Does not block for long: the other side always receives them."""
+        """Send `_written` and `_read` to the other side. Does not block for long, because a thread
+        of the other side always receives them."""
         with self._sending:
             message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:
                 message = message[self._tcp.send([message]) :]
 
     def _wait(self, ready: Callable[[], int]) -> int:
-        """Wait until `ready` returns a number above 0, and return it; 0 at the end."""
+        """Wait until `ready` returns a number above 0, and return the number. Returns 0 if the link
+        has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready())
             if self._error is not None:
@@ -275,7 +284,8 @@ class _RdmaChannel:
         self._tcp.shutdown()
 
     def close(self) -> None:
-        """Close. Idempotent. The agent is released before the memory that a READ may write to."""
+        """Close the channel. Idempotent. The agent is released before the memory, because a READ
+        may still write to the memory."""
         if self._receiver.is_alive():
             self.shutdown()
             self._receiver.join()

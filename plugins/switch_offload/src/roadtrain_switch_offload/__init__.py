@@ -2,7 +2,8 @@
 
     roadtrain serve HOST:PORT --switch --xdp eth0     sums in the Linux kernel, where packets arrive
 
-`xdp.py` attaches xdp_switch.bpf.c to a network device; `--xdp` opens it by the entry point `xdp` of
-roadtrain.switch_tables. switch.p4 is the same table for a programmable switch, and `p4_entries.py`
-makes the table entries for its control plane. Read xdp.py first.
+`xdp.py` attaches the program xdp_switch.bpf.c to a network device. The option `--xdp` finds it by
+the entry point `xdp` of the group roadtrain.switch_tables. switch.p4 is the same table for a
+programmable switch, and `p4_entries.py` makes the entries that the switch's control plane needs.
+Read xdp.py first.
 """

@@ -1,9 +1,10 @@
 """A BPF program, compiled by clang, and loaded and run by libbpf (through ctypes).
 
-It is compiled where it is loaded, which takes a few tenths of a second at the start of a switch and
-needs neither an opaque binary nor a cache that others might modify. Anything that is missing
-(clang, libbpf or its headers, permissions) raises BpfError with a one-line message. Descriptors
-of this process hold what is loaded and attached, so all of it ends with the process.
+The program is compiled on the host that loads it. This takes a few tenths of a second when a switch
+starts, but needs neither an opaque binary nor a cache that other users might modify. If clang,
+libbpf, its headers or a permission is missing, BpfError is raised with a message of one line. The
+program and its maps are held by descriptors of this process, so they are removed when the process
+ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from roadtrain.errors import RoadtrainError
 
 COMPILE_S = 60.0
-READ = 256  # elements of a table read at once
+READ = 256  # most elements of a table that are read at once
 MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
 INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: allows tables of different sizes in a map of maps
 ATTACH_XDP = 37  # BPF_XDP
@@ -33,11 +34,11 @@ NATIVE, GENERIC = 1 << 2, 1 << 1  # XDP_FLAGS_DRV_MODE, XDP_FLAGS_SKB_MODE
 
 
 class BpfError(RoadtrainError):
-    """The program cannot be used here; the message is one line with the reason."""
+    """The program cannot be used on this host. The message is one line with the reason."""
 
 
 class _MapOptions(ctypes.Structure):
-    """struct bpf_map_create_opts"""
+    """A copy of libbpf's struct bpf_map_create_opts."""
 
     _fields_ = [
         ("sz", ctypes.c_size_t),
@@ -54,7 +55,7 @@ class _MapOptions(ctypes.Structure):
 
 
 class _RunOptions(ctypes.Structure):
-    """struct bpf_test_run_opts"""
+    """A copy of libbpf's struct bpf_test_run_opts."""
 
     _fields_ = [
         ("sz", ctypes.c_size_t),
@@ -76,7 +77,7 @@ class _RunOptions(ctypes.Structure):
 
 
 class _Arrival(ctypes.Structure):
-    """struct xdp_md: the device and queue of a packet"""
+    """A copy of the kernel's struct xdp_md: the device and the queue at which a packet arrived."""
 
     _fields_ = [
         ("data", ctypes.c_uint32),
@@ -89,7 +90,7 @@ class _Arrival(ctypes.Structure):
 
 
 class _LinkOptions(ctypes.Structure):
-    """struct bpf_link_create_opts, only the part for XDP"""
+    """A copy of libbpf's struct bpf_link_create_opts, with only the fields for XDP."""
 
     _fields_ = [
         ("sz", ctypes.c_size_t),
@@ -106,7 +107,7 @@ def _libbpf() -> ctypes.CDLL:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
         raise BpfError("libbpf.so.1 is not installed") from None
-    lib.libbpf_set_print(None)  # otherwise it writes to stderr
+    lib.libbpf_set_print(None)  # otherwise libbpf prints to stderr
     pointers = ("open_file", "find_map_by_name", "find_program_by_name")
     for name in pointers:
         getattr(lib, f"bpf_object__{name}").restype = ctypes.c_void_p
@@ -114,9 +115,10 @@ def _libbpf() -> ctypes.CDLL:
 
 
 def compiled(source: Path, into: Path) -> None:
-    """Compile a program. Raises BpfError with the compiler's first error."""
+    """Compile the C file `source` into the object file `into`. Raises BpfError with the compiler's
+    first error."""
     if sys.byteorder != "little":
-        raise BpfError("the program is for little-endian machines")
+        raise BpfError("the program needs a little-endian machine, but this one is big-endian")
     words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
     words.append(
         f"-I/usr/include/{platform.machine()}-linux-gnu"
@@ -133,14 +135,16 @@ def compiled(source: Path, into: Path) -> None:
 
 
 def _insist(result: int, doing: str) -> int:
-    """Return the result of a libbpf call; raise BpfError if it is an error."""
+    """Return the result of a libbpf call. Raises BpfError if the result is an error. `doing` names
+    the action in the message."""
     if result < 0:
         raise BpfError(f"the kernel refused to {doing}: {os.strerror(-result)}")
     return result
 
 
 class BpfObject:
-    """Loaded programs with their maps. Raises BpfError if loading fails."""
+    """The programs of a C file, loaded into the kernel, and their maps. Raises BpfError if loading
+    fails."""
 
     def __init__(self, source: Path) -> None:
         self._lib = _libbpf()
@@ -158,17 +162,18 @@ class BpfObject:
             raise
 
     def close(self) -> None:
-        """Close, once. Attached programs stay until their own descriptors are closed."""
+        """Release the programs and maps. Call it once. An attached program stays attached until the
+        descriptor returned by `attach` is closed."""
         self._lib.bpf_object__close(self._object)
 
     def program(self, name: str) -> int:
-        """Return the descriptor of a program."""
+        """Return the descriptor of the program `name`."""
         found = self._lib.bpf_object__find_program_by_name(self._object, name.encode())
         assert found, name
         return int(self._lib.bpf_program__fd(ctypes.c_void_p(found)))
 
     def map(self, name: str) -> int:
-        """Return the descriptor of a map."""
+        """Return the descriptor of the map `name`."""
         return int(self._lib.bpf_map__fd(self._map(name)))
 
     def _map(self, name: str) -> ctypes.c_void_p:
@@ -177,8 +182,8 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """Make a new array whose values are like those of map `pattern`. The caller closes the
-        returned descriptor."""
+        """Make a new array map whose values have the type of the values of the map `pattern`. The
+        caller closes the returned descriptor."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),
@@ -200,18 +205,19 @@ class BpfObject:
         _insist(done, f"set an element of map {name}")
 
     def delete(self, name: str, key: int) -> None:
-        """Delete an element, if it exists."""
+        """Delete the element `key` of the map `name` if the element exists."""
         number = ctypes.c_uint32(key)
         self._lib.bpf_map_delete_elem(self.map(name), ctypes.byref(number))
 
     def mapped(self, name: str, dtype: np.dtype, entries: int) -> np.ndarray:
-        """Return an array map's values [entries], in the kernel's own memory."""
+        """Return the values of the array map `name` as an array [entries] that is the kernel's own
+        memory."""
         memory = mmap.mmap(self.map(name), entries * dtype.itemsize)
         return np.frombuffer(memory, dtype, entries)
 
     def elements(self, table: int, dtype: np.dtype, entries: int) -> Iterator[np.ndarray]:
-        """Yield the values of the array with descriptor `table`, at most READ at a time, in reused
-        memory."""
+        """Yield the values of the array map with descriptor `table`, at most READ at a time. Each
+        yielded array is overwritten by the next one."""
         values, keys = np.zeros(READ, dtype), np.zeros(READ, np.uint32)
         at = ctypes.c_uint32()
         begun, left = False, entries
@@ -233,8 +239,8 @@ class BpfObject:
             yield values[: count.value]
 
     def prepared(self, program: int, packet: np.ndarray) -> Callable[[], tuple[int, int]]:
-        """Return a function that runs the program on `packet` (uint8), in place, and returns (the
-        program's return value, ns)."""
+        """Return a function that runs the program on `packet` (uint8), which the program modifies
+        in place. The function returns the program's return value and its duration in ns."""
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
             data_in=packet.ctypes.data,
@@ -252,12 +258,13 @@ class BpfObject:
         return run
 
     def run(self, program: int, packet: np.ndarray) -> tuple[int, int]:
-        """Run the program once; see `prepared`."""
+        """Run the program once on `packet`, in place. Returns the program's return value and its
+        duration in ns."""
         return self.prepared(program, packet)()
 
     def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
-        """Run the program as if `repeat` such packets had arrived on the interface; its verdicts
-        are carried out."""
+        """Run the program as if `repeat` copies of `packet` had arrived at the interface. The
+        kernel acts on the program's verdicts, so packets may be sent."""
         arrival = _Arrival(data_end=packet.size, ingress_ifindex=interface)
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),

@@ -1,6 +1,8 @@
-"""The hardware address that a network device sends packets for a host to, from the kernel's routes
-and neighbours in the calling thread's network namespace. Sends nothing; traffic to the host makes
-the kernel resolve the address.
+"""Lookup of the hardware address to which a network device sends packets for a host.
+
+The address is read from the kernel's tables of routes and neighbours, in the network namespace of
+the calling thread. This module sends no packets: the kernel resolves the address when other packets
+are sent to the host.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from roadtrain.errors import ConfigError
 ROUTE_S = 10.0
 _HARDWARE_ADDRESS = 0x8927  # SIOCGIFHWADDR
 _ETHTOOL = 0x8946  # SIOCETHTOOL
-_DRIVER, _DRIVER_NBYTES = 3, 196  # ETHTOOL_GDRVINFO and its struct
-_BUS_AT = 100  # offset, after the driver's and firmware's fields
+_DRIVER, _DRIVER_NBYTES = 3, 196  # ETHTOOL_GDRVINFO and the size of struct ethtool_drvinfo
+_BUS_AT = 100  # offset of the field bus_info in the struct
 _COMPLETE = 2  # ATF_COM: the neighbour's hardware address is resolved
 
 
 def ipv4(host: str) -> str:
-    """Return the IPv4 address of a host; ConfigError if it has none."""
+    """Return the IPv4 address of a host. Raises ConfigError if the host has none."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -33,8 +35,9 @@ def ipv4(host: str) -> str:
 
 
 def next_hop(host: str, device: str) -> str | None:
-    """Return the address on the device's network that packets for `host` are sent to; None if they
-    leave through another device, or if it is unknown."""
+    """Return the IP address of the next hop, a gateway or the host itself, to which `device` sends
+    packets for `host`. Returns None if the packets leave through another device, or if the route is
+    unknown."""
     words = ["ip", "-json", "route", "get", ipv4(host)]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         output = subprocess.run(words, capture_output=True, check=True, timeout=ROUTE_S).stdout
@@ -45,7 +48,8 @@ def next_hop(host: str, device: str) -> str | None:
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Return the neighbour's hardware address, if this host has resolved it."""
+    """Return the hardware address of the neighbour with IP address `address`, or None if this host
+    has not resolved it."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
         if at == address and through == device and int(flags, 16) & _COMPLETE:
@@ -54,14 +58,14 @@ def neighbour(address: str, device: str) -> bytes | None:
 
 
 def hardware_address(device: str) -> bytes:
-    """Return the device's own hardware address."""
+    """Return the hardware address of a device of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", device.encode())
         return fcntl.ioctl(any_socket, _HARDWARE_ADDRESS, request)[18:24]
 
 
 def is_hardware(device: str) -> bool:
-    """Whether the device is on a bus, according to its driver."""
+    """Return whether the device is hardware: whether it is on a bus, according to its driver."""
     reply = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
     request = struct.pack("16sP", device.encode(), ctypes.addressof(reply)).ljust(40, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -1,9 +1,9 @@
 """The entries that the control plane of a switch running switch.p4 sets for its jobs, as JSON.
 
-The format is that of the P4 tutorials' controllers: `table_entries` (table, match, action_name,
-action_params) and `multicast_group_entries` (replicas with a port and an instance). In addition,
-`register_resets` lists cells to be set to 0 before a job begins, since they may hold numbers of a
-former job.
+The format is the one of the controllers in the P4 tutorials: `table_entries` (table, match,
+action_name, action_params) and `multicast_group_entries` (replicas with a port and an instance). In
+addition, `register_resets` lists the cells of registers that must be set to 0 before a job begins,
+because a former job may have left numbers in them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.switch.options import MOST_CHILDREN
 
-SLOTS, JOBS = 4096, 64  # defaults of switch.p4
+SLOTS, JOBS = 4096, 64  # default numbers of slots and jobs in switch.p4
 CHILDREN_EACH = 64  # multicast instances per job
 
 Entry = dict[str, Any]
@@ -26,15 +26,15 @@ class P4Neighbour:
     """A node at a port of the switch: the job's parent or a child."""
 
     port: int  # port of the switch
-    mac: str  # aa:bb:cc:dd:ee:ff
-    host: str  # IPv4
-    udp: int
+    mac: str  # MAC address of the node, as aa:bb:cc:dd:ee:ff
+    host: str  # IPv4 address of the node
+    udp: int  # UDP port of the node
 
 
 @dataclass(frozen=True)
 class P4Job:
-    """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or for
-    more children than fit in one word."""
+    """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or if
+    there are more than MOST_CHILDREN children or none."""
 
     job: int  # job number in packets
     host: str  # IPv4 address of the switch
@@ -49,22 +49,23 @@ class P4Job:
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slots & (self.slots - 1):
             raise ConfigError(
-                f"{self.slots} slots of a programmable switch", hint="use a power of two"
+                f"a job has {self.slots} slots, not a power of two", hint="use 1024, for example"
             )
         if not 1 <= len(self.children) <= MOST_CHILDREN:
-            raise ConfigError(f"{len(self.children)} children, must be 1 to {MOST_CHILDREN}")
+            raise ConfigError(f"a job has {len(self.children)} children, not 1 to {MOST_CHILDREN}")
 
 
 def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
-    """Assign a range of slots and a multicast group to each job, and return the entries.
+    """Assign a range of slots and a multicast group to each job, and return the entries. `slots` is
+    the number of slots of the switch.
 
-    Raises BudgetError if there are too few slots or places for jobs, or ConfigError for two jobs
-    whose packets cannot be told apart.
+    Raises BudgetError if there are too few slots or too many jobs. Raises ConfigError if packets of
+    two jobs have the same address, UDP port and job number.
     """
     needed = sum(job.slots for job in jobs)
     if needed > slots or len(jobs) > JOBS:
         raise BudgetError(
-            f"{len(jobs)} jobs need {needed} slots, the switch has {JOBS} places and {slots} slots",
+            f"{len(jobs)} jobs need {needed} slots, the switch has {slots} for at most {JOBS} jobs",
             hint="use a smaller window",
         )
     if len({(job.host, job.udp, job.job) for job in jobs}) < len(jobs):
@@ -91,12 +92,14 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
 
 
 def _instance(place: int, child: int) -> int:
-    """Return the multicast instance of a copy; 0 means that a packet is not a copy."""
+    """Return the multicast instance of the packet copies for a child. It is not 0, because 0 marks
+    a packet that is not a copy."""
     return place * CHILDREN_EACH + child + 1
 
 
 def _turned(number: int, nbytes: int) -> int:
-    """Swap the bytes of a little-endian field, since a switch reads it as big endian."""
+    """Swap the bytes of a little-endian field of `nbytes`, because a switch reads numbers as big
+    endian."""
     return int.from_bytes(number.to_bytes(nbytes, "little"), "big")
 
 

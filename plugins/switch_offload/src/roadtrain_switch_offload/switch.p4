@@ -4,16 +4,16 @@
 //     down:  parameters, maxima and the parent's heartbeats go to all children (multicast)
 //     else:  children's heartbeats go to the control port, where software merges them
 //
-// p4_entries.py makes the entries of the control plane. Slots are registers, each read and written at most
-// once per packet; a job has a range of them, whose length is a power of two.
+// p4_entries.py makes the entries of the control plane. Slots are registers, each of which is read and written
+// at most once per packet. A job has a range of slots, whose length is a power of two.
 //
-// Limits of real switches, and their replacements (docs/decisions/0037-the-table-in-p4.md):
-// - A switch cannot hash a packet. The tag is not checked; the sender is identified by its ingress port, and
-//   a sum leaves with tag 0. A front-end at the edge has to check tags and to seal sums.
-// - It cannot hold 1408 bytes of a packet in one pass. PAYLOAD_BITS is 2048 here: 256 bytes per packet. A
-//   software target processes whole packets with -DPAYLOAD_BITS=11264.
-// - Here one register and one expression process the whole payload, several elements at once, without
-//   carries between them. An ASIC does the same with 64 stateful units of 32 bits in parallel.
+// Limits of real switches, and how this program deals with them (docs/decisions/0037-the-table-in-p4.md):
+// - A switch cannot hash a packet. So the tag is not checked: the sender is identified by its ingress port,
+//   and a sum leaves with tag 0. A front-end at the edge must check the tags and seal the sums.
+// - A switch cannot hold 1408 bytes of a packet in one pass. So PAYLOAD_BITS is 2048 by default: 256 bytes
+//   per packet. A software target processes whole packets with -DPAYLOAD_BITS=11264.
+// - In this program, one register and one expression process the whole payload: several elements at once,
+//   without carries between elements. An ASIC does the same with 64 parallel stateful units of 32 bits.
 #include <core.p4>
 #include <v1model.p4>
 
@@ -38,7 +38,7 @@ const bit<8> PARAMETERS = 3;
 const bit<8> MAXIMA = 4;
 const bit<8> GRADIENT_BEAT = 6;
 
-// A 1 in each element.
+// EACH_n: 1 in each element of n bits. HIGH_n: the highest bit of each element of n bits.
 const payload_t ALL = ~(payload_t)0;
 const payload_t EACH_8 = ALL / 255;
 const payload_t EACH_16 = ALL / 65535;
@@ -104,11 +104,11 @@ struct headers_t {
     payload_h payload;
 }
 
-// The control plane's parameters of the packet's job.
+// The parameters of the packet's job, set by the control plane.
 struct job_t {
     bit<32> place;       // index of the job in the switch
-    bit<32> base;        // its first slot
-    bit<64> mask;        // number of its slots (a power of two) minus one
+    bit<32> base;        // the job's first slot
+    bit<64> mask;        // the number of the job's slots (a power of two) minus one
     bit<64> all_bits;    // a bit for each child
     bit<16> child;       // this switch's number at its parent
     bit<9> port;         // port of the parent
@@ -121,7 +121,7 @@ struct job_t {
 
 struct metadata_t {
     job_t job;
-    bit<64> number;      // of the packet, byte-swapped
+    bit<64> number;      // the packet's number, byte-swapped
     bit<64> who;         // the sender's bit
 }
 
@@ -196,11 +196,11 @@ control Greatest(inout payload_t total, in payload_t with) {
 
 control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard) {
     register<bit<64>>(SLOTS) numbers;
-    register<bit<64>>(SLOTS) came;      // children in the sum, a bit each; 0: the slot is unused
+    register<bit<64>>(SLOTS) came;      // a bit for each child in the sum; 0 in an unused slot
     register<bit<16>>(SLOTS) forms;     // kind and width of the sum
     register<payload_t>(SLOTS) sums;    // big endian
     register<bit<64>>(JOBS) acked;      // the parent has all numbers below this one
-    counter(JOBS * 8, CounterType.packets) outcomes;   // packets of a job, by the outcomes below
+    counter(JOBS * 8, CounterType.packets) outcomes;   // packets of each job, by outcome
     const bit<32> ADDED = 0;
     const bit<32> COMPLETED = 1;
     const bit<32> DROPPED_OLD = 2;

@@ -1,19 +1,21 @@
-"""The table of a switch in the kernel: xdp_switch.bpf.c on a network device, and its jobs.
+"""The table of a switch in the kernel: the program xdp_switch.bpf.c on a network device, and the
+tables of its jobs.
 
-    XdpDevice.opened("eth0")    the program, tested (xdp_trial.py) and attached; or why it is not
-      .table(...) -> XdpTable   a job's table, in place of switch/switch_table.py's SwitchTable
+    XdpDevice.opened("eth0")    tests the program (xdp_trial.py) and attaches it to the device, or
+                                returns the reason why this fails
+      .table(...) -> XdpTable   a job's table, which replaces SwitchTable of switch/switch_table.py
 
-The kernel handles the packets listed at the head of the C file, and sends the sums itself once this
+The kernel handles the packets listed at the head of the C file. It also sends the sums, once this
 host has resolved the parent's hardware address. Packets that reach user space are passed to the
-program by `XdpTable.add`, so there is only one table. The program is detached by `close`, or when
-the process ends. User space handles heartbeats and parameters.
+program by `XdpTable.add`, so a job has only one table. User space handles heartbeats and
+parameters. The program is detached by `close`, or when the process ends.
 
-Note "modes". Native mode runs in the device's driver, before the kernel makes a buffer of the
-packet. Generic mode runs afterwards, on every device; there, a train of packets joined by
-segmentation offload is one packet, which user space splits. A veth's driver silently drops packets
-that a program sends unless the other end runs NAPI (because it has a program of its own, or GRO is
-on). So on a device without hardware a few frames are sent as a trial, and generic mode is used if
-they do not leave.
+Note "modes". In native mode, the program runs in the device's driver, before the kernel makes a
+buffer for the packet. In generic mode, which every device supports, the program runs after that. A
+train of packets joined by segmentation offload is then one packet, which user space splits. The
+driver of a veth pair silently drops packets that a program sends, unless the other end of the pair
+runs NAPI (because it has a program of its own, or GRO is on). So on a device without hardware, a
+few frames are sent as a trial, and generic mode is used if they do not leave.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SENT_COLUMN = 9  # column of /proc/net/dev with the number of sent packets
 
 
 class XdpDevice:
-    """The program on one device, for all jobs of this process."""
+    """The program attached to one device. It serves all jobs of this process."""
 
     def __init__(
         self, name: str, mode: Mode, program: BpfObject, detach: Callable[[], None]
@@ -54,14 +56,14 @@ class XdpDevice:
         self.name, self.mode = name, mode
         self._program, self._detach = program, detach
         self._live = program.mapped("live", LIVE, MOST_JOBS)
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards `_free` and `_ports`
         self._free = set(range(MOST_JOBS))  # free indices of `_live`
         self._ports: set[int] = set()  # UDP ports of the jobs
 
     @classmethod
     def opened(cls, name: str, mode: Mode = "auto") -> XdpDevice | str:
-        """Attach the program to a device. Returns the reason if that fails, with nothing left
-        attached."""
+        """Attach the program to the device `name`. If this fails, returns the reason as a string,
+        and leaves nothing attached."""
         program = None
         try:
             interface = socket.if_nametoindex(name)
@@ -89,7 +91,7 @@ class XdpDevice:
             ConfigError: The port has a job already, there are too many children, or the parent has
                 no IPv4 address.
             BudgetError: The device has the maximum number of jobs.
-            BpfError: The kernel has not enough memory.
+            BpfError: The kernel does not have enough memory.
         """
         with self._lock:
             if port in self._ports:
@@ -123,13 +125,14 @@ class XdpDevice:
             self._ports.remove(port)
 
     def close(self) -> None:
-        """Detach the program, once, after closing its tables. Packets then go to user space."""
+        """Detach the program, so that packets go to user space. Call it once, after closing the
+        tables."""
         self._detach()
 
 
 def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tuple[int, Mode]:
-    """Attach the program, in native mode if possible. Returns the link's descriptor and the
-    mode."""
+    """Attach the program in `mode`. "auto" is native mode if packets can be sent in native mode,
+    otherwise generic mode. Returns the descriptor that keeps the program attached, and the mode."""
     attach = partial(program.attach, program.program("take_packet"), interface)
     if mode != "generic":
         try:
@@ -145,12 +148,12 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Whether packets that the program sends leave the device. See Note "modes"."""
-    if is_hardware(name):  # its driver refuses programs if it cannot send
+    """Return whether packets that the program sends leave the device. See Note "modes"."""
+    if is_hardware(name):  # a driver of hardware refuses the program if it cannot send its packets
         return True
     own = hardware_address(name)
     frame = np.zeros(TRIAL_NBYTES, np.uint8)
-    head = own + own + EXPERIMENT  # to ourselves, so that no receiver forwards it
+    head = own + own + EXPERIMENT  # from and to this device, so that no receiver forwards the frame
     frame[: len(head)] = np.frombuffer(head, np.uint8)
     before = _sent(name)
     try:

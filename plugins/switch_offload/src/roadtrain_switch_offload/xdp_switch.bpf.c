@@ -1,12 +1,12 @@
-// The table of a switch (switch/protocol/switch.py) in the kernel: packets of gradients and of exponents are
-// summed where they arrive, before the kernel allocates a buffer for them, and the sum leaves through the
-// device on which the last packet arrived.
+// The table of a switch (switch/protocol/switch.py) in the kernel. Packets of gradients and of exponents are
+// summed when they arrive, before the kernel allocates a buffer for them. The sum leaves through the device
+// on which the last packet arrived.
 //
-// A packet is taken if it is UDP over IPv4 to a job's port, has the length of a bulk packet, and has a
-// correct tag (switch/packets.py). Everything else goes to user space: heartbeats, parameters, foreign
+// The program takes a packet if it is UDP over IPv4 to a job's port, has the length of a bulk packet, and
+// has a correct tag (switch/packets.py). All other packets go to user space: heartbeats, parameters, foreign
 // packets, fragments, several packets joined by the kernel's segmentation offload, other address families.
-// Gradients that user space finds there are passed to the program `add_packet`, which works on the same
-// table, so a number is never in two tables.
+// If user space finds gradients among these packets, it passes them to the program `add_packet`, which works
+// on the same table, so a number is never in two tables.
 //
 // An entry is protected by a spin lock while its payload is read and written, because packets of different
 // children arrive on different CPUs. Loops have fixed bounds, and all memory belongs to the maps. Assumes
@@ -35,7 +35,7 @@ typedef __u64 u64;
 #define COVERED (TAG_WORD + PAYLOAD_WORDS) // words covered by the tag
 #define MOST_NUMBER ((1ULL << 62) - 1)     // maximum of a session's numbers
 #define DONT_FRAGMENT 0x4000
-#define FRAGMENT 0x3fff // more fragments follow, or this one is not the first
+#define FRAGMENT 0x3fff // the packet is a fragment: more fragments follow, or it is not the first fragment
 
 struct header {
 	u16 magic;
@@ -58,7 +58,7 @@ struct packet {
 	u64 payload[PAYLOAD_WORDS];
 };
 
-// Parameters of a job, written once by user space; the fields of xdp_table.py's JOB.
+// Parameters of a job, which user space writes once. The fields are those of JOB in xdp_table.py.
 struct job {
 	u32 job;
 	u32 slots;
@@ -69,10 +69,10 @@ struct job {
 	u16 parent_port;  // big endian
 	u16 first;        // number of child 0 in packets
 	u64 sip[2];
-	u64 words[COVERED + 1]; // NH's first key is all but the last word, its second key all but the first
+	u64 words[COVERED + 1]; // NH's first key: all words but the last; its second key: all but the first
 };
 
-// Values that change while a job runs; the fields of xdp_table.py's LIVE. Mapped by user space.
+// Values that change while a job runs. The fields are those of LIVE in xdp_table.py. Mapped by user space.
 struct live {
 	u64 acked; // the parent has all numbers below this one
 	u64 now;   // ticks of user space's clock
@@ -82,7 +82,7 @@ struct live {
 	u64 dropped_old; // the number was acknowledged, or its slot has a greater one
 	u64 repeated;    // the child's packet was already in the sum
 	u64 answered;    // the sum was already complete and is sent again
-	u64 mismatched;  // not the slot's kind and width, or not summable
+	u64 mismatched;  // the kind or width differs from the slot's, or the packet cannot be summed
 	u64 handed_up;   // sums left for user space to send, because `found` is 0
 	u32 found;       // whether the two addresses below are valid
 	u8 parent[ETH_ALEN]; // the next hop towards the parent
@@ -96,8 +96,8 @@ struct entry {
 	u8 width;
 	u8 unused;
 	u64 number;
-	u64 came;  // bit i: child i's packet is in the sum; 0: the slot is unused
-	u64 began; // `now` at the first packet
+	u64 came;  // bit i is set if the packet of child i is in the sum; all bits are 0 in an unused slot
+	u64 began; // value of `now` when the first packet arrived
 	u64 payload[PAYLOAD_WORDS];
 };
 
@@ -116,7 +116,7 @@ struct {
 	__type(value, struct live);
 } live SEC(".maps");
 
-// A job's table. This one is the template for the others.
+// A template: user space makes the table of each job like this map.
 struct table {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -247,7 +247,7 @@ static __always_inline u64 high_bits(u8 width)
 
 // --- the table ---
 
-// Adds this packet to the number's earlier packets in the entry. Called with the entry's lock.
+// Adds a packet to the earlier packets of the same number in the entry. Called with the entry's lock held.
 static __always_inline u64 *join(struct packet *packet, struct entry *entry, struct live *now,
 				 u64 bit, u64 full, u64 high)
 {
@@ -282,8 +282,9 @@ static __always_inline u64 *join(struct packet *packet, struct entry *entry, str
 	return &now->completed;
 }
 
-// The safe scheme of switch/protocol/switch.py. XDP_TX: the packet has become the sum, sealed for the parent.
-// XDP_PASS: the sum is complete, but `sends` is 0; the packet is unchanged.
+// The safe scheme of switch/protocol/switch.py. Returns XDP_TX if the sum is complete: the packet now contains
+// the sum, sealed for the parent. Returns XDP_PASS if the sum is complete, but `sends` is 0: the packet is
+// unchanged.
 static __always_inline int sum(struct packet *packet, const struct job *job, struct entry *entry,
 			       struct live *now, int sends)
 {
@@ -318,9 +319,9 @@ static __always_inline int possible(const struct header *head, const struct job 
 	return head->width == 1 || head->width == 2 || head->width == 4;
 }
 
-// Handles a packet, whose bounds have been checked, for a port (in host order). A sum that this host cannot
-// address is left to user space, which receives the packet, requests the sum with `add_packet` (where
-// `always` is 1), and sends it.
+// Handles a packet to a UDP port (in host order). The caller has checked the bounds of the packet. If this
+// host does not know the parent's hardware address, the sum is left to user space: user space receives the
+// packet, gets the sum from `add_packet` (which passes 1 for `always`), and sends the sum.
 static __always_inline int take(struct packet *packet, u32 port, int always, struct job **of,
 				struct live **now)
 {
@@ -413,7 +414,7 @@ int take_packet(struct xdp_md *context)
 	return XDP_TX;
 }
 
-// Handles a packet from user space: a UDP header, of which only the destination is used, and the packet.
+// Handles a packet from user space: a UDP header, of which only the destination port is used, and a packet.
 SEC("xdp")
 int add_packet(struct xdp_md *context)
 {
@@ -428,7 +429,7 @@ int add_packet(struct xdp_md *context)
 	return take(packet, bpf_ntohs(udp->dest), 1, &job, &now);
 }
 
-// Sends a packet back unchanged, to test whether a program's packets leave the device at all.
+// Sends a packet back unchanged, to test whether packets that a program sends leave the device.
 SEC("xdp")
 int echo_packet(struct xdp_md *context)
 {

@@ -1,5 +1,5 @@
-"""The user-space side of a job's table in the kernel. xdp_switch.bpf.c is the other side; the
-records here are its structs. xdp.py loads and attaches the program.
+"""The user-space side of a job's table in the kernel. The kernel's side is xdp_switch.bpf.c; the
+numpy dtypes of this module mirror its structs. xdp.py loads and attaches the program.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from roadtrain.transport.tcp import Address
 from roadtrain_switch_offload.bpf_object import BpfError, BpfObject
 from roadtrain_switch_offload.next_hop import hardware_address, ipv4, neighbour, next_hop
 
-MOST_JOBS = 64  # per device
-LOOK_S = 1.0  # between two lookups of the parent's hardware address
+MOST_JOBS = 64  # most jobs of a device
+LOOK_S = 1.0  # seconds between two lookups of the parent's hardware address
 XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
 UDP_HEADER = struct.Struct("!HHHH")  # source and destination port, bytes, checksum
 
@@ -68,8 +68,8 @@ ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class XdpJob:
-    """The parameters of a job for the program. Raises ConfigError for more children than fit in one
-    word, and for less than one slot."""
+    """The parameters of a job for the kernel program. Raises ConfigError if there are more than
+    MOST_CHILDREN children, no child, or no slot."""
 
     job: int  # job number in packets
     port: int  # UDP port of this job's datagrams
@@ -78,7 +78,7 @@ class XdpJob:
     slots: int
     key: PacketKey
     parent: Address  # destination of the sums
-    live: int  # its index in the map of changing values
+    live: int  # index of the job in the program's map `live`, which holds values that change
     first: int = 0  # number of child 0 in packets
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class XdpJob:
         row = np.zeros(1, JOB)
         row["job"], row["slots"], row["live"] = self.job, self.slots, self.live
         row["children"], row["child"] = self.children, self.child
-        # numpy strips trailing zero bytes, and restores them when it is read: the same bytes
+        # numpy strips trailing zero bytes of S4, but tobytes() restores them
         row["parent_host"] = socket.inet_aton(ipv4(self.parent[0]))
         row["parent_port"], row["first"] = self.parent[1], self.first
         row["sip"], row["words"] = self.key.sip, self.key.words
@@ -100,8 +100,8 @@ class XdpJob:
 
 
 class XdpTable:
-    """The table of one job, with the interface of SwitchTable; the kernel decides where sums are
-    sent. Not thread-safe. `now` is in ticks of any clock, which the owner sets."""
+    """The table of one job in the kernel. It has the interface of SwitchTable, but the kernel sends
+    the sums. Not thread-safe. The owner sets `now`, the time in ticks of any clock."""
 
     def __init__(
         self,
@@ -111,8 +111,15 @@ class XdpTable:
         live: np.ndarray,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`live` is LIVE [1], the element `job.live` of the program's map; `closed` is called
-        once."""
+        """Make the table and register the job with the program.
+
+        Args:
+            program: The loaded program.
+            device: Name of the network device.
+            job: Parameters of the job.
+            live: The element `job.live` of the program's map `live`, as an array LIVE [1].
+            closed: Called once, when the table is closed.
+        """
         self.job = job
         self.children, self.slots = job.children, job.slots
         self._program, self._device, self._live, self._closed = program, device, live, closed
@@ -125,10 +132,10 @@ class XdpTable:
         self.look()
         self._table: int | None = (
             self._begin()
-        )  # last, so that an earlier failure leaves nothing behind
+        )  # done last, so that an earlier failure leaves nothing in the kernel
 
     def _begin(self) -> int:
-        """Make the table and register the job with the program. Returns the table's descriptor."""
+        """Make the kernel's table and register the job. Returns the descriptor of the table."""
         table = self._program.array_like("table_pattern", ENTRY.itemsize, self.slots)
         try:
             self._program.update("tables", self.job.port, struct.pack("=I", table))
@@ -140,7 +147,7 @@ class XdpTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of kernel memory."""
+        """The number of bytes of kernel memory that the table uses."""
         return self.slots * ENTRY.itemsize + JOB.itemsize + LIVE.itemsize
 
     @property
@@ -157,20 +164,21 @@ class XdpTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters of SwitchTable, for packets of the kernel and of `add` together, and
-        `handed_up`: sums that the kernel left for user space to send."""
+        """The counters of SwitchTable, which count packets from the kernel and from `add` together.
+        In addition, `handed_up` is the number of sums that the kernel left for user space to
+        send."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Do SwitchTable.add for packets that the program has passed to user space. Raises
-        LostError after `close`."""
+        """Add packets that the program has passed to user space to the table in the kernel, like
+        SwitchTable.add. Raises LostError after `close`."""
         count = check_bulk(run)
         if self._table is None:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
-                f"{count} packets of child {child} into a buffer of {out.size} bytes, but the table"
-                f" is child {self.job.child} of its parent"
+                f"{count} packets for child {child} need {count * PACKET_NBYTES} bytes of output,"
+                f" have {out.size}; the table is child {self.job.child}"
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):
@@ -201,7 +209,8 @@ class XdpTable:
             self._live["found"] = 1
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """Return incomplete sums that began at least so many ticks before `now`, by number."""
+        """Return the incomplete sums that began at least `older_than` ticks before `now`, sorted by
+        number."""
         assert self._table is not None, "closed"
         found: list[StuckSlot] = []
         for some in self._program.elements(self._table, ENTRY, self.slots):
@@ -214,7 +223,7 @@ class XdpTable:
         return sorted(found, key=lambda slot: slot.number)
 
     def close(self) -> None:
-        """Remove the job from the kernel; its packets go to user space from then on."""
+        """Remove the job from the kernel. Packets that arrive later go to user space."""
         if self._table is None:
             return
         self._program.delete("jobs", self.job.port)

@@ -1,11 +1,13 @@
-"""Self-test of the kernel program: the kernel runs it on packets, and the results are compared with
-the state machine in switch/protocol/switch.py. No device is used, nothing is sent.
+"""Self-test of the kernel program: the kernel runs the program on test packets, and the results are
+compared with the state machine in switch/protocol/switch.py. The test uses no network device and
+sends no packets.
 
-A fixed sequence of random packets of three children goes through a table of four slots: all widths
-and exponents, resends before and after a sum is complete, late packets, acknowledgements, and
-packets with one flipped bit. Half of them arrive as from a device, half as from user space. The
-verdict and every byte must be those of the state machine, of numpy's sums and of the tags that user
-space writes (switch/packets.py).
+A fixed sequence of pseudo-random packets of three children goes through a table of four slots. The
+sequence contains all widths and exponents, resends before and after a sum is complete, late
+packets, acknowledgements, and packets with a flipped bit. About half of the packets arrive as if
+from a device, the other half as if from user space. For each packet, the program's verdict must
+equal the verdict of the state machine. Every byte of a sum must equal the sum computed by numpy,
+with the tag computed by user space (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from roadtrain_switch_offload.xdp_table import (
 STEPS, CHILDREN, SLOTS, CHILD, PORT, JOB_NUMBER = 500, 3, 4, 9, 9, 0x1234
 PARENT = ("127.0.0.2", 77)
 HOPS = bytes(range(1, 7)), bytes(range(11, 17))  # hardware addresses of the parent and of this host
-# (kind, width) by packet number modulo the length
+# (kind, width) of packet `number` is FORMS[number % len(FORMS)]
 FORMS = ((Kind.GRADIENT, 4), (Kind.GRADIENT, 2), (Kind.EXPONENTS, 0), (Kind.GRADIENT, 1))
 IP_HEADER = struct.Struct("!BBHHHBBH4s4s")
 _WHOLE = np.dtype((np.uint8, PACKET_NBYTES - HEADER_NBYTES))
 
 
 def failed_trial(program: BpfObject) -> str | None:
-    """Run the self-test. Returns the failure, or None."""
+    """Run the self-test. Returns None, or a description of the failure."""
     live = program.mapped("live", LIVE, MOST_JOBS)[:1]
     key = PacketKey.derive(b"self-test", b"of the program")
     job = XdpJob(JOB_NUMBER, PORT, CHILDREN, CHILD, SLOTS, key, PARENT, 0)
@@ -63,7 +65,7 @@ def _greater(first: bytes, second: bytes) -> bytes:
     return np.maximum(*pair).tobytes()
 
 
-# for each form, how the state machine sums its payloads
+# for each element of FORMS, the function by which the state machine sums payloads
 OPS = [partial(_added, width) if width else _greater for _, width in FORMS]
 
 
@@ -74,7 +76,7 @@ class _Trial:
         self.program, self.table, self.live, self.key = program, table, live, key
         self.machine = SwitchStateMachine(SLOTS, CHILDREN, CHILD)
         self.random = random.Random(20)
-        self.base = 0  # senders send numbers [base, base + SLOTS), and late ones below
+        self.base = 0  # senders send numbers in [base, base + SLOTS), and late packets below `base`
         self.sums = 0
 
     def run(self) -> str | None:
@@ -85,7 +87,8 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """Advance the senders; every second time the switch does not receive it."""
+        """Sometimes advance `base` beyond the sums that are complete. In half of these cases, send
+        the acknowledgement to both tables."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
@@ -129,10 +132,14 @@ class _Trial:
         return self._expect(bytes(wrong), XDP_PASS, bytes(wrong))
 
     def _expect(self, sent: bytes, verdict: int, left: bytes | None) -> str | None:
-        """Run the program in either way, and compare the verdict and, unless None, `left`, the
-        packet afterwards."""
+        """Run the program on the packet `sent`, as if from a device or from user space. Return the
+        first difference from the expected results, or None.
+
+        `verdict` is the expected verdict. `left` is the expected packet after the run; None if the
+        packet is not compared.
+        """
         from_device = self.random.random() < 0.5
-        resolved = self.random.random() < 0.5  # the parent's hardware address
+        resolved = self.random.random() < 0.5  # whether the parent's hardware address is known
         self._set_parent(resolved)
         before = _frame(sent, ("10.0.0.1", 5), ("10.0.0.2", PORT))
         if not from_device:
@@ -143,7 +150,7 @@ class _Trial:
         if from_device and verdict == XDP_TX and not resolved:
             verdict, left = XDP_PASS, sent
         if got != verdict:
-            return f"{name} returns {got}, not {verdict}"
+            return f"{name} must return verdict {verdict}, but returns {got}"
         if left is not None and frame[-PACKET_NBYTES:].tobytes() != left:
             return f"{name} leaves other bytes than the state machine's sum"
         if from_device and got == XDP_TX:
@@ -162,7 +169,8 @@ def _frame(
     to: tuple[str, int],
     hops: tuple[bytes, bytes] = (bytes(6), bytes(6)),
 ) -> bytes:
-    """Return an Ethernet frame. `hops` are the hardware addresses of receiver and sender."""
+    """Return an Ethernet frame that contains `packet`. `hops` are the hardware addresses of the
+    receiver and the sender."""
     udp = UDP_HEADER.pack(source[1], to[1], UDP_HEADER.size + len(packet), 0)
     hosts = [bytes(map(int, host.split("."))) for host in (source[0], to[0])]
     nbytes = IP_HEADER.size + len(udp) + len(packet)
