@@ -378,7 +378,8 @@ class FrameStream:
             payload = flat(self._receiver.room(head.kind, header, head.nbytes))
             if len(payload) != head.nbytes or payload.readonly:
                 raise TypeError(
-                    f"room() must return {head.nbytes} writable bytes, not {len(payload)}"
+                    f"room() must return {head.nbytes} writable bytes, it returned {len(payload)}"
+                    f"{' read-only' * payload.readonly} bytes"
                 )
         with self._lock:
             self._waiting.remove(head.sequence)
