@@ -76,7 +76,7 @@ def test_mistakes_name_the_table_and_the_key():
     [
         ((GPU, GPU), (), "2 hosts are called 'gpu0'"),
         ((GPU,), (GPU,), "2 hosts are called 'gpu0'"),
-        ((SPARE,), (), "1 hosts have 0 workers"),
+        ((SPARE,), (), "none of 1 hosts has workers"),
         ((GPU,), (SPARE,), "spare host 'spare0' listens at 4 ports"),
         ((GPU, SPARE, replace(SPARE, name="b")), (), "2 processes at 10.0.0.9 listen at port 7000"),
         ((GPU, replace(SPARE, address="10.0.0.2", reducer=29500)), (), "at port 29500"),

@@ -386,7 +386,7 @@ def test_a_placement_for_each_stage() -> None:
     assert result.bytes["gpu 3 ssd read"] == pytest.approx(state)
     assert "gpu 1 ssd read" not in {name for name, n in result.bytes.items() if n}
     assert {need.where for need in result.needs} >= {"server SSDs", "stage 2 SSDs"}
-    with pytest.raises(ConfigError, match="stage_placements has 2 names, pp is 3"):
+    with pytest.raises(ConfigError, match="stage_placements has 2 names, but there are 3"):
         plan.changed(stage_placements=("ddp",) * 2)
     with pytest.raises(ConfigError, match="no placement is called 'dpd'"):
         plan.changed(stage_placements=("ddp", "dpd", "files"))

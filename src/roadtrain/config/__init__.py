@@ -1,5 +1,5 @@
 """Files that users write (jobs, clusters, models and plans), as typed and checked values.
 
-The values are frozen, and the code here only does arithmetic on them: no torch, sockets or clock.
+The values are frozen. This package only does arithmetic on them, without torch, sockets or clock.
 Read `job.py` first.
 """

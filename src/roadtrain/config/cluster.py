@@ -14,11 +14,12 @@
     memory = "128GB"
     nics = [{ kind = "ethernet", rate = "25Gbit/s" }]
 
-Every rate is for one direction, in bytes or bits a second. An SSD has three limits: its media
+Every rate is for one direction, in bytes or bits per second. An SSD has three limits: its media
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
 SSDs of a host share. NICs of the same kind are connected to one switch, unless they name different
-switches. Values that the file leaves out are filled in and their keys listed in `assumed`
-(`guesses` returns the values); keys of measured values are listed in `measured`. Arithmetic only.
+switches. If the file leaves out a value, a typical value is filled in and its key is listed in
+`assumed` (`guesses` returns these values). Keys of measured values are listed in `measured`. This
+module only does arithmetic.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ from roadtrain.units import show_rate, show_seconds
 
 
 class Device(Section):
-    """An accelerator. `peaks`: compute speeds in other number formats by name ("fp8", "nvfp4")."""
+    """An accelerator. `peaks`: peak compute speeds in number formats other than 16 bits, by the
+    name of the format ("fp8", "nvfp4")."""
 
     kind: str = Field(default="device", description="model of the device, such as A100-80GB")
     flops: Flops = Field(gt=0, description="peak compute speed in 16 bits")
@@ -73,8 +75,8 @@ class Device(Section):
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
-        """Return the peak in FLOP/s; "" means 16 bits. Raises ConfigError for a precision without
-        a peak."""
+        """Return the peak compute speed in FLOP/s in a number format; "" means 16 bits. Raises
+        ConfigError if the device has no peak for the format."""
         if precision and precision not in self.peaks:
             raise ConfigError(
                 f"device {self.kind} has no peak for {precision!r}",
@@ -85,17 +87,18 @@ class Device(Section):
 
 class Ssd(Section):
     """SSDs of one kind. `mixed`: how much reads and writes overlap, from 1 (they share one rate) to
-    2 (they do not slow each other down). With `depth` 1, requests run in order of arrival.
-    `updates`: a second, by a processor in the SSD (near-storage)."""
+    2 (they do not slow each other down). `depth`: with 1, requests run one after another in the
+    order of arrival. `updates`: bytes of optimizer state per second that a processor in the SSD
+    updates (near-storage); 0 if the SSD has no such processor."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
     write: Rate = Field(gt=0, description="write rate of one SSD")
     mixed: Real = Field(default=1.0, ge=1, le=2, description="1: reads and writes share a rate")
     capacity: Bytes = Field(default=0.0, description="bytes of one; needed to keep data on it")
-    depth: Count = Field(default=2, description="reads, and writes, that run at the same time")
-    internal: Rate = Field(default=0.0, description="rate to a processor in it; 0: as `read`")
-    updates: Rate = Field(default=0.0, description="bytes of state that it updates; 0: none")
+    depth: Count = Field(default=2, description="number of reads, and of writes, at the same time")
+    internal: Rate = Field(default=0.0, description="rate to the SSD's processor; 0: as `read`")
+    updates: Rate = Field(default=0.0, description="rate of updates by its processor; 0: none")
     price: Number = Field(default=0, description="cost of buying one SSD")
     directories: tuple[str, ...] = ()
     """mount point of each SSD, needed to run a plan and not to simulate it; `{host}` stands for the
@@ -105,7 +108,7 @@ class Ssd(Section):
     def _check_directories(self) -> Self:
         if self.directories and len(self.directories) != self.count:
             raise ValueError(
-                f"{self.count} SSDs have {len(self.directories)} directories; give each one or none"
+                f"{self.count} SSDs have {len(self.directories)} directories; give one for each SSD"
             )
         if relative := next((path for path in self.directories if not path.startswith("/")), None):
             raise ValueError(f"the directory {relative!r} of an SSD is not absolute")
@@ -120,7 +123,7 @@ class Nic(Section):
     count: Count = Field(default=1, description="number of these cards in each machine")
     latency: Seconds = Field(default=0.0, description="one-way latency; 0: usual for its kind")
     switch: str = Field(default="", description="switch it connects to; default: one for each kind")
-    relay: Flag = Field(default=False, description="it has a processor and memory (SmartNIC)")
+    relay: Flag = Field(default=False, description="has a processor and memory (SmartNIC)")
 
     @property
     def total(self) -> float:
@@ -137,7 +140,7 @@ Address = Annotated[str, AfterValidator(refusing(_without_port))]
 
 
 class Switch(Section):
-    """A switch of the network, or, with `rate`, a machine beside it that runs
+    """A switch of the network. If `rate` is set, it is a machine beside the network that runs
     `roadtrain serve --switch`."""
 
     name: str = Field(description="name, unique among switches")
@@ -146,9 +149,9 @@ class Switch(Section):
     multicasts: Flag = False
     """the network delivers one packet to many hosts"""
     slots: Whole = 0
-    """packets that fit into its table; 0: as many as a plan needs"""
+    """number of packets that fit into its table; 0: as many as a plan needs"""
     packet_rate: Number = 0
-    """packets a second that it can receive and send, counted together; 0: unlimited"""
+    """packets per second that it can receive and send, counted together; 0: unlimited"""
     rate: Rate = 0.0
     """rate of its own network card in each direction, if it is a machine beside the network;
     0: it is a switch that all traffic crosses"""
@@ -161,13 +164,14 @@ def _device(value: object) -> object:
 
 
 class Host(Section):
-    """Machines of one kind. `fabric`: for one device and direction. `updates`: bytes of state and
-    gradients a second. `sums`: bytes of arriving gradients a second.
+    """Machines of one kind. `fabric`: rate of one device in one direction. `updates`: bytes of
+    state and gradients that the CPUs process per second in updates. `sums`: bytes of arriving
+    gradients that the CPUs add up per second.
     """
 
     name: str = Field(description="name of this kind of host")
     count: Count = Field(default=1, description="number of machines")
-    devices: Whole = Field(default=0, description="devices of each; 1 if `device` is set")
+    devices: Whole = Field(default=0, description="devices per machine; 1 if `device` is set")
     device: Annotated[Device | None, BeforeValidator(refusing(_device))] = None
     fabric: Rate = Field(default=0.0, description="rate between its devices (NVLink); 0: by `copy`")
     memory: Bytes = Field(gt=0, description="bytes of memory of one machine")
@@ -183,7 +187,7 @@ class Host(Section):
     idle_watts: Number = Field(default=0, description="watts when idle, without devices")
     peak_watts: Number = Field(default=0, description="watts when busy, without devices")
     addresses: tuple[Address, ...] = ()
-    """address of each machine, at which the others reach it, without a port"""
+    """address at which the other hosts reach each machine, without a port"""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +213,7 @@ class Host(Section):
         if self.addresses and len(self.addresses) != self.count:
             raise ValueError(
                 f"host {self.name!r} has count = {self.count} and {len(self.addresses)} addresses;"
-                " give each machine one or none"
+                " give one address for each machine, or no addresses"
             )
         for part in (self, *([self.device] if self.device else ())):
             if 0 < part.peak_watts < part.idle_watts:
@@ -271,8 +275,8 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """Return the name of the switch that `nic` is connected to: its `switch`, or its kind if
-        it names none."""
+        """Return the name of the switch that `nic` is connected to: its `switch`, or its `kind` if
+        `switch` is empty."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
@@ -280,9 +284,9 @@ class Cluster(Section):
         fastest.
 
         Cards of one kind on one switch are preferred (Yang et al. (Holmes), section 3.2, the
-        general case). Otherwise cards on different switches are used, with their rate limited by
-        the slowest link between the switches and with its latency added. Raises ConfigError if
-        the hosts are not connected.
+        general case). Without such cards, the fastest card of each host is returned. Its rate is
+        limited to that of the slowest route between the switches, and the latency of this route is
+        added. Raises ConfigError if the hosts are not connected.
         """
         cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
         if cards is not None:
@@ -303,7 +307,8 @@ class Cluster(Section):
         raise self._apart(hosts)
 
     def _apart(self, hosts: Sequence[Host]) -> ConfigError:
-        """Explain why hosts cannot reach each other and which keys of the file to change."""
+        """Return an error that says why hosts cannot reach each other and which keys of the
+        cluster file to change."""
         names = list(dict.fromkeys(host.name for host in hosts))
         ends = {host.name: dict.fromkeys(map(self.switch_of, host.nics)) for host in hosts}
         bare = [name for name in names if not ends[name]]
@@ -320,25 +325,25 @@ class Cluster(Section):
         )
 
     def between(self, nics: Sequence[Nic]) -> float:
-        """Return the rate, in bytes a second, of the slowest route between the switches of these
-        cards; infinity if all are on one switch, or if no links connect the switches."""
+        """Return the rate, in bytes per second, of the slowest route between the switches of these
+        cards; infinity if all cards are on one switch, or if no links connect the switches."""
         link = self._slowest_route(nics)
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
         """Return the slowest route between any two switches of the cards, as one link; None if
-        all are on one switch, or if some are not connected."""
+        all cards are on one switch, or if some switches are not connected."""
         ends = sorted({self.switch_of(nic) for nic in nics})
         routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
         found = [route for route in routes if route is not None]
         return min(found, key=lambda r: r.rate) if found and len(found) == len(routes) else None
 
     def route(self, here: str, there: str) -> LinkRate | None:
-        """Return the route between two switches with the fewest links, as one link; None if they
-        are not connected."""
+        """Return the route with the fewest links between two switches, as one link; None if the
+        switches are not connected."""
         routes = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
         front, links = [here], sorted(self.links, key=lambda link: link.rate)
-        for at in front:  # breadth first: grows while it is iterated
+        for at in front:  # breadth first: `front` grows while it is iterated
             for link in links:
                 end = link.between[link.between[0] == at]
                 if at in link.between and end not in routes:
@@ -353,20 +358,22 @@ class Cluster(Section):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file, or a template if `path` is the name of one. Raises ConfigError."""
+    """Read a cluster file, or a template if `path` is the name of a template. Raises
+    ConfigError."""
     if not Path(path).suffix and str(path) in _templates()["cluster"]:
         return make_cluster(template("cluster", str(path)))
     return make_cluster(read_toml(path, "cluster file"), str(path))
 
 
 def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Build a cluster from a table. `where`: the file, for error messages. Raises ConfigError that
-    names the key."""
+    """Build a cluster from a table. `where`: name of the file in error messages. Raises
+    ConfigError, which names the invalid key."""
     return _filled(checked(Cluster, tree, where))
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """Fill in typical values for those that were left out, and list their keys in `assumed`."""
+    """Return the cluster with typical values for keys that were left out, and with these keys in
+    `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)
@@ -377,7 +384,7 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Guess the values that the host's tables leave out; returns them and their names in
+    """Guess the values that the host's tables leave out. Returns these values, and their names for
     `assumed`."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
@@ -390,7 +397,7 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
         names += [f"device.{'copy' if key == 'copy_rate' else key}" for key in own]
         changes["device"] = device.model_copy(update=own)
         if host.devices > 1 and not host.fabric:
-            # devices without a fabric reach each other through their host
+            # without a fabric, devices reach each other through their host
             changes["fabric"] = changes["device"].copy_rate
             names.append("fabric")
     if any(not nic.latency for nic in host.nics):
@@ -408,8 +415,8 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Return, for every assumed key, its value (bytes a second, seconds or a plain number) and the
-    text to print for it."""
+    """Return, for every assumed key, its value (in bytes per second, in seconds, or without a unit)
+    and the text to print for the value."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -420,8 +427,8 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return (key, value, text) for an assumed key of a host; `nics` and `device` stand for all
-    their keys that can be left out."""
+    """Return (key, value, text) for an assumed key of a host. The keys `nics` and `device` stand
+    for all of their own keys that can be left out."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
@@ -443,8 +450,8 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """Return a host that has, of each resource, the least that any of `hosts` has: what every host
-    of a group can rely on. Its network cards are those of the first host."""
+    """Return a host with the amount of each resource that every one of `hosts` has at least. Its
+    network cards are those of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -466,7 +473,7 @@ def least_of(hosts: Sequence[Host]) -> Host:
         every = [ssd for host in hosts for ssd in host.ssds]
         own = _least(every, "mixed", "depth") | {"count": 1}
         for name in ("read", "write", "capacity", "internal", "updates"):
-            # per host, all SSDs together; an internal link without a rate is as fast as reads
+            # the sum over all SSDs of a host; an internal link without a rate is as fast as reads
             own[name] = min(
                 sum(
                     s.count * (getattr(s, name) or s.read * (name == "internal")) for s in host.ssds
@@ -485,7 +492,8 @@ def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
-    """Return a `device` or `cluster` of devices.toml, without its `source`. Raises ConfigError."""
+    """Return the table of a device or cluster in devices.toml, without its key `source`. `kind`:
+    "device" or "cluster". Raises ConfigError for an unknown name."""
     templates = _templates()[kind]
     if name not in templates:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""The job file: one training run, with one schema for the TOML file and the command line.
+"""The job file, which describes one training run.
 
-The command line overrides the file, the file overrides defaults. Unknown keys and wrong types raise
-ConfigError with the nearest valid name. Relative paths are relative to the working directory;
-`{run}` in a store directory stands for the run directory.
-Does not import torch: names of optimizers and dtypes are plain text here.
+The TOML file and the command line have the same keys. The command line overrides the file, and the
+file overrides defaults. Unknown keys and wrong types raise ConfigError with the nearest valid name.
+Relative paths are relative to the working directory; `{run}` in a store directory stands for the
+run directory. Does not import torch, so names of optimizers and dtypes are plain text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunSection(Section):
     steps: Whole = 1000
     """train until this step, counted from the start of the run"""
     minutes: Number | None = Field(default=None, gt=0)
-    """stop after so many minutes; the same command continues the run"""
+    """number of minutes after which training stops; the same command continues the run"""
     memory_limit: SizeText | None = None
     """hard limit of a process's memory, enforced by the system, such as `1.5GiB`; default: none"""
     device: str = ""
@@ -63,7 +63,7 @@ class RunSection(Section):
     new_store: Flag = False
     """start from the store as it is, or create a new one, even if the run has trained further"""
     log_every: Count = 1
-    """print a line every so many steps if no progress bar can be drawn"""
+    """number of steps between two printed lines, if no progress bar can be drawn"""
 
 
 class ModelSection(Section):
@@ -88,9 +88,9 @@ class ModelSection(Section):
 class DataSection(Section):
     paths: Texts = [f"{sysconfig.get_path('stdlib')}/**/*.py"]
     """text files, directories or globs; default: the source of Python's standard library"""
-    seq_len: Count = Field(default=256, description="tokens of a sample")
+    seq_len: Count = Field(default=256, description="number of tokens per sample")
     batch_size: Count = 8
-    """samples of one forward pass of a worker"""
+    """number of samples per forward pass of a worker"""
     held_out: Number = Field(default=0.01, lt=1)
     """fraction of the tokens that is held out for evaluation and never trained on"""
     tokenizer: str = "bytes"
@@ -101,7 +101,7 @@ class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
     lr: Number = Field(default=3e-4, description="peak learning rate")
     weight_decay: Number | None = None
-    """weight decay coefficient; default of this and the next three: the optimizer's own"""
+    """weight decay coefficient; default, as for betas, eps and momentum: the optimizer's own"""
     betas: tuple[Number, Number] | None = Field(default=None, description="Adam's two decay rates")
     eps: Number | None = Field(default=None, description="added to denominators to avoid zero")
     momentum: Number | None = Field(default=None, description="momentum factor of SGD")
@@ -109,14 +109,14 @@ class OptimizerSection(Section):
     """further arguments of the optimizer's class"""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """how lr changes until run.steps"""
-    warmup_steps: Whole = Field(default=0, description="steps in which lr rises from 0")
+    warmup_steps: Whole = Field(default=0, description="number of steps in which lr rises from 0")
     clip_norm: Number | None = Field(default=None, gt=0)
     """largest norm of the whole gradient, which is scaled down to it; default: no clipping"""
     accumulate: Count = 1
     """forward and backward passes (micro-batches) per step, whose gradients are added up"""
     delay: Whole | Literal["none"] = 0
-    """updates that may be missing from the parameters of a step; 0: none; 1: a step runs while the
-    updates of the step before are applied; `none`: no bound"""
+    """number of updates that may be missing from the parameters of a step; with 1, a step runs
+    while the updates of the previous step are applied; `none`: no bound"""
 
     @field_validator("name")
     @classmethod
@@ -133,13 +133,13 @@ class StoreSection(Section):
     files: Texts = ["{run}/store"]
     """directories of the store, one server for each; [] keeps it in RAM"""
     rates: list[Number] | Literal["measured"] | None = None
-    """relative speeds of the directories, to divide a new store, or `measured`; default: equal"""
+    """relative speeds by which a new store is divided among files, or `measured`; default: equal"""
     direct: Flag = True
     """use direct I/O if the file system supports it"""
     moved_from: Texts = []
-    """directories that held the store before and are no longer used"""
+    """directories that held the store in earlier runs and are no longer used"""
     chunk_elements: Count = MAX_CHUNK
-    """parameters of a chunk, the unit of transfer and storage"""
+    """number of parameters per chunk, the unit of transfer and storage"""
 
 
 class SwitchSection(Section):
@@ -150,11 +150,11 @@ class SwitchSection(Section):
     parent: str = ""
     """address of the next switch towards the server; default: the server is next"""
     workers: list[Whole] = []
-    """ranks (with servers.relay: hosts) that send to it; default: all, if it is the only switch"""
+    """ranks (with servers.relay: hosts) that send to it; default: all, if there is one switch"""
 
 
 def _switch_tables(value: object) -> object:
-    """Turn addresses (a list, or text with commas) into switches with all workers."""
+    """Turn addresses of switches (a list, or text with commas) into a list of tables."""
     texts = [text for text in value.split(",") if text] if isinstance(value, str) else value
     if not isinstance(texts, list):
         return value
@@ -187,7 +187,7 @@ class ServersSection(Section):
     wire: Wire = "int32"
     """number format of gradients on the way to switches"""
     window: Count = Field(default=WINDOW, ge=WINDOWS[0], le=WINDOWS[-1])
-    """packets that a job may have in flight to switches, a power of two"""
+    """number of packets that a job may have in flight to switches, a power of two"""
     multicast: Literal["auto", "off"] = "auto"
     """auto: the network copies parameters to all workers if it can; off: switches do"""
 
@@ -201,7 +201,8 @@ class ServersSection(Section):
 
     @property
     def fan_in(self) -> FanIn | None:
-        """The options for summing gradients in switches; None without any. Raises ConfigError."""
+        """The options for summing gradients in switches; None if there are no switches. Raises
+        ConfigError if an option is invalid."""
         if not self.switches:
             return None
         nodes = tuple(SwitchNode(s.address, s.parent, tuple(s.workers)) for s in self.switches)
@@ -210,7 +211,7 @@ class ServersSection(Section):
 
 class BudgetSection(Section):
     host: SizeText | None = None
-    """host memory to use, such as `900MiB`; default: half of the free memory, in RAM all"""
+    """host memory, such as `900MiB`; default: half of the free memory, or all for a store in RAM"""
     device: SizeText | None = None
     """accelerator memory for parameters and gradients; default: no limit"""
 
@@ -228,7 +229,7 @@ class LaunchedSection(Section):
     """Facts about the run that `roadtrain launch` writes for the workers it starts."""
 
     committed: Whole = 0
-    """step that the run has committed; a start that finds an older one is refused"""
+    """step that the run has committed; workers that find an older step do not start"""
 
 
 def _parallelism_table(value: object) -> object:
@@ -260,8 +261,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """The options that make training lossy or delayed (Rule 2), as in the metrics of each
-        step; empty by default."""
+        """The options that make training lossy or delayed (Rule 2), with their keys in the metrics
+        of each step. Empty if training is exact."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -271,12 +272,14 @@ class Job(Section):
         return late | narrow | in_network | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
-        """Return this job with dotted keys set. Raises ConfigError."""
+        """Return a copy of this job in which the dotted keys of `overrides` are set. Raises
+        ConfigError."""
         return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
-        """Format the job file. Directories inside the run directory are written as `{run}`, so a
-        copy of the run refers to its own. `leave_out`: (section, key) pairs to omit."""
+        """Format the job as TOML. Store directories inside the run directory are written with
+        `{run}`, so that the file in a copy of the run directory refers to the copy. `leave_out`:
+        (section, key) pairs to omit."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for section, name in leave_out:
             tree[section].pop(name, None)
@@ -286,14 +289,15 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """Return `directory` as it is named if the run directory `run` is named `to` instead."""
+    """Return `directory` with the run directory `run` at its beginning replaced by `to`, or
+    unchanged if it is not inside `run`."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 
 
 def job_of_run(run: str) -> Job:
-    """Load the job of a run directory. If the directory was copied or moved, the job's paths point
-    into `run`. Raises ConfigError if `run` is not a run directory."""
+    """Load the job of a run directory. If the directory was copied or moved, paths of the original
+    directory are replaced by paths inside `run`. Raises ConfigError if `run` has no job."""
     path = Path(run, "job.toml")
     if not path.is_file():
         raise ConfigError(
@@ -307,8 +311,8 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """Check that `path` is not the job.toml of a copied or moved run directory while `job`, read
-    from it, still uses directories of the original run. Raises ConfigError."""
+    """Raise ConfigError if `path` is the job.toml of a copied or moved run directory, but its job
+    `job` still uses directories of the original run."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -338,8 +342,8 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
 
 
 def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
-    """Build a job from nested tables. `where`: the file, for error messages. Raises ConfigError
-    that names the key and the nearest valid one."""
+    """Build a job from nested tables. `where`: name of the file in error messages. Raises
+    ConfigError, which names the invalid key and the nearest valid key."""
     job = checked(Job, tree, where)
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
@@ -350,11 +354,11 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
-    """Parse `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` into dotted key ->
-    value.
+    """Parse arguments such as `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback`.
 
-    Values are TOML or JSON literals (`null` restores the default); anything else is text. A text
-    option takes its value unparsed. Raises ConfigError.
+    Returns dotted key -> value. Values are parsed as TOML or JSON literals (`null` restores the
+    default); a value that is neither is text. The value of an option whose type is text is not
+    parsed. Raises ConfigError.
     """
     out: dict[str, Any] = {}
     pending: str | None = None

@@ -1,4 +1,4 @@
-"""The shape of a job's model, read from its config alone, and whether it is the model of a plan.
+"""Read the shape of a job's model from the model's config, and check that a plan is for this model.
 
 Does not build the model."""
 
@@ -14,19 +14,18 @@ from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import KEYS, ModelShape, from_config
 from roadtrain.errors import ConfigError
 
-BYTES_VOCABULARY = 256  # tokens of the tokenizer "bytes"
+BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
 
 
 def with_vocabulary(job: Job) -> Job:
-    """Return the job with the vocabulary size of bytes, if its config gives none."""
+    """Return the job with BYTES_VOCABULARY as vocabulary size, if its model config gives none."""
     if job.model.pretrained or "vocab_size" in job.model.config:
         return job
     return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
 
 
 def shape_of(job: Job) -> ModelShape | None:
-    """Return the model's shape by formula; None if no formula is exact, since torch is not
-    imported here."""
+    """Compute the model's shape by formula, without torch. Returns None if no formula is exact."""
     job = with_vocabulary(job) if job.data.tokenizer == "bytes" else job
     try:
         return from_config(_config_of(job), seq_len=job.data.seq_len)
@@ -35,7 +34,7 @@ def shape_of(job: Job) -> ModelShape | None:
 
 
 def layers_of(job: Job) -> int:
-    """Return the number of layers; 0 if the config does not say."""
+    """Return the number of layers of the model, or 0 if its config does not give it."""
     config = _config_of(job)
     names = (name for name in KEYS["num_hidden_layers"] if name in config)
     found = config.get(next(names, ""), 0)
@@ -43,24 +42,25 @@ def layers_of(job: Job) -> int:
 
 
 def check_model(planned: PlannedModel, job: Job) -> None:
-    """Raise ConfigError if the plan is for another model, or other samples, than the job's."""
+    """Raise ConfigError if the job has another model, or samples of another length, than the
+    plan."""
     shape = shape_of(job)
     params = shape.params if shape else 0
     for noun, theirs, ours in (
         ("layers", planned.layers, layers_of(job)),
         ("parameters", planned.parameters, params),
-        ("tokens a sample", planned.seq_len, job.data.seq_len),
+        ("tokens per sample", planned.seq_len, job.data.seq_len),
     ):
         if theirs and ours and theirs != ours:
             raise ConfigError(
-                f"the plan is for another model: it has {theirs:,} {noun}, the job's has {ours:,}",
+                f"the plan is for a model with {theirs:,} {noun}, the job's model has {ours:,}",
                 hint="make a plan for this job with `roadtrain plan`",
             )
 
 
 def _config_of(job: Job) -> Mapping[str, Any]:
-    """Return the model's config; {} if it cannot be read, which checks.py reports for the hosts
-    that need it."""
+    """Return the model's config, or {} if it cannot be read. (launch/checks.py reports this for
+    the hosts that need the config.)"""
     if not job.model.pretrained:
         return job.model.config
     try:

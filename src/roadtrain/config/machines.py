@@ -1,11 +1,13 @@
-"""The tables `machines`, `predicted` and `model` of a plan.toml: which host runs which processes,
-in which directories and at which ports; the predicted step; the model that the plan is for.
+"""The tables `machines`, `predicted` and `model` of a plan.toml.
+
+`machines` lists the hosts, and the processes of each host with their directories and ports.
+`predicted` has the simulated time of a step. `model` describes the model that the plan is for.
 
     [machines]
     rendezvous_port = 29500
     [[machines.hosts]]
     name = "gpu0"
-    kind = "gpu"                                   # its [[hosts]] of the cluster file
+    kind = "gpu"                                   # name of a [[hosts]] entry of the cluster file
     address = "10.0.0.2"
     workers = 1
     [[machines.hosts]]
@@ -14,8 +16,8 @@ in which directories and at which ports; the predicted step; the model that the 
     address = "10.0.0.9"
     servers = [{ store = "/mnt/ssd0/run", port = 7000 }]
 
-`roadtrain launch` takes all names, paths and ports from here and chooses none itself. Does not
-depend on a job or on how processes are started.
+`roadtrain launch` takes all names, paths and ports from these tables and chooses none itself. This
+module does not depend on a job, or on how processes are started.
 """
 
 from __future__ import annotations
@@ -40,17 +42,19 @@ Port = Annotated[Integer, Field(ge=1, le=65535)]
 class LostHost(StrEnum):
     """The reaction of workers when one of their hosts is lost and no spare host replaces it."""
 
-    SHRINK = "shrink"  # the others continue from the committed step, if the batch can be divided
-    WAIT = "wait"  # all wait until the host is back
+    # the remaining workers continue from the committed step, if they can divide the batch
+    SHRINK = "shrink"
+    WAIT = "wait"  # all workers wait until the lost host is back
 
 
 @value
 class ServerPlace:
-    """A `roadtrain serve --store` process."""
+    """A `roadtrain serve --store` process of a host."""
 
-    store: str  # its own directory; one in /dev/shm keeps the store in memory
+    store: str  # directory of the store; a directory in /dev/shm keeps the store in memory
     port: Port
-    snapshot: str = ""  # directory on disk to which a store in memory is copied
+    # directory on disk to which a store in memory is copied; "" if it is not copied
+    snapshot: str = ""
 
     @model_validator(mode="after")
     @refusing
@@ -66,53 +70,54 @@ class ServerPlace:
 
 @value
 class SwitchPlace:
-    """A `roadtrain serve --switch` process."""
+    """A `roadtrain serve --switch` process of a host."""
 
     port: Port
-    switch: str = ""  # its name among the switches of the cluster file
+    switch: str = ""  # name of the process among the switches of the cluster file
 
 
 @value
 class PlanHost:
-    """A machine and its processes. Hosts with workers are in the order of ranks."""
+    """A machine and the processes that run on it."""
 
     name: str
-    kind: str  # the name of its [[hosts]] in the cluster file
-    address: str = ""  # address that other hosts use; "": the launch engine (Ray) provides it
-    workers: Whole = 0  # processes that compute, one per device
+    kind: str  # name of the [[hosts]] entry of the cluster file that describes the machine
+    # address at which other hosts reach the machine; if "", the launch engine (Ray) provides it
+    address: str = ""
+    workers: Whole = 0  # number of processes that compute, one per device
     servers: tuple[ServerPlace, ...] = ()
-    reducer: Annotated[Whole, Field(le=65535)] = (
-        0  # port of its `roadtrain serve --sum`; 0: none runs here
-    )
+    # port of the `roadtrain serve --sum` process; 0 if the machine runs no such process
+    reducer: Annotated[Whole, Field(le=65535)] = 0
     switch: SwitchPlace | None = None
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Ports at which its servers, reducer and switch listen."""
+        """Ports at which the servers, the reducer and the switch of the machine listen."""
         reducer = (self.reducer,) if self.reducer else ()
         switch = (self.switch.port,) if self.switch is not None else ()
         return (*(server.port for server in self.servers), *reducer, *switch)
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Directories of its stores and of the copies of stores in memory."""
+        """Directories of the machine's stores, and directories on disk to which the stores in
+        memory are copied."""
         found = [name for server in self.servers for name in (server.store, server.snapshot)]
         return tuple(filter(None, found))
 
 
 @value
 class Machines:
-    """All machines of a run. Names are unique; so are ports and directories at each address."""
+    """All machines of a run. Names are unique, and so are ports and directories at each address."""
 
-    hosts: tuple[PlanHost, ...]
-    spares: tuple[PlanHost, ...] = ()  # idle until one replaces a lost host
-    rendezvous_port: Port = RENDEZVOUS_PORT  # on the first host with workers
+    hosts: tuple[PlanHost, ...]  # the hosts with workers are in the order of their workers' ranks
+    spares: tuple[PlanHost, ...] = ()  # hosts that are idle until they replace a lost host
+    rendezvous_port: Port = RENDEZVOUS_PORT  # port of the first host with workers
     lost_host: LostHost = LostHost.SHRINK
-    stores_of: str = ""  # run name in store names, so that the run finds no other run's
+    stores_of: str = ""  # part of the names of the run's stores, so that it finds no other stores
 
     @property
     def worker_hosts(self) -> tuple[PlanHost, ...]:
-        """Hosts that run workers, in the order of ranks."""
+        """Hosts that run workers, in the order of the workers' ranks."""
         return tuple(host for host in self.hosts if host.workers)
 
     @model_validator(mode="after")
@@ -121,7 +126,7 @@ class Machines:
         _check_unique((host.name for host in (*self.hosts, *self.spares)), "hosts are called")
         if not self.worker_hosts:
             raise ConfigError(
-                f"{len(self.hosts)} hosts have 0 workers", hint="set `workers = 1` for a host"
+                f"none of {len(self.hosts)} hosts has workers", hint="set `workers = 1` for a host"
             )
         for host in self.spares:
             if host.ports:
@@ -139,7 +144,7 @@ class Machines:
             ports = [port for host in hosts for port in host.ports]
             ports += [self.rendezvous_port] if first in hosts else []
             _check_unique(ports, f"processes at {address} listen at port")
-            _check_unique([d for h in hosts for d in h.directories], f"stores at {address} are")
+            _check_unique([d for h in hosts for d in h.directories], f"stores at {address} use")
         return self
 
 
@@ -152,7 +157,8 @@ def _check_unique(values: Iterable[str | int], what: str) -> None:
     """Raise ConfigError if a value occurs more than once."""
     found = list(values)
     if (twice := next((v for v in found if found.count(v) > 1), None)) is not None:
-        raise ConfigError(f"{found.count(twice)} {what} {twice!r}", hint="give each its own")
+        hint = "use each name, port and directory only once"
+        raise ConfigError(f"{found.count(twice)} {what} {twice!r}", hint=hint)
 
 
 class Predicted(Section):
@@ -166,8 +172,8 @@ class Predicted(Section):
 
 @value
 class PlannedModel:
-    """The model of a plan, so that the plan is not launched for another model."""
+    """The sizes of the model that a plan is for. `roadtrain launch` compares them with the job."""
 
     parameters: Whole
-    seq_len: Whole  # tokens of a sample; 1 if it has none
-    layers: Whole = 0  # 0: unknown to the planner
+    seq_len: Whole  # tokens per sample; 1 if samples have no tokens
+    layers: Whole = 0  # 0 if the planner does not know the number

@@ -1,14 +1,17 @@
-"""Model shapes: parameters, FLOPs and activation bytes of every block. Arithmetic only; no model is
-built.
+"""Model shapes: parameters, FLOPs and activation bytes of every block, computed without building a
+model.
 
-Per sample (a sequence, an image or a row) and block: `flops` of one forward (a multiply-add is 2;
-backward takes twice as many), `saved` bytes that backward needs, and `input` bytes of its input,
-which is all that activation checkpointing keeps. Activations have 2-byte elements. A transformer
-layer saves s h (34 + 5 a s / h) bytes as in Korthikanti et al. (2022), section 4, without the
-second term if attention is fused and keeps no s x s matrix. A gated layer has no dropout: it saves
-inputs and outputs of two norms (4 h a token), queries, keys, values, the attention's result, and 3
-ff. Logits are counted separately. Attention is counted in full, as is usual, not as half because of
-the causal mask.
+The costs of a block are given per sample (a sequence, an image or a row). `flops` is the number of
+FLOPs of one forward, where a multiply-add counts as 2; backward takes twice as many. `saved` is the
+number of bytes that backward needs. `input` is the number of bytes of the block's input, which is
+all that activation checkpointing keeps. Activations have 2-byte elements.
+
+A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h) bytes
+(Korthikanti et al., 2022, section 4). If attention is fused and keeps no s x s matrix, the second
+term is absent. A gated layer has no dropout. Per token, it saves the inputs and outputs of two
+norms (4 h elements), queries, keys, values, the attention's result, and 3 vectors of the MLP's
+inner width. Logits are counted separately. Attention is counted in full, as is usual, although the
+causal mask needs only half of it.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -29,16 +32,23 @@ from roadtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The costs of one block; bytes, FLOPs and elements are per sample.
+    """The costs of one block. The module's docstring explains `flops`, `saved` and `input`. Bytes,
+    FLOPs and elements are per sample.
 
-    `attention`: the part of `flops` spent on scores and values. `tables`: the part of `params` that
-    is looked up by row (embeddings); a sample reads `touched` bytes of it. `experts`: the part of
-    `params` in experts, to which `routed` bytes of a sample's tokens are sent. `kv`: bytes of keys
-    and values. `logits`: elements of the output. `whole`: the part of `saved` that every
-    tensor-parallel rank holds, unless the sequence is split too. `products`: bytes saved if all
-    except attention and every second product is recomputed, which costs `again` FLOPs. `matrices`:
-    number of experts multiplied in parallel, each with its share of the tokens. `passing`: bytes
-    that later blocks need from earlier ones, in addition to `input`."""
+    `params`: number of parameters.
+    `tables`: number of those parameters that are looked up by row (embeddings).
+    `touched`: bytes of these rows that a sample reads.
+    `attention`: FLOPs of `flops` that attention scores and values take.
+    `experts`: number of parameters of `params` that belong to experts.
+    `routed`: bytes of a sample's tokens that are sent to experts.
+    `kv`: bytes of keys and values.
+    `logits`: number of elements of the output.
+    `whole`: bytes of `saved` that every tensor-parallel rank holds, unless the sequence is split.
+    `products`: bytes kept for backward if it recomputes everything except attention and every
+    second matrix product.
+    `again`: FLOPs of this recomputation.
+    `matrices`: number of experts that are multiplied in parallel, each with a part of the tokens.
+    `passing`: bytes of earlier blocks' results that are held for later blocks, besides `input`."""
 
     name: str
     params: int
@@ -64,9 +74,9 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The blocks of a model. `tokens`: per sample; 1 if it has none. `hidden`: width of the
-    activations between blocks. `notes`: lines for the user about what was assumed or not
-    counted."""
+    """The sizes of a model's blocks. `tokens`: number of tokens per sample; 1 if samples have no
+    tokens. `hidden`: width of the activations between blocks. `notes`: lines that tell the user
+    which values were assumed and which parts were not counted."""
 
     name: str
     blocks: tuple[BlockShape, ...]
@@ -81,7 +91,7 @@ class ModelShape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward of one sample."""
+        """Number of FLOPs of one sample's forward."""
         return sum(block.flops for block in self.blocks)
 
     @property
@@ -89,22 +99,25 @@ class ModelShape:
         return sum("." in block.name for block in self.blocks)
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
-        """FLOPs of forward and backward of one sample. With activation checkpointing, the forward
-        of all blocks but the first and the output layer runs twice (Narayanan et al., 2021:
-        96 s l h^2 (1 + s / 6h + V / 16lh))."""
+        """Return the number of FLOPs of one sample's forward and backward. With activation
+        checkpointing, the forward of every block except the first and the output layer runs twice
+        (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """The sizes of a transformer. `kv`: width of keys, and of values. `ff`: inner width of the MLP;
-    `gated`: the MLP has three matrices. `positions`: rows of learned position embeddings. `fused`:
-    attention keeps no s x s matrix; otherwise it keeps `score_bytes` per score. `biases`: linear
-    layers have biases. `norms`: normalization vectors per layer. `dense`: number of first layers
-    that have an MLP of width `dense_ff` instead of experts. `latent`: ranks of queries and of
-    keys/values, then widths of a head without positions, with positions, and of its values
-    (DeepSeek-AI, 2024, section 2.1.2)."""
+    """The sizes of a transformer.
+
+    `kv`: width of the keys, which the values have too. `ff`: inner width of the MLP. `gated`:
+    whether the MLP has three matrices instead of two. `positions`: rows of learned position
+    embeddings. `fused`: whether attention keeps no s x s matrix. `score_bytes`: bytes per score
+    that attention keeps if it is not fused. `biases`: whether linear layers have biases. `norms`:
+    number of normalization vectors per layer. `dense`: number of layers at the start that have an
+    MLP of width `dense_ff` instead of experts. `latent`: None, or five sizes of latent attention
+    (DeepSeek-AI, 2024, section 2.1.2): the rank of queries, the rank of keys and values, and the
+    widths of a head's part without positions, of its part with positions, and of its values."""
 
     layers: int
     hidden: int
@@ -120,8 +133,8 @@ class Transformer:
     biases: bool = True
     norms: int = 4
     experts: int = 1
-    active: int = 1  # experts used per token
-    shared: int = 0  # additional experts used by every token
+    active: int = 1  # number of experts used per token
+    shared: int = 0  # number of additional experts that every token uses
     dense: int = 0
     dense_ff: int = 0
     latent: Sequence[int] | None = None
@@ -191,8 +204,9 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer with `weights` applied at `spatial` positions, giving `outputs`
-    elements of 2 bytes; the activation function saves them too."""
+    """Return the shape of a layer whose `weights` parameters are applied at `spatial` positions.
+    Its `outputs` elements of 2 bytes are saved twice: by the layer and by the activation function.
+    """
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
@@ -234,8 +248,8 @@ def _resnet50() -> ModelShape:
 def _dlrm() -> ModelShape:
     """Return the shape of DLRM, Naumov et al. (2019), with the rows of the Criteo Kaggle data.
 
-    Each sample reads one row of every table; an all-to-all sends the rows to the samples. Then each
-    pair of these rows and of the bottom MLP's result is multiplied (the interaction)."""
+    Each sample reads one row of every table; an all-to-all sends the rows to the samples. The
+    interaction multiplies every pair of vectors among these rows and the bottom MLP's result."""
     rows, width = _FILE["criteo_kaggle"], 16
     params, touched = sum(rows) * width, 2.0 * len(rows) * width
     tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
@@ -260,25 +274,25 @@ NAMES = (*_TRANSFORMERS, *_OTHERS)
 
 
 def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
-    """Return the shape of a named model for samples of `seq_len` tokens (None: the published
-    length, which is noted). Raises ConfigError for an unknown name, and for a length that the
-    model does not support."""
+    """Return the shape of a named model for samples of `seq_len` tokens. If `seq_len` is None,
+    samples have the published length, and the shape's `notes` say so. Raises ConfigError for an
+    unknown name, and for a length that the model does not support."""
     own = shape(name)
     if seq_len is None:
         note = f"samples of {own.tokens} tokens (as published; change with --seq-len)"
         return replace(own, notes=(note,) if own.tokens > 1 else ())
     if own.name not in _TRANSFORMERS:
         raise ConfigError(
-            f"samples of {own.name} have no tokens, seq_len is {seq_len}", hint="omit --seq-len"
+            f"samples of {own.name} have no tokens, but seq_len is {seq_len}", hint="omit --seq-len"
         )
     chosen_length(seq_len, _TRANSFORMERS[own.name].positions or None)
     return shape(name, seq_len=seq_len)
 
 
 def shape(name: str, **changes: Any) -> ModelShape:
-    """Return the shape of a named model; case and `_` for `-` are ignored. `changes`: fields of
-    Transformer that differ from what was published (None: as published), such as `seq_len`,
-    `layers` or `fused`. Raises ConfigError for an unknown name."""
+    """Return the shape of a named model. `name` may be in any case, with `_` instead of `-`.
+    `changes`: fields of Transformer that differ from the published values, such as `seq_len`,
+    `layers` or `fused`; None keeps the published value. Raises ConfigError for an unknown name."""
     key = name.lower().replace("_", "-")
     found = next((n for n in NAMES if n.lower() == key), None)
     if found in _OTHERS:
@@ -294,7 +308,7 @@ def shape(name: str, **changes: Any) -> ModelShape:
     )
 
 
-KEYS = {  # names in Hugging Face configs, by transformers' common name
+KEYS = {  # the common name of a key in transformers -> its names in Hugging Face configs
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -307,8 +321,8 @@ KEYS = {  # names in Hugging Face configs, by transformers' common name
     ),
     "vocab_size": ("vocab_size",),
 }
-TOKENS = 4096  # of a sample, if no length is given
-# model types that the formula is exact for -> whether embeddings are tied by default
+TOKENS = 4096  # number of tokens per sample if no length is given
+# model types whose parameters the formula counts exactly -> whether embeddings are tied by default
 _EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
 # keys of parts that the formula does not count
 _NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
@@ -316,36 +330,40 @@ _COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of its m
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
-    """Return the tokens of a sample, and notes on what was assumed. `longest`: the model's longest
-    sample, None if unlimited. Raises ConfigError for a longer sample or one without tokens."""
+    """Return the number of tokens per sample, and notes for the user if the number was assumed.
+
+    `longest`: the largest number of tokens that the model supports; None if it is not limited.
+    Raises ConfigError if `seq_len` is less than 1 or more than `longest`."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
         limit = f"the model's longest is {longest or 'unknown'}"
         return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
         raise ConfigError(
-            f"samples have {seq_len} tokens, the model's longest is {longest or 'unknown'}",
+            f"samples have {seq_len} tokens, but the model's longest is {longest or 'unknown'}",
             hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return a whole number of a config; `default` if it is missing. Raises ConfigError."""
+    """Return the whole number `key` of a config, or `default` if it is missing or 0. Raises
+    ConfigError if the value is not a number."""
     value = config.get(key) or default
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError) as cause:
         raise ConfigError(
-            f"{key} of a model's config is {value!r}, must be a whole number"
+            f"{key} of a model's config is {value!r}, but must be a whole number"
         ) from cause
 
 
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
-    """Compute the shape of a Hugging Face config (the keys of a config.json) by formula, for the
-    few architectures that the formula is exact for; `planner/model_config.py` counts the modules
-    of all others. `seq_len`: as in `chosen_length`. Raises ConfigError for any other model type,
-    and if a required key is missing."""
+    """Compute the shape of a Hugging Face config (the keys of a config.json) by formula.
+
+    The formula is exact for a few architectures only; `planner/model_config.py` counts the modules
+    of all others. `seq_len`: number of tokens per sample; if None, `chosen_length` chooses it.
+    Raises ConfigError for any other architecture, and if a required key is missing."""
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
@@ -365,7 +383,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
-            f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
+            f"the formula of a `{kind}` needs head_dim = {hidden // heads}, the config has {head}",
             hint=_COUNT_MODULES,
         )
     experts = _whole(config, "num_local_experts")
@@ -398,7 +416,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the numbers of KEYS. Raises ConfigError if one is missing."""
+    """Return the value of each name of KEYS in `config`; 0 for an optional key that is missing.
+    Raises ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
@@ -406,7 +425,7 @@ def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     if kind == "gpt2":
         found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
     for name, value in found.items():
-        # gpt2 has a row for each position, the others need no maximum
+        # gpt2 has an embedding row for each position; the other models need no maximum
         if not value and (kind == "gpt2" or name != "max_position_embeddings"):
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",

@@ -1,10 +1,12 @@
-"""The plan.toml: a Plan for training a model on a cluster, and optionally the machines that run it
-(`Machines`), the prediction (`Predicted`), and the cluster and model it was made for.
+"""The file plan.toml, which contains a `Plan` for training a model on a cluster.
+
+The file may also contain the machines that run the plan (`Machines`), the predicted step time
+(`Predicted`), and the cluster and the model that the plan was made for. The plan's keys are at the
+top of the file, everything else is in tables.
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
 and where the update runs. Other systems, including baselines, are named combinations of these
-choices (docs/design.md). The plan's keys are at the top of the file, everything else is in
-tables. Arithmetic only; does not depend on a job.
+choices (docs/design.md). This module only does arithmetic and does not depend on a job.
 """
 
 from __future__ import annotations
@@ -44,19 +46,21 @@ NetworkGroup = Literal["dp", "pp"]
 
 @value
 class Placement:
-    """A combination of where parameters and optimizer state are stored, where gradients are
-    summed, and where the update runs."""
+    """The places where parameters and optimizer state are stored, where gradients are summed, and
+    where the update runs."""
 
     name: str
-    # on each device, split over the devices, in host memory, on the hosts' SSDs, or at the server
+    # "device": a copy on each device; "split": divided among the devices; "host": in host memory;
+    # "ssd": on the hosts' SSDs; "server": at the server
     parameters: Where
     state: Where
-    # "ring": all-reduce, or reduce-scatter if the state is split; "switch": in the network;
-    # "spares": the summation service, with shares from sums/protocol/shares.py; "separate":
-    # parameter servers on the spare hosts; "relay": network cards with processors
+    # "ring": by all-reduce, or by reduce-scatter if the state is split; "switch": in switches of
+    # the network; "spares": by the summation service, with shares from sums/protocol/shares.py;
+    # "separate": by parameter servers on the spare hosts; "relay": by network cards with
+    # processors; "server": at the server
     sum: Literal["ring", "switch", "spares", "separate", "relay", "server"]
     update: Literal["device", "host", "ssd", "server"]
-    gradients: Literal["memory", "ssd"] = "memory"  # where they are held until the update
+    gradients: Literal["memory", "ssd"] = "memory"  # where gradients are held until the update
 
     @property
     def streamed(self) -> bool:
@@ -116,71 +120,77 @@ def _checked_name(name: str) -> str:
 
 @value
 class PlanMemory:
-    """The buffers of a plan and what stays in them."""
+    """The buffers that a plan uses, and the data that stays in memory."""
 
-    slots: Integer = Field(default=3, ge=2)  # blocks of parameters on the device at once
-    buffers: Count = 3  # records that a server processes at once
-    pushes: Whole = 0  # buffers for the gradients of a block
-    kept: Whole = 0  # blocks that a relay keeps from forward to backward
-    chunk: Whole = 0  # elements of a record; 0: a few records per block
+    slots: Integer = Field(default=3, ge=2)  # number of blocks with parameters on the device
+    buffers: Count = 3  # number of records that a server processes at once
+    pushes: Whole = 0  # number of buffers, each for the gradients of one block
+    kept: Whole = 0  # number of blocks that a relay keeps from forward to backward
+    chunk: Whole = 0  # elements per record; 0 divides each block into a few records
     root: Flag = True  # embeddings and output layer stay on the device and use no slot
     offload: Flag = False  # activations are moved to host memory
-    file_slots: Whole = 2  # versions of a record on files; 2: a step never overwrites the last one
+    # number of versions of each record that files hold; with 2, no step overwrites the last version
+    file_slots: Whole = 2
     resident: Number = 0  # fraction of the records on files that is also kept in memory
     public: Number = 1  # fraction of the records whose parameters are kept in memory
 
 
 @value
 class ElementBytes:
-    """Bytes of one element in each role."""
+    """Bytes per element of each kind of data."""
 
     parameter_bytes: Number = 2
-    gradient_bytes: Number = 2  # in transfer
-    activation_bytes: Number = 2  # in transfer between stages
+    gradient_bytes: Number = 2  # of a gradient while it is transferred
+    activation_bytes: Number = 2  # of an activation while it is transferred between stages
     held_bytes: Number = 4  # of a gradient that is held until the update
-    upstream_bytes: Number = 2  # of a parameter returned by a processor in an SSD
-    state_bytes: Number = 12
-    host_bytes: Number = 0  # additional host memory per parameter
+    upstream_bytes: Number = 2  # of a parameter that a processor in an SSD returns
+    state_bytes: Number = 12  # of the optimizer state, per parameter
+    host_bytes: Number = 0  # of additional host memory, per parameter
 
 
 @value
 class SwitchPackets:
-    """The packets in which data crosses summing switches. The defaults are roadtrain's own packets
-    (switch/packets.py); a plan may describe another system's."""
+    """The format of the packets in which data crosses summing switches. The defaults describe
+    roadtrain's own packets (switch/packets.py); a plan may describe the packets of another
+    system."""
 
     wire: Wire = "int32"  # number format of a gradient's elements
-    window: Count = WINDOW  # packets in flight per stream, at most
-    payload: Count = 1408  # data bytes of a packet
-    overhead: Whole = 90  # other bytes of a packet: our header 48, UDP 8, IP 20, Ethernet 14
-    block: Whole = 352  # elements that share a one-byte exponent; 0: scales are fixed
+    window: Count = WINDOW  # largest number of packets in flight per stream
+    payload: Count = 1408  # data bytes per packet
+    overhead: Whole = 90  # header bytes per packet: roadtrain 48, UDP 8, IP 20, Ethernet 14
+    block: Whole = 352  # number of elements that share a one-byte exponent; 0 if scales are fixed
 
     @property
     def width(self) -> int:
-        """Bytes of an element in a packet."""
+        """Bytes per element in a packet."""
         return WIDTH[self.wire]
 
 
 @value
 class Framework:
-    """Properties of the framework that trains, used by the simulation."""
+    """Properties of the training framework that the simulation uses."""
 
-    precision: str = ""  # of the layers' products; "": 16 bits, as attention and the output always
-    # what is recomputed in backward: "products" (in each layer, all but attention and every second
-    # product), or "layers" (every second layer in full); "": as activation_checkpointing says
+    # number format of the layers' matrix products; "" means 16 bits, which attention and the output
+    # layer always use
+    precision: str = ""
+    # the part that backward recomputes. "products": in each layer, everything except attention and
+    # every second matrix product; "layers": all of every second layer; "": all or nothing, as
+    # `activation_checkpointing` says
     selective: Literal["", "products", "layers"] = ""
-    sequence: Flag = True  # tensor-parallel ranks also split norms and inputs
-    hidden: Number = 0  # fraction of tensor-parallel traffic that is hidden behind products
+    sequence: Flag = True  # whether tensor-parallel ranks also split norms and inputs
+    hidden: Number = 0  # fraction of tensor-parallel traffic that overlaps with matrix products
     passes: Number = 1  # device memory traffic of kernels, relative to the calibrated constants
-    logit_bytes: Number = 6  # device memory per logit while the loss is computed
-    output_bytes: Number = 0  # device memory per parameter of the output layer, at the same time
-    outputs: Flag = False  # outputs sent to the next stage are kept until their backward
+    logit_bytes: Number = 6  # bytes of device memory per logit while the loss is computed
+    # bytes of device memory per parameter of the output layer while the loss is computed
+    output_bytes: Number = 0
+    outputs: Flag = False  # whether outputs sent to the next stage are kept until their backward
     context_bytes: Number = 1e9  # device memory taken by the driver and libraries
     fragmentation: Number = 1.0  # device memory reserved, relative to what is allocated
 
 
 @value
 class Plan:
-    """A way to train a model on a cluster. Raises ConfigError."""
+    """A way to train a model on a cluster. Raises ConfigError for an invalid value."""
 
     placement: Annotated[
         Placement,
@@ -189,24 +199,25 @@ class Plan:
         Field(description=f"one of {', '.join(PLACEMENTS)}"),
     ]
     parallelism: Parallelism = Parallelism()
-    micro_batch: Count = 1  # samples per device and pass
-    # passes per step; if `parallelism.widths` gives each stage its own number of replicas, the
-    # passes of all replicas of a stage together
+    micro_batch: Count = 1  # number of samples per device and pass
+    # number of passes per step and replica; if `parallelism.widths` gives each stage its own number
+    # of replicas, the number of passes per step of all replicas of a stage together
     num_microbatches: Count = 1
-    # name of each pipeline stage's placement, if they are not all `placement`
+    # name of the placement of each pipeline stage; empty if all stages use `placement`
     stage_placements: tuple[Annotated[str, AfterValidator(refusing(_checked_name))], ...] = ()
-    activation_checkpointing: Flag = False  # only blocks' inputs are kept for backward
-    staleness: Whole = 0  # updates that may be missing from the parameters of a step
-    # "gradient": a block's update starts once its gradient has arrived; "step": once all have
-    # arrived, so that norms can be computed
+    activation_checkpointing: Flag = False  # whether only blocks' inputs are kept for backward
+    staleness: Whole = 0  # number of updates that may be missing from the parameters of a step
+    # "gradient": a block's update starts once its gradient has arrived; "step": updates start once
+    # all gradients have arrived, so that norms can be computed
     update_at: Literal["gradient", "step"] = "step"
-    overlap: Flag = True  # gradients are sent during backward, otherwise after it
-    # when updated parameters are gathered, if each device updates a part: after the update, or
-    # block by block during the next forward
+    overlap: Flag = True  # True sends gradients during backward, False sends them after backward
+    # when updated parameters are gathered, if each device updates a part of them: after the update,
+    # or block by block during the next forward
     gather: Literal["update", "forward"] = "update"
-    in_turn: Flag = False  # update in the order of gradients instead of the next forward's order
-    keep: Number | None = None  # fraction of a gradient's elements that is sent; None: all
-    # kind of network card for each group; groups that are not listed use the fastest choice
+    # True updates blocks in the order of their gradients, False in the order of the next forward
+    in_turn: Flag = False
+    keep: Number | None = None  # fraction of a gradient's elements that is sent; None sends all
+    # kind of network card for each group; a group that is not listed uses its fastest choice
     networks: Mapping[NetworkGroup, Literal["infiniband", "roce", "ethernet"]] = field(
         default_factory=dict, hash=False
     )
@@ -221,14 +232,14 @@ class Plan:
     def _check_stage_placements(self) -> Self:
         if self.stage_placements and len(self.stage_placements) != self.parallelism.pp:
             raise ConfigError(
-                f"stage_placements has {len(self.stage_placements)} names, pp is"
-                f" {self.parallelism.pp}",
+                f"stage_placements has {len(self.stage_placements)} names, but there are"
+                f" {self.parallelism.pp} stages (pp)",
                 hint="give one name per stage, or only `placement` for all stages",
             )
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """Return a copy with other values of fields of the plan or of its parts."""
+        """Return a copy in which fields of the plan, or of its PARTS, have the values `changes`."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)
@@ -236,24 +247,24 @@ class Plan:
 
     @property
     def sent_share(self) -> float:
-        """Transferred bytes of a gradient relative to all its bytes: each element that is kept is
-        sent with its index."""
+        """Number of bytes that are sent for a gradient, divided by the number of its bytes. An
+        element that is kept counts twice, because it is sent with its index."""
         return 1.0 if self.keep is None else 2 * self.keep
 
     @property
     def samples(self) -> int:
-        """Samples of one step."""
+        """Number of samples per step."""
         return self.micro_batch * self.step_microbatches
 
     @property
     def step_microbatches(self) -> int:
-        """Micro-batches of one step, over all replicas."""
+        """Number of micro-batches per step, over all replicas."""
         replicas = 1 if self.parallelism.widths else self.parallelism.dp
         return self.num_microbatches * replicas
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Data-parallel replicas of each stage."""
+        """Number of data-parallel replicas of each stage."""
         return self.parallelism.widths or (self.parallelism.dp,) * self.parallelism.pp
 
     def placement_of(self, stage: int) -> Placement:
@@ -288,8 +299,8 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from tables as in a plan.toml; the default of `headroom` is HEADROOM here.
-    Raises ConfigError that names the key."""
+    """Build a plan from the tables of a plan.toml, where the default of `headroom` is HEADROOM.
+    Raises ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
 
@@ -313,7 +324,7 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """Format the file, so that reading it gives an equal value."""
+        """Format the file as TOML, from which `load_plan_file` reads an equal value."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:
@@ -325,7 +336,7 @@ class PlanFile:
 
 
 def make_plan_file(tree: Mapping[str, Any], where: str = "plan") -> PlanFile:
-    """Build a plan file from tables. Raises ConfigError that names the key."""
+    """Build a plan file from tables. Raises ConfigError, which names the invalid key."""
     machines, predicted, cluster, model = (tree.get(name) for name in OTHER_TABLES)
     return PlanFile(
         make_plan(_own_keys(tree), where),

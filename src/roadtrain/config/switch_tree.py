@@ -1,10 +1,10 @@
-"""Find the tree of summing switches in a cluster, from its network cards and links.
+"""Find the tree of summing switches in a cluster, from the cluster's network cards and links.
 
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
-The root is the server's switch; without a server, it is the switch for which the tree has the
-fewest switches. Every switch of the tree must sum, because a partial sum cannot be added up
-elsewhere. Pure functions.
+The root is the server's switch. Without a server, the root is the switch that gives the tree with
+the fewest switches. Every switch of the tree must sum, because a switch that only forwards would
+leave partial sums that nothing adds up. Pure functions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from roadtrain.stages.networks import listed
 
 @dataclass(frozen=True)
 class SwitchTree:
-    """The summing switches between workers and the root."""
+    """A tree of summing switches that connects the workers' hosts to a root switch."""
 
     root: str
-    switches: Mapping[str, Switch]  # root first, each switch after its parent
-    parents: Mapping[str, str]  # parent of each switch except the root
+    switches: Mapping[str, Switch]  # by name; the root is first, each switch is after its parent
+    parents: Mapping[str, str]  # for each switch except the root, the name of its parent
     cards: tuple[Nic, ...]  # for each host, the card that leads to its switch
     at: tuple[str, ...]  # for each host, the name of its switch
-    node: Nic | None = None  # the server's card
+    node: Nic | None = None  # the network card of the server's host; None without a server
     # for each switch except the root, the link to its parent
     links: Mapping[str, LinkRate] = field(default_factory=dict)
 
@@ -44,12 +44,13 @@ class SwitchTree:
 
     @property
     def levels(self) -> int:
-        """Switches that a packet from the most distant host crosses."""
+        """Number of switches that a packet from the most distant host crosses."""
         return max(len(self.path(switch)) for switch in self.at)
 
     @property
     def latency(self) -> float:
-        """One-way latency in seconds from the most distant host, without delays in the switches."""
+        """One-way latency in seconds from the most distant host to the root, without the delays
+        inside switches."""
         routes = (
             card.latency + sum(self.links[name].latency for name in self.path(switch)[:-1])
             for card, switch in zip(self.cards, self.at, strict=True)
@@ -58,13 +59,13 @@ class SwitchTree:
 
     @property
     def multicasts(self) -> bool:
-        """Whether the network copies a packet to all hosts."""
+        """Whether every switch of the tree can deliver one packet to many hosts."""
         return all(switch.multicasts for switch in self.switches.values())
 
 
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
     """Find the tree of summing switches from `hosts` (the compute hosts) to `node` (the server's
-    host). Raises ConfigError that says what is missing if there is no such tree."""
+    host). Raises ConfigError, which says what is missing, if there is no such tree."""
     summing = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not summing:
         raise ConfigError(
@@ -113,11 +114,13 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
 def _from(
     cluster: Cluster, summing: Mapping[str, Switch], root: str, needed: Sequence[str]
 ) -> dict[str, str] | None:
-    """Return the parents of the switches that connect `needed` to `root` over the fewest links,
-    each switch after its parent; None if a switch cannot be reached."""
+    """Find the switches that connect `needed` to `root` over the fewest links.
+
+    Returns the parent of each of these switches except the root, with each switch after its
+    parent. Returns None if a switch of `needed` cannot be reached."""
     parents: dict[str, str] = {}
     front = [root]
-    for here in front:  # breadth first: grows while it is iterated
+    for here in front:  # breadth first: `front` grows while it is iterated
         for link in cluster.links:
             there = link.between[link.between[0] == here]
             new = there in summing and there != root and there not in parents

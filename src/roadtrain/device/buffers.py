@@ -1,14 +1,16 @@
 """Buffer: anonymous memory for fast direct I/O.
 
 The rate of direct I/O depends on huge pages, so a buffer starts on a 2 MiB boundary and requests
-huge pages for the whole 2 MiB pages inside it; a small buffer does not cost 2 MiB. `nbytes` is the
-memory that counts against a budget. Does NOT pin memory for a device, and does NOT pool buffers.
+huge pages for every 2 MiB page that lies inside it as a whole, so a small buffer does not cost
+2 MiB. `nbytes` is the memory that counts against a budget. Does NOT pin memory for a device, and
+does NOT pool buffers.
 
 NOTE fork. A forked process (a DataLoader's worker) does not inherit the bytes of buffers. With
-copy-on-write, a page written by the parent would be copied while a device still accesses the old
-page, and data read by the device would be lost. The child keeps the address ranges, but any access
-raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would free the ranges in the child,
-which could then map other memory there, and unmap it when an inherited buffer is freed.)
+copy-on-write, a write by the parent would move a page to new memory, while a storage device still
+fills the old memory, so the bytes from the storage device would be lost. The child keeps the
+address ranges, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would
+free the ranges in the child. The child could then map other memory at these addresses, and would
+unmap that memory when it frees an inherited buffer.)
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buf
 
 
 def _forbid_in_child() -> None:
-    """Make all buffers inaccessible in a forked child, which would read zeros from them."""
+    """Make all buffers inaccessible in a forked child, because it would read zeros from them."""
     for memory in _mapped:
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
         _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)
@@ -55,28 +57,29 @@ class Buffer:
         start = -np.frombuffer(memory, np.uint8, 1).ctypes.data % HUGE
         if whole := self.nbytes // HUGE * HUGE:
             memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
-        # the memory lives as long as any view of it
+        # the memory exists until its last view is freed
         self.view = memoryview(memory)[start : start + self.nbytes]
 
     def close(self) -> None:
-        """Release the memory. It is freed when the last array or view of it is."""
+        """Release the memory. It is freed once no array or view refers to it any more."""
         self.view = memoryview(bytearray())
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-    """View `count` elements from byte `offset` as an array; bf16 and fp16 are uint16."""
+    """View `count` elements from byte `offset` on as an array, whose dtype is uint16 for bf16 and
+    fp16."""
     return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:
-    """Keeps the C heap from growing with the number of blocks, due to fragmentation by torch's
-    temporaries (Rule 4).
+    """The C heap of the process. `trim` keeps it from growing with the number of blocks, which
+    fragmentation by torch's temporaries would cause (Rule 4).
 
     Each block leaves a few small objects between its freed temporaries, so glibc's heap grows by
     some megabytes per block and returns no pages (measured: 700 MB at 128 blocks of width 512).
-    Call `trim` after each block: it returns free pages to the system when the process has grown by
-    `slack` bytes since the last time. If a single block needs that much, `slack` is doubled.
-    Without glibc or /proc it does nothing.
+    Call `trim` after each block. It returns free pages to the system if the process has grown by
+    `slack` bytes since `trim` last did so. If a single block needs that much, `slack` is doubled.
+    Without glibc or /proc, `trim` does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

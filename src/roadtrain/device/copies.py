@@ -1,9 +1,10 @@
 """Choice of a worker's device, and HostBuffer: host memory with a copy on the device.
 
-On the CPU both sides are the same memory. On CUDA the host side is registered as pinned memory of
-exactly its size (torch's pinned allocator rounds up to powers of two), copies run on one side
-stream per device, and events order them with compute. Streams and events always name the buffer's
-device, because threads that deliver messages have another current device than the training thread.
+On the CPU both sides of a HostBuffer are the same memory. On CUDA, the host side is registered as
+pinned memory of exactly its size (torch's pinned allocator rounds up to powers of two). Copies run
+on a side stream, of which each device has one, and events order the copies with compute. Streams
+and events always name the buffer's device, because threads that deliver messages do not have the
+current device of the training thread.
 
 Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device; all
 other functions may be called with a lock held.
@@ -34,9 +35,10 @@ def own_device(
     report: Callable[[str], None] = lambda _: None,
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """Resolve `requested` to a device with an index. `cuda` without an index is this process's own
-    device: the current device if the program has set it (torch.cuda.set_device), else the one of
-    LOCAL_RANK, which becomes current. Raises ConfigError for a missing device."""
+    """Return the requested device with an index. `cuda` without an index means this process's own
+    device. If the program has set a current device (torch.cuda.set_device), this is the own device.
+    If not, the device whose index is LOCAL_RANK is, and it becomes the current device. Raises
+    ConfigError for a missing device."""
     try:
         device = torch.device(requested)
     except RuntimeError as error:
@@ -77,7 +79,7 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
     rank, workers = local_rank_of(environ)
     if chosen := torch.accelerator.current_device_index():
         return chosen
-    if count == 1:  # a launcher may make a different device visible to each worker
+    if count == 1:  # perhaps the launcher has made a different device visible to each worker
         if workers > 1:
             report(
                 f"this host has {workers} workers and this one sees 1 cuda device, which it uses"
@@ -94,14 +96,15 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
 def device_of(
     model: nn.Module, requested: torch.device | str | None, report: Callable[[str], None]
 ) -> torch.device:
-    """The device that the blocks of `model` run on: `requested`, or the device of the model's
-    parameters if None. Raises ConfigError, ModelError."""
+    """Return the device that the blocks of `model` run on: `requested`, or the device of the
+    model's parameters if `requested` is None. Raises ConfigError, or ModelError if the parameters
+    are on several devices."""
     if requested is not None:
         return own_device(requested, report)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
     if len(found) > 1:
         raise ModelError(
-            f"the model's parameters are on {sorted(map(str, found))}",
+            f"the model's parameters are on several devices, {sorted(map(str, found))}",
             hint="move the model to one device",
         )
     device = next(iter(found), torch.device("cpu"))
@@ -111,7 +114,7 @@ def device_of(
 
 
 def idle_accelerator(device: torch.device) -> str:
-    """A warning if the model computes on the CPU of a host with an accelerator, else ""."""
+    """Return a warning if the model computes on the CPU of a host with an accelerator, else ""."""
     if device.type != "cpu" or not torch.accelerator.is_available():
         return ""
     kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
@@ -133,8 +136,8 @@ class HostBuffer:
         self.nbytes = len(self.view)
         self._host = torch.frombuffer(self.view, dtype=torch.uint8)
         self._device, self._cuda = device, device.type == "cuda"
-        self._copied: Any = None  # event: the last copy on the side stream
-        self._used: Any = None  # event: the last compute that reads `tensor`
+        self._copied: Any = None  # event after the last copy on the side stream
+        self._used: Any = None  # event after the last compute that reads `tensor`
         if not self._cuda:
             self.tensor = self._host
             return
@@ -151,13 +154,15 @@ class HostBuffer:
         self.record_use()  # torch may reuse freed memory that queued kernels still read
 
     def wait_unused(self) -> None:
-        """Wait until the last copy to the device has read the host side, which may then be
-        written. Must not be called with a lock held; `copying` gives the event to wait for."""
+        """Wait until the last copy to the device has read the host side, so that the host side may
+        be written. Must not be called with a lock held. (Code that holds a lock can call `copying`
+        and pass the event to CopyCallbacks.)"""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copying(self) -> Any:
-        """The event of a copy that is still reading the host side, or None."""
+        """Return the event after the copy that is still reading the host side, or None if no copy
+        is."""
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
@@ -183,21 +188,21 @@ class HostBuffer:
         return self.nbytes / (time.perf_counter() - start)
 
     def on_device(self) -> torch.Tensor:
-        """Return the device side; the caller's stream waits for its copy."""
+        """Return the device side, and make the caller's stream wait for the last copy to it."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that the caller's stream has launched its last read of the device side."""
+        """Record that the caller's stream has launched its last read of the device side, so that
+        the next copy waits for this read."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
         """Start a copy to the host on the side stream, after all work launched on the caller's
-        stream. Returns an event to synchronise with before reading the host side; None on the
-        CPU."""
+        stream. Returns an event to wait for before the host side is read; None on the CPU."""
         if not self._cuda:
             return None
         stream = HostBuffer._copy_streams[self._device]
@@ -213,12 +218,13 @@ class HostBuffer:
             self.wait_unused()
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(self._host.data_ptr())
-        del self._host, self.tensor, self.view  # freed with the last view
+        del self._host, self.tensor, self.view  # the memory is freed with its last view
 
 
 class CopyCallbacks:
-    """A thread that runs callbacks after events of a device, in order, so that no other thread
-    waits for a device with a lock held. `failed` is called with any exception."""
+    """A thread that waits for events of a device and runs a callback after each event, in order, so
+    that no other thread waits for a device with a lock held. `failed` is called with any exception
+    of the thread."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()

@@ -1,5 +1,5 @@
-"""A pool of buffers of one size, allocated once, for received messages and for sums. Does NOT know
-their contents."""
+"""A pool of buffers of one size, allocated once, for received messages and for sums. The pool does
+NOT know the contents of its buffers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ POOL_S = 600.0  # timeout of waiting for a free buffer
 
 
 class BufferPool:
-    """Buffers of one size. `get` waits until a buffer is free, which is the back-pressure on the
-    sender."""
+    """A pool of buffers of one size. `get` waits until a buffer is free, so a receiver without a
+    free buffer reads no more messages and thereby slows down the sender."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.buffers = [Buffer(nbytes) for _ in range(count)]

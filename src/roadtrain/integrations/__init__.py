@@ -1,4 +1,4 @@
 """Integrations with training frameworks, one file each: ddp, fsdp, horovod, huggingface.
 
-A script keeps its framework's way of training and changes one line. Read the framework's file.
+A script trains as before, with one changed line. Read the file of the framework that it uses.
 """

@@ -1,14 +1,15 @@
-"""DDP over the summation service: model, loop and optimizer stay the same; gradients are summed on
-CPUs.
+"""DDP over the summation service, which sums gradients on CPUs. The model, the loop and the
+optimizer stay the same.
 
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
-Each worker runs a reducer for all in its own process; `spares` are additional hosts that run
-`roadtrain serve HOST:PORT --sum`. Workers of one host sum through shared memory first. Gradients
-are divided by the number of workers, then summed in the order of ranks: with two workers the result
-has the bits of DDP's own all-reduce, with more it is equal up to rounding. Needs an initialized
-process group, which is used at the start to exchange addresses.
+Each worker's process also runs a reducer, which sums a part of the gradients of all workers.
+`spares` are additional hosts that run `roadtrain serve HOST:PORT --sum`. Workers of one host first
+sum through shared memory. Gradients are divided by the number of workers, then summed in the order
+of ranks. With two workers, the result has the bits of DDP's own all-reduce. With more workers, it
+is equal up to rounding. Needs an initialized process group, through which workers exchange
+addresses at the start.
 """
 
 from __future__ import annotations
@@ -43,24 +44,26 @@ class Summation(TensorSums):
     Call close() before the process group is destroyed.
 
     Args:
-        spares: HOST:PORT of spare hosts, or the path of a file with one per line (and its rate, if
-            any). Worker 0 rereads the file during training: added hosts are used, removed ones
-            are left out. A host that dies is bypassed, and used again when it is back.
-        rates: Link rates of the workers' hosts, by rank, in any unit; parts of the sums are
-            distributed accordingly. None: all equal.
-        spare_rates: Link rates of the spare hosts, in the same unit. None: all equal.
-        format: How fp32 is sent between hosts: "" (as it is), "bf16", "fp16", "topk:0.01",
+        spares: HOST:PORT of spare hosts, or the path of a file with a HOST:PORT (and optionally a
+            rate) on each line. Worker 0 rereads the file during training, so hosts can be added
+            and removed. A host that dies is bypassed, and is used again when it is back.
+        rates: Link rates of the workers' hosts, by rank, in any unit. A host with a higher rate
+            sums a larger part. If None, all rates are equal.
+        spare_rates: Link rates of the spare hosts, in the unit of `rates`. If None, all are equal.
+        format: How fp32 is sent between hosts: "" (unchanged), "bf16", "fp16", "topk:0.01",
             "onebit", "dither:4", or a format of your own (sums/formats.py).
         local: Whether the workers of a host sum through shared memory first.
-        roots: Which workers of a host do so, by their local rank. None: according to its topology.
+        roots: Local ranks of the workers that sum in shared memory for their host. If None, they
+            are chosen by the topology of the host.
         rule: "sum", or "accumulate" for asynchronous training.
-        address: Address of this host for the others. None: the one that reaches MASTER_ADDR.
-        token_file: File with the token of the spare hosts, by which workers of several hosts also
-            authenticate each other. Needed with more than one host.
-        budget: Bytes for this process's reducers. None: half of the free memory.
+        address: Address at which other hosts reach this host. If None, it is the address from which
+            this host reaches MASTER_ADDR.
+        token_file: File with the token of the spare hosts. Workers of several hosts use the token
+            to authenticate each other, so it is needed with more than one host.
+        budget: Bytes for this process's reducers. If None, half of the free memory.
         deadline_s: Seconds that a sum may take.
-        tls: Certificate and key of this host, and the authority of the others, for links to spare
-            hosts and other workers.
+        tls: Certificate and key of this host, and the authority that signed the certificates of
+            other hosts, for links to spare hosts and workers.
 
     Attributes:
         rank: This worker's rank in the process group.
@@ -90,15 +93,15 @@ class Summation(TensorSums):
         check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
-                "no process group", hint="call torch.distributed.init_process_group() first"
+                "no process group exists", hint="call init_process_group() of torch.distributed"
             )
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         if self.format:
             format_of(self.format)
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
-                f"rule={self.rule!r} with format={self.format!r}",
-                hint=("use sum, or accumulate without a format, which would round stored values"),
+                f"rule={self.rule!r} is not possible with format={self.format!r}",
+                hint="use 'sum', or 'accumulate' without a format, as it would round stored values",
             )
         spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -118,9 +121,9 @@ class Summation(TensorSums):
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a gradient bucket of DDP over all workers, as the hook of `register_comm_hook`.
+    """Sum a gradient bucket of DDP over all workers; a hook for DDP's `register_comm_hook`.
 
-    Buckets that the next forward needs first, which DDP passes last, have priority.
+    The buckets that DDP passes last have priority, because the next forward needs them first.
 
     Args:
         state: The summation service.
@@ -130,11 +133,11 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
         A future of the bucket's tensor, averaged over the workers.
 
     Raises:
-        ConfigError: The service has another rule than "sum".
+        ConfigError: The service's rule is not "sum".
     """
     if state.rule != "sum":
         raise ConfigError(
-            f"DDP's gradients need rule='sum', not rule={state.rule!r}",
+            f"DDP needs a Summation with rule='sum', not with rule={state.rule!r}",
             hint="use roadtrain.hvd for asynchronous training",
         )
     if bucket.index() == 0:  # a new backward, perhaps after a failed one
@@ -153,7 +156,7 @@ sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.F
 
 
 def exchange(words: bytes) -> list[bytes]:
-    """Send `words` to all workers; return those of every worker, by rank."""
+    """Send `words` to all workers, and return the words that each worker sent, by rank."""
     device = own_device("cuda" if dist.get_backend() == "nccl" else "cpu")
     workers = range(dist.get_world_size())
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]

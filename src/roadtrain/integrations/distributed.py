@@ -6,15 +6,18 @@ computed it.
     with `model`:  step() does not wait     the forward of a module first waits for its sums and
                                             steps its parameters alone
 
-Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when its forward
-begins, while gradients of later modules still travel, with the settings that the groups had at
-step(). Some parameters are updated at the first forward of any module, because no forward of their
-own module would do so in time: those of several modules, of none, and of modules whose forward has
-not been seen (because other modules read their weights, as in MultiheadAttention). All are updated
-at once in eval mode or without gradients. Limits: code that reads parameters without the forward of
-a module gets old ones until synchronize(), which model.state_dict() calls by itself; a parameter
-that was used too early causes an error when its gradient is ready; `p.grad` is None after step();
-hooks of the optimizer's step run once per module.
+Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when the module's
+forward begins, while gradients of later modules still travel. The update uses the settings that the
+parameter groups had at step(). Some parameters are updated at the first forward of any module,
+because no forward of their own module would update them in time: parameters that belong to several
+modules or to none, and parameters of modules whose forward was never called (because other modules
+read their weights, as in MultiheadAttention). In eval mode or without gradients, all parameters are
+updated at once.
+
+Limits: Code that reads parameters without the forward of a module gets old values until
+synchronize(); model.state_dict() updates the parameters by itself. A parameter that was used too
+early causes an error when its gradient is ready. `p.grad` is None after step(). Hooks of the
+optimizer's step run once per module.
 
 Assumes that all workers train the same model. Small gradients are not fused.
 """
@@ -35,7 +38,7 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
-    """The sum of a gradient in flight. `version` is the tensor version when it was sent."""
+    """A gradient's sum in flight. `version`: the version of the tensor `grad` when it was sent."""
 
     grad: torch.Tensor
     handle: Handle
@@ -43,8 +46,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one optimizer's gradients. `division` holds the divisor before the sum and the
-    factor after it."""
+    """The sums of one optimizer's gradients. `division`: a divisor that is applied before the sum,
+    and a factor that is applied after the sum."""
 
     def __init__(
         self,
@@ -56,12 +59,12 @@ class GradientSums:
     ) -> None:
         self.optimizer, self.exchange, self.passes = optimizer, exchange, 1
         self._division, self._format = division, format
-        self.names: dict[nn.Parameter, str] = {}  # of all parameters with a hook
-        # position in the model: the first parameters are needed first by the next forward
+        self.names: dict[nn.Parameter, str] = {}  # names of all parameters with a hook
+        # position in the model, because the next forward needs the first parameters first
         self._priority: dict[nn.Parameter, int] = {}
-        self.seen: dict[nn.Parameter, int] = {}  # backward passes since the last step
+        self.seen: dict[nn.Parameter, int] = {}  # number of backward passes since the last step
         self.under_way: dict[nn.Parameter, _Sum] = {}
-        self.complete = False  # all are summed, and no gradient was computed since
+        self.complete = False  # all gradients are summed, and backward has computed no new ones
         self.late: Mapping[nn.Parameter, Any] = {}  # parameters with a deferred step
         self._watch(_checked(named, optimizer))
 
@@ -75,8 +78,8 @@ class GradientSums:
     def _ready(self, p: nn.Parameter) -> None:
         if p in self.late:
             raise LoopError(
-                f"{self.names[p]} was computed before the last one was applied: the parameter was"
-                " used without its module's forward",
+                f"{self.names[p]} was computed before its last update was applied: the parameter"
+                " was used without its module's forward",
                 hint="leave model= out, or call optimizer.synchronize() before forward",
             )
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
@@ -85,14 +88,13 @@ class GradientSums:
                 f"{self.names[p]} was computed {self.seen[p]} times before step()",
                 hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
-        if (
-            self.seen[p] == self.passes and p.dtype in SUMMED
-        ):  # others are summed in order by begin_all
+        # begin_all begins the sums of other dtypes, in the same order on all workers
+        if self.seen[p] == self.passes and p.dtype in SUMMED:
             self._begin(p)
 
     def _begin(self, p: nn.Parameter) -> None:
         if p.grad is None:
-            p.grad = torch.zeros_like(p)  # another worker may have a gradient
+            p.grad = torch.zeros_like(p)  # other workers may have a gradient of this parameter
         handle = self.exchange.begin(
             p.grad,
             self.names[p],
@@ -107,12 +109,12 @@ class GradientSums:
     def check_quiet(self, what: str, hint: str) -> None:
         if self.under_way:
             raise LoopError(
-                f"{what} while {len(self.under_way)} gradients are being summed", hint=hint
+                f"{what} called while {len(self.under_way)} gradients are summed", hint=hint
             )
 
     def begin_all(self) -> None:
-        """Begin the sums that backward has not begun, also of parameters that joined the optimizer
-        since."""
+        """Begin the sums that backward has not begun, including those of parameters that were
+        added to the optimizer since the last call."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
@@ -120,7 +122,8 @@ class GradientSums:
         self.seen.clear()
 
     def take(self) -> dict[nn.Parameter, _Sum]:
-        """Return the sums in flight for the caller to `arrive`, and free `p.grad`."""
+        """Return the sums in flight, each of which the caller passes to `arrive`. Sets `p.grad` to
+        None."""
         sums, self.under_way = self.under_way, {}
         for p, total in sums.items():
             if p.grad is not total.grad or total.grad._version != total.version:
@@ -153,12 +156,13 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's parameters with the given names, in the given order."""
+    """Check that `named` names every parameter of the optimizer. Returns these parameters with
+    their names, in the order of `named`."""
     if named is None:
         return _trained(optimizer)
     pairs, needed = list(named), {p for _, p in _trained(optimizer)}
     if len({name for name, _ in pairs}) < len(pairs):
-        raise ConfigError("named_parameters has a name twice", hint="pass model.named_parameters()")
+        raise ConfigError("named_parameters repeats a name", hint="pass model.named_parameters()")
     if missing := len(needed - {p for _, p in pairs}):
         raise ConfigError(
             f"named_parameters lacks {missing} of the optimizer's {len(needed)} parameters",
@@ -168,16 +172,17 @@ def _checked(
 
 
 class DeferredSteps:
-    """See Note "deferred steps". `step` is the optimizer's own step, for the parameters in its
-    groups."""
+    """The steps of an optimizer that forwards of `model` take later: see Note "deferred steps".
+    `step`: the optimizer's own step, which updates the parameters in its groups. `num_steps`:
+    number of the last step, which is not deferred (0: unknown)."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
     ) -> None:
         self._gradients, self._step, self._left = gradients, step, num_steps
-        # the sums of the last step() that are not applied yet; always the same dict
+        # the sums of the last step() that are not applied yet; `gradients.late` is this dict too
         self._due: dict[nn.Parameter, _Sum] = {}
-        self._early: list[nn.Parameter] = []  # those to apply at the first forward
+        self._early: list[nn.Parameter] = []  # parameters to update at the first forward
         self._settings: list[dict[str, Any]] = []  # settings of the groups at step()
         self._group_of: dict[nn.Parameter, int] = {}
         self._called: set[nn.Module] = set()
@@ -191,7 +196,7 @@ class DeferredSteps:
         gradients.late = self._due
 
     def defer(self) -> None:
-        """Take a step without waiting for its sums."""
+        """Begin a step whose updates are applied later, by the modules' next forwards."""
         self.apply_all()
         self._gradients.begin_all()
         groups = self._gradients.optimizer.param_groups
@@ -237,7 +242,7 @@ class DeferredSteps:
             groups[self._group_of[p]].append(p)
         partial = [{**self._settings[i], "params": own} for i, own in groups.items()]
         real, optimizer.param_groups = optimizer.param_groups, [dict(group) for group in partial]
-        try:  # leave the modes of the forward
+        try:  # the update runs without the modes of the forward
             with torch.inference_mode(False), torch.autocast(chosen[0].device.type, enabled=False):
                 self._step()
             kept = all(
@@ -248,19 +253,21 @@ class DeferredSteps:
             optimizer.param_groups = real
         if not kept:
             raise LoopError(
-                f"{type(optimizer).__name__} stores values of its own in its groups",
-                hint="leave model= out: its steps cannot be taken module by module",
+                f"{type(optimizer).__name__} changes values in its groups, so its steps cannot be"
+                " taken module by module",
+                hint="leave model= out",
             )
         for p in chosen:
             p.grad = None
 
 
 class Distributed(torch.optim.Optimizer):
-    """The class that `distribute` gives an optimizer, with its own class as a base."""
+    """An optimizer whose gradients are summed over the workers. `distribute` replaces the class of
+    an optimizer by a class derived from this one and from the optimizer's own class."""
 
     _gradients: GradientSums
     _deferred: DeferredSteps | None = None
-    _alone = False  # within skip_synchronize()
+    _alone = False  # whether the code is within skip_synchronize()
 
     def synchronize(self) -> None:
         """Wait for the sums of all gradients, and apply deferred steps."""
@@ -275,8 +282,8 @@ class Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use the gradients as they are: summed by synchronize(), then perhaps
-        changed."""
+        """Let step() use the gradients as they are, after synchronize() has summed them and the
+        program has perhaps changed them."""
         self._alone = True
         try:
             yield
@@ -322,7 +329,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         if passes < 1:
-            raise ConfigError(f"backward_passes_per_step={passes}", hint="it must be 1 or more")
+            raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more")
         self._gradients.passes = passes
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,11 +344,12 @@ class Distributed(torch.optim.Optimizer):
 class Asynchronous(torch.optim.Optimizer):
     """An optimizer for asynchronous training.
 
-    A step is taken with this worker's own gradients. Its change is pushed, and the parameters
-    become their initial values plus the sum of all changes that any worker has pushed so far,
-    without waiting for the others. This equals one process that applies the workers' steps in the
-    order of their pushes, provided that a step depends on the gradient alone (SGD). Momentum and
-    Adam's moments belong to each worker and see only its gradients, which is a different method.
+    A worker takes a step with its own gradients and pushes the change of the parameters. Without
+    waiting for other workers, the parameters become their initial values plus the sum of all
+    changes that any worker has pushed so far. If a step depends on the gradient alone (SGD), the
+    result equals that of one process that applies the workers' steps in the order of their pushes.
+    With momentum or Adam the method differs, because each worker's moments see only its own
+    gradients.
     """
 
     _exchange: Exchange
@@ -371,13 +379,13 @@ class Asynchronous(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+        """Do nothing, because step() has already waited."""
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
     """Replace the optimizer's class by a subclass of the same name that has `kind` as a base.
 
-    It stays the same object, so that schedulers continue to refer to it.
+    The optimizer stays the same object, so that schedulers continue to refer to it.
     """
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old step
     cls = type(optimizer)
@@ -390,7 +398,8 @@ def distribute_asynchronously(
     exchange: Exchange,
     named: Iterable[tuple[str, nn.Parameter]] | None,
 ) -> Asynchronous:
-    """Do the same as `distribute` for a service with the rule "accumulate"."""
+    """Make an optimizer Asynchronous, for a service with the rule "accumulate". Raises
+    ConfigError."""
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
@@ -412,8 +421,11 @@ def distribute(
     model: nn.Module | None,
     num_steps: int,
 ) -> Distributed:
-    """Make an optimizer Distributed. `num_steps` is the last step, which is not deferred even with
-    `model` (0: unknown). Raises ConfigError."""
+    """Make an optimizer Distributed.
+
+    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: the model
+    whose forwards take the steps; None if step() takes them. `num_steps`: number of the last step,
+    which is not deferred even with `model` (0: unknown). Raises ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(
@@ -424,7 +436,7 @@ def distribute(
         and inspect.signature(cls.step).parameters["closure"].default is inspect.Parameter.empty
     ):
         raise ConfigError(
-            f"{cls.__name__} needs a closure: its steps cannot be taken module by module",
+            f"{cls.__name__} needs a closure, so its steps cannot be taken module by module",
             hint="leave model= out",
         )
     gradients = GradientSums(optimizer, exchange, named, division, format)

@@ -3,10 +3,10 @@
     fully_shard(model)
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
-Every worker receives the whole sum and keeps its shard: n times the bytes of a ring reduce-scatter.
-So it pays only with links that are faster inbound, or with workers that share a host. Parameters
-are gathered as before. Needs one group of all workers. FSDP2 waits for each reduce-scatter, without
-overlap.
+Every worker receives the whole sum and keeps its shard. This takes n times the bytes of a ring
+reduce-scatter, so it pays only if links receive faster than they send, or if workers share a host.
+FSDP2 still gathers parameters itself. Needs a single group of all workers. FSDP2 waits for each
+reduce-scatter, so sums do not overlap with backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roadtrain.integrations.ddp import Summation
 
 
 class _Scatter(ReduceScatter):  # type: ignore[misc]
-    """The reduce-scatter of one module."""
+    """The reduce-scatter that FSDP2 calls for one of its modules."""
 
     def __init__(self, state: Summation, number: int) -> None:
         self._state, self._number = state, number
@@ -44,9 +44,9 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
             dist.ReduceOp.AVG,
         ):
             raise ConfigError(
-                f"{op} of {dist.get_world_size(group)} of {self._state.workers} workers",
-                hint="use one group of all, and set_force_sum_reduction_for_comms(True) for other"
-                " factors",
+                f"cannot {op} {dist.get_world_size(group)} of {self._state.workers} workers",
+                hint="use a group of all workers; for a reduction other than SUM and AVG, call"
+                " set_force_sum_reduction_for_comms(True)",
             )
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)

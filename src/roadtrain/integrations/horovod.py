@@ -1,15 +1,16 @@
-"""The PyTorch API of Horovod and BytePS over roadtrain's summation service: a script only changes
+"""The PyTorch API of Horovod and BytePS over roadtrain's summation service. A script changes only
 its import.
 
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-Started by torchrun, or alone as a world of one. An average divides before it sums: with two workers
-the result has the bits of DDP's. For names of tensors see integrations/named_sums.py, Note "keys".
-If workers disagree (in type, shape, order or name), all get a DifferError within seconds, which is
-a RuntimeError as in Horovod, and may continue. `compression` is a member of Compression, or its
-string. Process sets, other operations than sum and average, gather and similar calls, and elastic
-training are not supported; sums are not differentiable.
+torchrun starts the workers; a process without torchrun is the only worker. An average divides
+before it sums, so with two workers the result has the bits of DDP's all-reduce. For names of
+tensors see integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order or
+name), every worker gets a DifferError within seconds, which is a RuntimeError as in Horovod, and
+may continue. `compression` is a member of Compression, or its string. Process sets, operations
+other than sum and average, gather and similar calls, and elastic training are not supported. Sums
+are not differentiable.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ __all__ = [
 Average, Sum = "average", "sum"
 # options of DistributedOptimizer that do not change results
 IGNORED = {"num_groups", "groups", "sparse_as_dense"}
-PIECE = 64 << 20  # bytes of a broadcast in flight, and on the device if needed
+PIECE = 64 << 20  # bytes of a broadcast that are in flight at once (and on the device, with NCCL)
 
 
 class Compression:
-    """Formats of tensors on the wire; all but `none` are lossy. `bits` are per value."""
+    """Formats in which tensors are sent. All formats except `none` are lossy. `share`: fraction of
+    the values that is sent. `bits`: bits per value."""
 
     none, fp16, bf16, onebit = "", "fp16", "bf16", "onebit"
 
@@ -91,14 +93,14 @@ class Compression:
 def _format(compression: str) -> str:
     if not isinstance(compression, str):
         raise ConfigError(
-            f"compression={compression!r}", hint="use Compression, or a string such as 'topk:0.01'"
+            f"compression={compression!r} is not a string", hint="use a member of Compression"
         )
     return compression
 
 
 class _World:
-    exchange: Exchange | None = None  # between init() and shutdown()
-    own_group = False  # the process group was started by init()
+    exchange: Exchange | None = None  # None before init() and after shutdown()
+    own_group = False  # whether init() has started the process group
     optimizers: weakref.WeakSet[Distributed] = weakref.WeakSet()
 
 
@@ -133,8 +135,8 @@ def init(**options: Any) -> None:
 def shutdown() -> None:
     """Apply deferred steps and stop the service.
 
-    A later init() needs another MASTER_PORT, because torch's store of the old process group may
-    still answer at the old one.
+    A later init() needs a different MASTER_PORT, because torch's store of the old process group may
+    still answer at the old port.
     """
     if (exchange := _World.exchange) is None:
         return
@@ -186,8 +188,8 @@ def _local(name: str) -> tuple[int, int]:
 def _averages(op: str | None, average: bool | None = None) -> bool:
     if op not in (None, Average, Sum) or (average is not None and op is not None):
         raise ConfigError(
-            f"average={average}, op={op!r}",
-            hint="pass op=Average or op=Sum, or average=, but not both",
+            f"average={average} and op={op!r} are not possible",
+            hint="pass either op=Average or op=Sum, or average=, but not both",
         )
     return op != Sum and average is not False
 
@@ -200,7 +202,8 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin a sum. `how` is (in place, wait for it)."""
+    """Begin a sum. `how`: whether it is done in place, and whether this call waits for it. Returns
+    the sum if this call waits, else a Handle."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -224,7 +227,7 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         """Return the average (or sum) of a tensor over all workers.
 
         Variants whose name ends with `_` work in place. Async variants return a Handle for
-        `synchronize`; the tensor must not change before.
+        `synchronize`; the tensor must not change until `synchronize` returns.
         """
         return _begun(tensor, _averages(op, average), name, compression, how)  # type: ignore[arg-type]
 
@@ -240,7 +243,8 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         priority: int = 0,
         compression: str = Compression.none,
     ) -> Any:
-        """Do BytePS's allreduce. Greater priorities go first; `version` is ignored."""
+        """Do an allreduce with the arguments of BytePS. Sums with greater priorities go first;
+        `version` is ignored."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
 
     return push_pull
@@ -253,7 +257,7 @@ push_pull_async, push_pull_async_inplace = _push_pull(False, False), _push_pull(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for the result of a handle, once per handle."""
+    """Wait for the result of a handle and return it. Call this once per handle."""
     return _exchange().finish(handle)
 
 
@@ -263,13 +267,13 @@ def poll(handle: Handle) -> bool:
 
 
 def declare(name: str) -> str:
-    """Return the name. BytePS needs this call, roadtrain does not."""
+    """Return the name. BytePS needs this call, but roadtrain does not."""
     return name
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call, before torch's group is used, which would
-    hang otherwise."""
+    """Wait until all workers have made the same call. Without this, the torch.distributed call that
+    follows would hang if a worker makes another call."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -285,8 +289,9 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """Broadcast the tensors of a state_dict in the order of their names, or named tensors, in
-    place. Raises ConfigError on all workers where they do not match."""
+    """Broadcast tensors in place: the tensors of a state_dict, in the order of their names, or
+    pairs of a name and a tensor. Raises ConfigError on all workers if names, dtypes or shapes
+    differ."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -302,7 +307,8 @@ def broadcast_parameters(
             (
                 f"another worker's tensors differ from those of worker {root_rank}"
                 if mine == roots
-                else f"worker {dist.get_rank()} has {differs[0]}, worker {root_rank} {differs[1]}"
+                else f"worker {dist.get_rank()} has {differs[0]}, but worker {root_rank} has"
+                f" {differs[1]}"
             ),
             hint="build the same model on all workers",
         )
@@ -313,22 +319,23 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = ""
 ) -> None:
-    """Broadcast the state and the groups' settings; workers other than root may have none."""
+    """Broadcast the optimizer's state and the settings of its groups. Workers other than the root
+    may have no state yet."""
     _agree("broadcast_optimizer_state", f"from worker {root_rank}")
     mine = optimizer.state_dict() if dist.get_rank() == root_rank else None
     optimizer.load_state_dict(_broadcast_value(mine, root_rank))
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Broadcast numbers, text, bytes, None, tensors, and lists, tuples and dicts of them. Raises
-    ConfigError on all workers for other types."""
+    """Broadcast an object and return it. The object may consist of numbers, text, bytes, None and
+    tensors, in lists, tuples and dicts. Raises ConfigError on all workers for other types."""
     _agree(name or "broadcast_object", f"from worker {root_rank}")
     return _broadcast_value(obj, root_rank)
 
 
 @torch.no_grad()
 def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """Broadcast in place, byte by byte."""
+    """Broadcast a tensor in place, as bytes, and return it."""
     flat = tensor.detach().contiguous().reshape(-1)  # a copy if `tensor` is not contiguous
     for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
         carried = on_link(piece)
@@ -339,9 +346,9 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def _broadcast_value(value: Any, root: int) -> Any:
-    """Return a new copy of root's `value` on every worker, sent in plain form (streaming/plain.py)
-    without pickle. Tensors are returned on the host. Raises ConfigError on all workers if it has no
-    plain form."""
+    """Return a new copy of the root's `value` on every worker. The value is sent in plain form
+    (streaming/plain.py), without pickle. Tensors are returned on the host. Raises ConfigError on
+    all workers if the value has no plain form."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
@@ -382,20 +389,22 @@ def DistributedOptimizer(
 
     Args:
         optimizer: The optimizer, which is changed and returned.
-        named_parameters: Its parameters with names, such as model.named_parameters().
-        compression: Format of gradients on the wire.
-        backward_passes_per_step: Backward passes before each step().
+        named_parameters: The optimizer's parameters with names, such as model.named_parameters().
+        compression: Format in which gradients are sent.
+        backward_passes_per_step: Number of backward passes before each step().
         op: Average or Sum.
-        gradient_predivide_factor: Divisor before the sum; the rest of the division follows it.
-            None: all of it before the sum.
-        model: If set, step() does not wait; the model's next forward does, module by module, with
-            the same results (integrations/distributed.py, Note "deferred steps").
-        num_steps: The last step, which is not deferred.
-        **others: Options that do not change results are ignored, others refused.
+        gradient_predivide_factor: Divisor that an average applies before the sum; the rest of the
+            division follows the sum. If None, all of the division precedes the sum.
+        model: If set, step() does not wait for the sums. Instead, each module's next forward waits
+            for the module's sums, with the same results (integrations/distributed.py, Note
+            "deferred steps").
+        num_steps: Number of the last step, which is not deferred. 0 if it is unknown.
+        **others: Other options of Horovod and BytePS. Those that do not change results are
+            ignored, all others are refused.
 
     Raises:
-        ConfigError: An option is unknown or not possible. LoopError and errors of the service are
-            raised by backward, step and forward.
+        ConfigError: An option is unknown or not possible. Later calls of backward, step and forward
+            may raise LoopError and errors of the service.
     """
     if unknown := {key for key, value in others.items() if value and key not in IGNORED}:
         raise ConfigError(
@@ -413,7 +422,7 @@ def DistributedOptimizer(
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
         raise ConfigError(
-            f"gradient_predivide_factor={before}, op={op!r}",
+            f"gradient_predivide_factor={before} is not possible with op={op!r}",
             hint="use a factor above 0, with op=Average",
         )
     made = distribute(
@@ -438,7 +447,7 @@ def CrossBarrier(
     backward_passes_per_step: int = 1,
     num_steps: int | None = None,
 ) -> Distributed | Asynchronous:
-    """BytePS's name for DistributedOptimizer(..., model=model)."""
+    """Return DistributedOptimizer(..., model=model); BytePS calls it CrossBarrier."""
     return DistributedOptimizer(
         optimizer,
         named_parameters,

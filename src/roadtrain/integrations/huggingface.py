@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer, and TRL's trainers derived from it, with a placed model:
+"""Place the model of Hugging Face's Trainer, or of TRL's trainers, which are derived from it.
 
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
 
 Needs transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is not a torch
-Optimizer. A killed run is resumed by the same command (trainer_progress.py). Starts no workers;
-checkpoints, clipping and accumulation are those of the Trainer (docs/guides/integrations.md).
+Optimizer. The same command resumes a killed run (trainer_progress.py). This module starts no
+workers. The Trainer does checkpoints, clipping and accumulation (docs/guides/integrations.md).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from roadtrain.placement.place import place
 from roadtrain.placement.stores import Memory, store_of
 from roadtrain.retry import undone_on_error
 
-# parts of names, as in the Trainer; norms are also found by their class
+# parameters with these words in their names have no weight decay, as in the Trainer; norms are also
+# found by their class
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
 OPTIONS = {*inspect.signature(place).parameters} - {"model", "optimizer", "unknown"}
 
 
 class Placed:
-    """The optimizer factory for the Trainer.
+    """A factory that makes the optimizer for the Trainer.
 
-    The parameter groups are those that the Trainer makes for its own optimizer, with weight decay
+    The optimizer has the parameter groups that the Trainer makes, with weight decay
     (`args.weight_decay`) for all parameters but biases and norms. `lr`, and for Adam and AdamW
-    `betas` and `eps`, come from the TrainingArguments unless they are passed. When it is not called
-    by the Trainer, `weight_decay` (default 0) applies to the same parameters, and `lr` is required
-    unless the optimizer has a default.
+    `betas` and `eps`, are taken from the TrainingArguments unless they are passed. If other code
+    than the Trainer calls the factory, `weight_decay` (default 0) is used for all parameters but
+    biases and norms, and `lr` is required unless the optimizer has a default.
     """
 
     def __call__(
@@ -53,21 +54,23 @@ class Placed:
 
         Args:
             model: The model to train.
-            optimizer: The class of the optimizer, torch's or one that can run next to the storage.
-            whole_checkpoints: True: optimizer.pt has the whole state, so that checkpoints do not
-                need the store. False: it refers to the store's step. None: True if the state is
-                in RAM.
-            **kwargs: Options of `place`, and for all other names, of the optimizer.
+            optimizer: The class of the optimizer: a class of torch, or one that can run next to
+                the storage.
+            whole_checkpoints: If True, the file optimizer.pt of a checkpoint has the whole state,
+                so that the checkpoint does not need the store. If False, optimizer.pt only refers
+                to a step of the store. If None, it is True when the state is in RAM.
+            **kwargs: Options of `place`. Options that `place` does not have are passed to the
+                optimizer's class.
 
         Returns:
             The placed optimizer.
 
         Raises:
-            ConfigError: `optimizer` is not a class. Other errors are those of `place`.
+            ConfigError: `optimizer` is not a class of optimizers. `place` raises other errors.
         """
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
-                f"optimizer = {optimizer!r}", hint="pass a class, such as torch.optim.AdamW"
+                f"{optimizer!r} is no optimizer class", hint="pass one, such as torch.optim.AdamW"
             )
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
         own = {key: value for key, value in kwargs.items() if key not in OPTIONS}
@@ -87,7 +90,8 @@ class Placed:
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: one with `weight_decay`; biases and norms without."""
+    """Return two parameter groups: biases and norms have no weight decay, all other parameters
+    have `weight_decay`."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     norms = {
         id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()
@@ -104,14 +108,14 @@ def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _of_trainer(frame: FrameType, name: str) -> Any:
-    """Return a local variable of the Trainer's calling method; None for another caller."""
+    """Return a local variable of the frame if it is a method of a Trainer, else None."""
     ours = str(frame.f_globals.get("__name__", "")).startswith(("transformers.", "trl."))
     return frame.f_locals.get(name) if ours else None
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made, which it only passes to torch
-    classes."""
+    """Return the parameter groups that the Trainer has just made, which it passes only to classes
+    of torch. Returns None if there are no groups, or if the groups do not cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(
@@ -126,7 +130,8 @@ def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]]
 
 
 def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the hyperparameters from the TrainingArguments."""
+    """Return the optimizer's hyperparameters in the Trainer's TrainingArguments; {} without a
+    Trainer."""
     arguments = getattr(_of_trainer(frame, "self"), "args", None)
     if arguments is None:
         return {}

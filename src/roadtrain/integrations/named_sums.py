@@ -1,22 +1,26 @@
-"""Sums of named tensors over the workers: the common part of Horovod's and BytePS's calls.
+"""Sums of named tensors over the workers, by which horovod.py implements Horovod's and BytePS's
+calls.
 
     begin(tensor, name) -> Handle -> finish(handle) -> a tensor that belongs to the caller
 
-Note "keys". A tensor's key is a hash of its name, type, shape and operation, so workers may call in
-any order. The buffers of a key are kept forever, so a name should be reused; with another size or
-dtype it becomes another key.
+Note "keys". A tensor's key is a hash of its name, type, shape and operation, so workers may make
+their calls in any order. The buffers of a key are kept forever, so a name should be reused for
+tensors of the same size and dtype; a different size or dtype gives a new key.
 
 Note "unnamed". An unnamed tensor is named by its size, its dtype and the lowest number that is not
-in flight, so buffers do not grow with the number of calls. Workers agree if all make and finish
-their unnamed calls in the same order; if that order depends on time (on `poll`), use names.
+in flight, so the number of buffers does not grow with the number of calls. All workers must make
+and finish their unnamed calls in the same order. If the order depends on time (on `poll`), use
+names.
 
-Note "agreement". A new name (or the n-th unnamed call) is checked to mean the same on all workers,
-and so is a call that waits (sums/agreement.py). If workers disagree or wait for each other, all get
-a DifferError within seconds and may continue. All calls in flight are then abandoned.
+Note "agreement". When a name is used for the first time (or an unnamed call is made for the n-th
+time), workers check that it has the same dtype, shape and operation on all workers. They also check
+each call that waits for others (sums/agreement.py). If workers disagree or wait for each other,
+every worker gets a DifferError within seconds, all calls in flight are abandoned, and the workers
+may continue.
 
-Types that the summation service does not sum (fp64, integers) go through torch.distributed, where
-order always matters: such a call begins once all workers have made it. Needs a Summation. Sums are
-not differentiable, and sparse tensors are not supported.
+The summation service does not sum some types (fp64, integers). Tensors of these types are summed by
+torch.distributed, where order always matters, so such a call begins once all workers have made it.
+Needs a Summation. Sums are not differentiable, and sparse tensors are not supported.
 """
 
 from __future__ import annotations
@@ -37,22 +41,22 @@ from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.sums.agreement import OperationTicket
 from roadtrain.sums.tensor_sums import described, key_of
 
-AT_ONCE = "unnamed, waited for"  # only one such call at a time
-UNNAMED = "an unnamed sum"  # name on other workers, followed by its number
+AT_ONCE = "unnamed, waited for"  # name of an unnamed call that waits; a worker has one at a time
+UNNAMED = "an unnamed sum"  # name for comparison among workers, which add a number
 SUMMED = {DTYPES[name] for name in TRAINABLE}
 
 
 @dataclass(eq=False)
 class Handle:
-    """A sum in flight. `out` is the tensor for the result, None for a new one; `factor` is applied
-    at the end."""
+    """A sum in flight. `out`: the tensor that receives the result; None to make a new tensor.
+    `factor`: the result is multiplied by it."""
 
     name: str
     wait: Callable[[], torch.Tensor]
     done: Callable[[], bool]
     out: torch.Tensor | None
     factor: float
-    ticket: OperationTicket | None = None  # of the agreement of all workers
+    ticket: OperationTicket | None = None  # how all workers agree on this sum
 
 
 class Exchange:
@@ -76,18 +80,20 @@ class Exchange:
         format: str = "",
         accumulate: bool = False,
     ) -> Handle:
-        """Divide each worker's `tensor` by `divisor` (in place if it is `out`), and sum it.
+        """Divide each worker's `tensor` by `divisor` (in place if it is `out`), and begin to sum
+        the tensors.
 
-        The tensor must not change before the end. Smaller priorities go first. `accumulate` adds it
-        to the value at an asynchronous service; other sums go through torch then. Raises
-        ConfigError or LoopError.
+        The tensor must not change before `finish` returns. Sums with smaller priorities go first.
+        If `accumulate` is set, the tensor is added to the value that an asynchronous service
+        stores; torch.distributed does all other sums of such a service. Raises ConfigError or
+        LoopError.
         """
         if self._closed:
             raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")
         identity = UNNAMED if name in (None, AT_ONCE) else name
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{name or 'a tensor'} is sparse ({tensor.layout}), only dense tensors are summed",
+                f"{name or 'a tensor'} is sparse ({tensor.layout}), but must be dense to be summed",
                 hint="use Embedding(..., sparse=False), or tensor.to_dense()",
             )
         name = name or next(
@@ -125,10 +131,11 @@ class Exchange:
 
     @torch.no_grad()
     def finish(self, handle: Handle) -> torch.Tensor:
-        """Wait for the sum. Raises typed errors: LostError, DeadlineError and others."""
+        """Wait for the sum and return it. Raises LostError, DeadlineError or another error of
+        roadtrain if the sum fails."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
-                f"the handle of {handle.name!r} was already synchronized", hint="do it once"
+                f"the handle of {handle.name!r} was already synchronized", hint="do so only once"
             )
         try:
             found = handle.wait()
@@ -139,7 +146,7 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the error that ended this sum or the whole Summation."""
+        """Return the error that ended this sum, or the error that ended the whole Summation."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
@@ -152,7 +159,7 @@ class Exchange:
 
 
 def _scaling(divisor: float, factor: float) -> str:
-    """Describe the scaling, for messages and to be compared among workers."""
+    """Describe the scaling of a sum, for messages and for comparison among workers."""
     return (f", divided by {divisor:g}" if divisor != 1 else "") + (
         f", times {factor:g}" if factor != 1 else ""
     )
@@ -161,7 +168,9 @@ def _scaling(divisor: float, factor: float) -> str:
 def _by_torch(
     tensor: torch.Tensor, divisor: float
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
-    """Sum by torch.distributed. Averages of integers are rounded down, as in Horovod."""
+    """Begin a sum by torch.distributed. Averages of integers are rounded down, as in Horovod.
+
+    Returns a function that waits for the sum, and a function that returns whether it is done."""
     exact = tensor.is_floating_point() or tensor.is_complex()
     carried = on_link(tensor).clone()
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)
@@ -176,7 +185,8 @@ def _by_torch(
 
 
 def on_link(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor where the process group can reach it: NCCL cannot use host memory."""
+    """Return the tensor, or a copy on the device if the process group (NCCL) cannot use host
+    memory."""
     return (
         tensor if tensor.is_cuda or dist.get_backend() != "nccl" else tensor.to(own_device("cuda"))
     )

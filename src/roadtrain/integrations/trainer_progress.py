@@ -1,13 +1,14 @@
 """TrainerProgress: the progress of Hugging Face's Trainer, committed with each step.
 
-The Trainer keeps its step, log, schedule and position in the data in checkpoints, which are older
-than the store once a run was killed. So they are committed with each step, like other tracked
-objects, and a Trainer on a resumed store continues there, whether or not it was told to resume from
-its last checkpoint.
+The Trainer saves its step, log, schedule and position in the data in checkpoints. After a run was
+killed, the last checkpoint is older than the store. So the progress is committed with each step,
+like other tracked objects. A Trainer with a resumed store continues at the store's step, whether or
+not it was told to resume from its last checkpoint.
 
-Note "the seam": the Trainer decides where to begin before it makes its optimizer. But its method
-`_run_epoch` takes all that it needs as arguments, so this method is replaced in the Trainer object:
-it skips finished epochs, and begins the next one at the resumed step.
+Note "the seam". The Trainer decides where to begin before it makes its optimizer, so the store
+cannot change this decision. But the Trainer's method `_run_epoch` takes all that it needs as
+arguments. So `_run_epoch` is replaced in the Trainer object by a method that skips finished epochs
+and begins the next epoch at the resumed step.
 
 Needs transformers 5, whose Trainer has `_run_epoch`. Does not import transformers, or read or write
 checkpoints.
@@ -35,19 +36,20 @@ KEPT = (
 )  # fmt: skip
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 HOST = torch.device("cpu")
-NAME = "trainer"  # name of this state among the tracked objects
+NAME = "trainer"  # name of the progress among the tracked objects
 
 
 def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
-    """Commit the Trainer's progress with each step of `placed`, and resume that of its store.
+    """Commit the Trainer's progress with each step of `placed`. If the store of `placed` already
+    has a Trainer's progress, continue from there.
 
     Args:
-        trainer: Hugging Face's Trainer, in `train`.
-        placed: Its optimizer, just made.
-        frame: The Trainer's method that makes the optimizer.
+        trainer: Hugging Face's Trainer, while its method `train` runs.
+        placed: The Trainer's optimizer, which was just made.
+        frame: The frame of the Trainer's method that makes the optimizer.
 
     Raises:
-        ConfigError: The store has steps, but neither it nor a checkpoint has the progress.
+        ConfigError: The store has steps, but neither the store nor a checkpoint has the progress.
     """
     checkpoint = _local(frame, "resume_from_checkpoint")
     recorded = placed.job_state.resumed(NAME) is not None
@@ -59,12 +61,12 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
             " another program, or by an earlier version",
             hint=(
                 "nothing was changed. resume_from_checkpoint=DIR continues from a checkpoint of"
-                " that step; to start a new run with its values, export them and name another store"
+                " this step; to begin a new run with the store's values, export them to a new store"
             ),
         )
     if not hasattr(trainer, "_run_epoch"):
         raise ConfigError(
-            "this version of transformers has no Trainer._run_epoch, needed to resume runs",
+            "this version of transformers has no Trainer._run_epoch, which resuming runs needs",
             hint="pip install 'transformers>=5.24'",
         )
     placed.passes_over_earlier = goes_on and checkpoint is not None
@@ -78,8 +80,8 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
 class TrainerProgress:
     """The progress of `trainer` as an object with a state dict.
 
-    `began` is the epoch that began last, with the random generators just before. `resumed` is the
-    state to continue from, until the first epoch has begun.
+    `began`: number of the epoch that began last, and the state of the random generators just before
+    this epoch. `resumed`: the loaded state to continue from; None once an epoch has begun.
     """
 
     def __init__(self, trainer: Any, placed: PlacedOptimizer) -> None:
@@ -87,12 +89,13 @@ class TrainerProgress:
         self._run_epoch = trainer._run_epoch
         self.began: tuple[int, Mapping[str, Any]] = (-1, {})
         self.resumed: Mapping[str, Any] | None = None
-        self._at_forward: Mapping[str, Any] = {}  # generators when the resumed step was captured
+        # state of the random generators when the resumed step was captured
+        self._at_forward: Mapping[str, Any] = {}
         self._scheduler: Any = None  # the tracked scheduler
         trainer._run_epoch = self.run_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data; the log and the callbacks' states are JSON."""
+        """Return the progress as plain data, with the log and the callbacks' states as JSON."""
         trainer, state = self._trainer, self._trainer.state
         kept = {name: getattr(state, name) for name in KEPT}
         kept["stateful_callbacks"] = [
@@ -110,7 +113,8 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the Trainer's state; the rest is restored when its first epoch begins."""
+        """Restore the Trainer's state. `run_epoch` restores the rest when the first epoch
+        begins."""
         self.resumed, self._at_forward = state, self._placed.job_state.resumed_generators()
         kept = json.loads(state["state"])
         states = list(kept.pop("stateful_callbacks"))
@@ -121,11 +125,12 @@ class TrainerProgress:
             if mine is None:
                 continue
             states.remove(mine)
-            if callback is not self._trainer.control:  # its requests were for that moment
+            if callback is not self._trainer.control:  # requests of `control` are outdated
                 vars(callback).update(mine[1])
 
     def run_epoch(self, **kwargs: Any) -> Any:
-        """Run one epoch, or the rest of it. Called with the arguments of `_run_epoch`."""
+        """Run one epoch, or the rest of an epoch after a resume. Called with the arguments of
+        `_run_epoch`."""
         trainer = self._trainer
         self._track_schedule()
         step, epoch = trainer.state.global_step, kwargs["epoch"]
@@ -150,7 +155,7 @@ class TrainerProgress:
         if not batches:
             return self._run_epoch(**kwargs | {"resume_from_checkpoint": None})
         load = trainer._load_rng_state
-        # called after the finished batches were skipped
+        # the Trainer calls this method after it has skipped the finished batches
         trainer._load_rng_state = lambda checkpoint: set_generators(
             now, self._placed.job_state.device
         )
@@ -179,14 +184,15 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 def _local(frame: FrameType | None, name: str) -> Any:
-    """Return a local variable of the nearest caller that has it; None if none has."""
+    """Return the local variable `name` of the nearest frame that has it, from `frame` outwards;
+    None if no frame has it."""
     while frame is not None and name not in frame.f_locals:
         frame = frame.f_back
     return None if frame is None else frame.f_locals[name]
 
 
 def _is_last(trainer: Any, checkpoint: str) -> bool:
-    """Whether `checkpoint` is the newest one in the Trainer's output directory."""
+    """Whether `checkpoint` is the newest checkpoint in the Trainer's output directory."""
     named = (CHECKPOINT.fullmatch(path.name) for path in Path(trainer.args.output_dir).glob("*"))
     last = max((int(match[1]) for match in named if match), default=-1)
     return (

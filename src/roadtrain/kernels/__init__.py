@@ -1,6 +1,6 @@
 """Numeric kernels on flat arrays, without I/O: update rules, sums, casts and codecs.
 
-Every kernel is compiled (numba, and Triton on GPUs) and matches its plain reference bit for bit;
-update rules agree with torch's optimizers to 2 ulp per step (Rule 1). Read `rule.py` first, then
-`optimizers.py`, the table of all rules.
+Every kernel is compiled (with numba, or with Triton for GPUs) and gives the same bits as its plain
+reference. Update rules agree with torch's optimizers to 2 ulp per step (Rule 1 of docs/design.md).
+Read `rule.py` first, then `optimizers.py`, the table of the optimizers with a compiled rule.
 """

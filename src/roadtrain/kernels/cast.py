@@ -1,14 +1,15 @@
-"""Conversions between fp32 and the two 16-bit formats, alone and inside other kernels' loops.
+"""Conversions between fp32 and the two 16-bit formats: functions that convert arrays, and functions
+for elements that other kernels call in their loops.
 
-Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside the kernels the
-*array's type* encodes the format, so one kernel source compiles to one loop per format: float32 =
-fp32, uint16 = bf16, int16 = fp16 (`typed`). A second dimension of size 1 marks an output written
-with nontemporal stores (`uncached`), which bypass the cache because the values are not read soon.
-Rounding is to nearest even, overflow gives infinity, subnormals are exact, and a NaN stays a NaN
-without its payload.
+Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside kernels, the type of an
+array encodes its format: float32 is fp32, uint16 is bf16, and int16 is fp16 (`typed`). So one
+kernel source compiles to a loop for each format. A second dimension of size 1 marks an output that
+is written with nontemporal stores (`uncached`), which bypass the cache because the values are not
+read soon. Rounding is to nearest even, overflow gives infinity, subnormals are exact, and a NaN
+stays a NaN without its payload.
 
 Assumes little endian. Does NOT start threads or hold the GIL. numba's cache only notices changes in
-a kernel's own file: after editing `widen` or `put` here, remove `__pycache__`."""
+the file of a kernel. After a change of `widen` or `put` in this file, remove `__pycache__`."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 def kernel(function: Any) -> Any:
-    """Compile for the host: without the GIL, cached on disk, IEEE arithmetic (no fast math, no
-    contraction, x/0 = inf)."""
+    """Compile a function for the CPU. The result runs without the GIL, is cached on disk, and uses
+    IEEE arithmetic (no fast math, no contraction, x/0 = inf)."""
     return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """View the array under the type that tells the kernels its format (no copy)."""
+    """Return a view of the array, whose type tells kernels that its format is `dtype`."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
             f"an array of {array.dtype} cannot hold {dtype}",
@@ -42,15 +43,16 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """Mark a typed 16-bit array [N] for nontemporal stores, as [N, 1], if its alignment allows.
-    Call `fence` after writing all of it."""
+    """Mark a typed 16-bit array [N] for nontemporal stores, by the shape [N, 1], if its alignment
+    allows such stores. Call `fence` after writing the whole array."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
 @intrinsic
 def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
-    """Emit a 16-bit store with LLVM's nontemporal mark. The alignment is that of the vectors into
-    which LLVM turns the loop; in the scalar tail the store is an ordinary store, which needs none.
+    """Emit a 16-bit store with LLVM's nontemporal mark. The store's alignment is that of the
+    vectors that LLVM uses for the loop. For the last elements, which fill no vector, LLVM emits
+    ordinary stores, which need no alignment.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -168,16 +170,17 @@ def _cast(src: Any, dst: Any) -> Any:
 
 
 def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
-    """Convert src to dst, element by element. src, dst: [N]. Raises RuleError if an array does not
-    match its dtype name or the lengths differ."""
+    """Convert the elements of src and write them to dst. src, dst: [N]. Raises RuleError if the
+    type of an array does not match its dtype name, or if the lengths differ."""
     if src.size != dst.size:
         raise RuleError(f"cannot cast {src.size} elements into an array of {dst.size}")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
 
 
 def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """Convert the `numel` values at the start of `view` in place and return them. `view` must have
-    room for both dtypes. Segments are converted in an order in which none is overwritten unread."""
+    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return
+    them. `view` must have room for the values in both dtypes. The order in which segments are
+    converted ensures that no segment is overwritten before it is read."""
     src = np.frombuffer(view, NUMPY_OF[old], numel)
     dst = np.frombuffer(view, NUMPY_OF[new], numel)
     pieces = range(0, numel, SEGMENT)

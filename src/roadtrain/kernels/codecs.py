@@ -1,15 +1,15 @@
-"""Codecs: encode gradients in fewer bytes, and keep track of the encoding error. The codecs for
-gradients that are summed over the network are registered in sums/formats.py.
+"""Codecs, which encode gradients in fewer bytes and keep track of the encoding error.
+sums/formats.py registers the codecs for gradients that are summed over the network.
 
     gradient + residual -> encode -> (network) -> decode
 
-With error feedback (Karimireddy et al. 2019) the encoding error is kept and added to the next
-gradient of the same elements (`encode_with_feedback`). A block's gradient that is pushed to a
-server is compressed per chunk or per block (`Compressor`, Smart-Infinity's SmartComp), or sent in
-full in 16 bits (`downcast_in_place`).
+With error feedback (Karimireddy et al. 2019), the encoding error, called residual, is kept and
+added to the next gradient of the same elements (`encode_with_feedback`). A block's gradient that is
+pushed to a server is compressed per chunk or per block (`Compressor`, as Smart-Infinity's
+SmartComp), or all its elements are sent in 16 bits (`downcast_in_place`).
 
-Works on flat arrays. Lossy, so off by default (Rule 2). Does NOT handle tensors, rounds or links,
-and does not store residuals (servers/residuals.py)."""
+Codecs work on flat arrays. They are lossy, so they are off by default (Rule 2). This module does
+NOT handle tensors, rounds or links, and does not store residuals (servers/residuals.py does)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from roadtrain.options.lossy import TopK
 
 
 class Codec:
-    """An encoding of n float32 values, chosen as NAME or NAME:ARGUMENT. Subclasses implement
-    `nbytes`, `encode` and `decode`."""
+    """A lossy encoding of n float32 values. Users choose a codec as NAME or NAME:ARGUMENT.
+    Subclasses implement `nbytes`, `encode` and `decode`."""
 
     name = ""
     feedback = True
@@ -39,22 +39,23 @@ class Codec:
             raise ValueError("takes no argument")
 
     def nbytes(self, n: int) -> int:
-        """Return the encoded size of n values, which never decreases with n."""
+        """Return the number of bytes that encode n values. It never decreases with n."""
         raise TypeError(f"the format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        """Encode float32 [n] into `out`, uint8 [nbytes(n)], all of which is sent. `seed` differs
-        in every call."""
+        """Encode `values`, float32 [n], into `out`, uint8 [nbytes(n)], which is sent as a whole.
+        Each call has a different `seed`, for random numbers."""
         raise TypeError(f"the format {self.name} does not implement encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        """Decode uint8 [nbytes(n)] into `out`, float32 [n]. `raw` comes from the network and may
-        hold any bytes. Raises ValueError if they are invalid."""
+        """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` was received from the
+        network, so it may hold any bytes. Raises ValueError if they are not a valid encoding."""
         raise TypeError(f"the format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
-        """Subtract the values encoded in `raw` from `residual` in place, leaving the unsent part.
-        Subclasses may override this to avoid a buffer for the decoded values."""
+        """Subtract the values encoded in `raw` from `residual` in place, so that `residual` holds
+        the part that is not sent. Subclasses may override this to avoid a buffer for the decoded
+        values."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -62,12 +63,13 @@ class Codec:
 
 
 class TopKCodec(Codec):
-    """topk:FRACTION keeps the values of largest magnitude, as indices and values."""
+    """The codec topk:FRACTION, which sends this fraction of the values: those of largest magnitude,
+    with their indices."""
 
     name = "topk"
 
     def __init__(self, argument: str | float, dtype: str = "fp32") -> None:
-        """Parse the fraction. `dtype`: the dtype of the values that `encode` reads and writes."""
+        """Parse the fraction. `dtype`: dtype of the values that `encode` reads and writes."""
         self.keep, self.dtype = float(argument), dtype
         if not 0 < self.keep < 1:
             raise ValueError("needs a fraction between 0 and 1")
@@ -102,9 +104,11 @@ def encode_with_feedback(
     out: np.ndarray,
     seed: int = 0,
 ) -> None:
-    """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes. A
-    residual (float32 [n], changed in place) is added first and then holds the unsent part. Elements
-    of it that are not finite become 0: they would make all later sums inf or NaN."""
+    """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes.
+
+    `residual`: None, or float32 [n], which is added to `values` before they are encoded. It is
+    changed in place and holds the part that is not sent. Its elements that are not finite become 0,
+    because they would make all later sums inf or NaN."""
     if residual is None:
         codec.encode(values, out, seed)
         return
@@ -115,7 +119,8 @@ def encode_with_feedback(
 
 
 class Compressor:
-    """Top-k compression of the gradients that one worker pushes to servers."""
+    """A top-k compressor of the gradients that one worker pushes to servers. `sent_bytes`: bytes of
+    all compressed gradients so far."""
 
     def __init__(self, options: TopK) -> None:
         self.keep, self.per_block = options.keep, options.per_block
@@ -124,10 +129,11 @@ class Compressor:
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """Yield (chunk, (indices, values), sums of squares before compression) for each of a
-        block's trainable `chunks`, whose gradient lies in the flat `view`. `residual`: float32,
-        with the same element offsets, changed in place. Raises ConfigError if `per_block` is set
-        and the dtypes differ."""
+        """Compress the gradient of a block's trainable `chunks`, which lies in the flat `view`.
+
+        Yields (chunk, (indices, values), sums of squares before compression) for each chunk.
+        `residual`: None, or float32 with the element offsets of `view`; changed in place. Raises
+        ConfigError if `per_block` is set and the dtypes of the chunks differ."""
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 
@@ -141,7 +147,7 @@ class Compressor:
         n = starts[-1] + chunks[-1].numel - starts[0]
         grad = np.frombuffer(view, NUMPY_OF[dtype], n, chunks[0].push_offset)
         inside = [slice(at - starts[0], at - starts[0] + c.numel) for at, c in zip(starts, chunks)]
-        # of the gradient alone, before `residual` is added
+        # sums of squares of the gradient alone, before `residual` is added
         sums = [sums_of_squares(grad[at], dtype, c.segments) for at, c in zip(inside, chunks)]
         codec = TopKCodec(self.keep, dtype if residual is None else "fp32")
         elements = sum(s.stop - s.start for c in chunks for s in c.spans)  # without the padding
@@ -156,9 +162,9 @@ class Compressor:
 
 
 def downcast_in_place(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
-    """Convert the fp32 gradients of `chunks` to `dtype` in place and return the new dtype of each
-    ("": unchanged). A converted gradient fills the first half of its range in the flat `view`. An
-    empty `dtype` converts nothing."""
+    """Convert the fp32 gradients of `chunks` to `dtype` in place. Returns the new dtype of each
+    gradient, or "" for a gradient that is not converted. A converted gradient fills the first half
+    of its range in the flat `view`. If `dtype` is "", no gradient is converted."""
     to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
     for chunk, new in zip(chunks, to):
         if new:

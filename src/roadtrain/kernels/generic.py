@@ -1,15 +1,15 @@
-"""TorchRule: run any other elementwise torch optimizer on flat slices; and check rules that
-roadtrain did not write.
+"""TorchRule, which runs a torch optimizer without a compiled rule on flat slices, and checks of
+rules that roadtrain did not write.
 
-For each update the user's optimizer is rebuilt around one flat parameter, a view of the slice. Its
-state tensors are views of the state arrays and its scalars come from the row. After `step()`,
-tensors that the optimizer replaced rather than modified are copied back. A trial run on a small
-parameter finds out which state the class keeps.
+For each update, the user's optimizer is rebuilt with one flat parameter, which is a view of the
+slice. The optimizer's state tensors are views of the state arrays, and its scalars are read from
+the row. A tensor that `step()` replaced, instead of changing it in place, is copied back. A trial
+run on a small parameter finds out which state the optimizer's class keeps.
 
-Assumes: state lives in `optimizer.state[p]` as fp32 tensors shaped like p and as single numbers.
-`check_elementwise` verifies that the class is elementwise: whole parameters in one optimizer must
-give the same bits as flat pieces. Does NOT run closures, sparse or complex parameters, or 8-bit
-state.
+Assumes that all state is in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
+numbers. `check_elementwise` verifies that the class is elementwise: one optimizer for whole
+parameters must give the same bits as updates of flat pieces. Does NOT run closures, sparse or
+complex parameters, or 8-bit state.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain ch
 # options that affect speed but not results
 SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")
 NOT_OPTIONS = ("params", "param_names")
-# the last two belong to schedulers
+# attributes that are not copied to rebuilt optimizers; schedulers set the last two
 NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")
 PROBE_STEPS = 8
-SAMPLE = 1 << 18  # elements of the slice on which the speed of a generic rule is measured
+SAMPLE = 1 << 18  # number of elements with which the speed of a rule is measured
 
 
 @dataclass(frozen=True)
 class Field:
-    """One entry of `optimizer.state[p]`. kind: "array", "tensor" (one element) or "number"."""
+    """An entry of `optimizer.state[p]`. kind: "array" (shaped like p), "tensor" (a tensor with one
+    element) or "number"."""
 
     key: str
     kind: str
     dtype: Any  # torch dtype of a tensor, Python type of a number
     shape: tuple[int, ...]
-    nullable: bool  # the entry exists with the value None before it is first set
+    nullable: bool  # whether the entry is None until the optimizer first sets it
 
 
 class TorchRule(Rule):
-    """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes` are the
-    other attributes that its `__init__` set. The last scalar, "present", is a bitmap of the state
-    entries that exist (0 before the first step).
+    """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes`: the
+    other attributes that `cls.__init__` set. The last scalar of a row, "present", is a bitmap of
+    the state entries that exist; it is 0 before the first step.
     """
 
-    name = ""  # this and the next two are set by a trial run of the class
+    # __init__ sets these three; a trial run of the class finds out the arrays and scalars
+    name = ""
     arrays: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
 
@@ -102,8 +104,8 @@ class TorchRule(Rule):
         return tuple(out)
 
     def build(self, params: Sequence[torch.Tensor], hyper: Hyper) -> torch.optim.Optimizer:
-        """Build an instance with the user's options through `__setstate__`, as unpickling does,
-        because the arguments of `__init__` are unknown."""
+        """Build an optimizer for `params` with the user's options. It is built through
+        `__setstate__`, as in unpickling, because the arguments of `__init__` are unknown."""
         group: dict[str, Any] = {"params": list(params)}
         at = iter(hyper)
         for key, value in self.options.items():
@@ -128,7 +130,7 @@ class TorchRule(Rule):
     def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()
-        for i in range(0, max(p.size, 1), 1000):  # the rule itself, cut into other pieces
+        for i in range(0, max(p.size, 1), 1000):  # the rule itself, on pieces of another size
             row[:] = start
             part = slice(i, i + 1000)
             self._step(p[part], wide[part], [a[part] for a in arrays], row, hyper)
@@ -177,7 +179,8 @@ class TorchRule(Rule):
         row[-1] = present
 
     def _probe(self) -> tuple[Field, ...]:
-        """Run the class on one small parameter and describe the state it keeps."""
+        """Run the optimizer's class on a small parameter, and return the state entries that the
+        class keeps. Raises RuleError if the class cannot run on flat slices."""
         generator = torch.Generator().manual_seed(1)
         param = torch.nn.Parameter(torch.randn(12, generator=generator))
         begin = param.detach().clone()
@@ -203,7 +206,7 @@ class TorchRule(Rule):
             )
         if len(seen) > 50:
             raise RuleError(
-                f"{self.cls.__name__} keeps {len(seen)} state entries, at most 50 fit", hint=HINT
+                f"{self.cls.__name__} keeps {len(seen)} state entries, more than 50", hint=HINT
             )
         return tuple(self._field(key, value, key in absent) for key, value in seen.items())
 
@@ -226,7 +229,8 @@ class TorchRule(Rule):
 
 @contextmanager
 def _runs(cls: type, where: str) -> Iterator[None]:
-    """Turn any exception of the user's class into RuleError."""
+    """Turn any exception of the user's class into a RuleError. `where`: the input of the class,
+    for the message."""
     try:
         yield
     except RuleError:
@@ -242,14 +246,15 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers inside an option; none for a bool, a string or None."""
+    """Return the numbers inside an option's value; [] for a bool, a string or None."""
     if isinstance(value, tuple):
         return [n for v in value for n in _numbers(v)]
     return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
 def _filled(value: Any, numbers: Any) -> Any:
-    """Replace the numbers inside `value` with the next of `numbers`; ints stay int if whole."""
+    """Return `value` with each number inside it replaced by the next number of the iterator
+    `numbers`. An int is replaced by an int if the new number is whole, else by a float."""
     if isinstance(value, tuple):
         return tuple(_filled(v, numbers) for v in value)
     if not _numbers(value):
@@ -265,7 +270,7 @@ def _number(f: Field, value: float) -> Any:
 
 
 def _fingerprint(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
-    """Return bytes that change if a step modifies the optimizer's own attributes or options."""
+    """Return bytes that change if a step modifies attributes or options of the optimizer."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     try:
         return pickle.dumps(({key: vars(optimizer).get(key) for key in attributes}, group))
@@ -274,8 +279,8 @@ def _fingerprint(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]
 
 
 def check_elementwise(rule: TorchRule) -> None:
-    """Raise RuleError unless the rule on flat pieces gives the same bits as one torch optimizer
-    over whole parameters."""
+    """Check that updates of flat pieces by the rule give the same bits as one torch optimizer for
+    whole parameters. Raises RuleError if the bits differ."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
@@ -303,7 +308,7 @@ def check_elementwise(rule: TorchRule) -> None:
 
 def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
     """Measure the memory traffic of a step in bytes/s on one thread, with a bf16 gradient and a
-    bf16 copy: the median of `times` steps on a slice of `elements` elements."""
+    bf16 copy. Returns the median of `times` steps on a slice of `elements` elements."""
     side = RuleRun(
         rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper
     )
@@ -322,14 +327,15 @@ def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
         report(
-            f"{name} has no compiled rule: its speed class is generic, torch's own step runs on"
-            f" every slice (measured {show_rate(rate)} on one thread; compiled rules are limited by"
-            " memory bandwidth only)"
+            f"{name} has no compiled rule, so torch's own step runs on every slice: its speed class"
+            f" is generic (measured {show_rate(rate)} on one thread; only memory bandwidth limits"
+            " compiled rules)"
         )
 
 
 class RuleRun:
-    """The parameters, state, row and copy of a slice that a rule updates; comparable with `==`."""
+    """A slice that a rule updates: its parameters, state arrays, row and 16-bit copy. Two runs are
+    equal (`==`) if all of these are equal."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -1,10 +1,10 @@
 """The AdamW and SGD updates in Triton, for CUDA tensors, in one pass.
 
-The operations and their order are those of `update.py`, with IEEE division and square root and
-without contraction, so an update gives the same bits as the CPU kernel.
+An update does the operations of `update.py` in the same order, with IEEE division and square root
+and without contraction, so it gives the same bits as the CPU kernel.
 
-Assumes contiguous flat tensors on one device. triton is an optional dependency; without it `apply`
-raises RuleError. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
+Assumes contiguous flat tensors on one device. triton is an optional dependency; without triton,
+`apply` raises RuleError. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def apply(
     grad_scale: float = 1.0,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """Run `rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row:
-    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without a GPU
-    kernel."""
+    """Run `rule.apply` on tensors, updating p, arrays and row in place. p, arrays: fp32 [N]. grad:
+    fp32, bf16 or fp16 [N]. row: float64 numpy array. copy: bf16 or fp16 [N]. Raises RuleError if
+    the rule has no GPU kernel."""
     if not isinstance(rule, (AdamRule, SgdRule)):
         raise RuleError(
             f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the CPU"
@@ -145,6 +145,6 @@ def apply(
     narrow = [None if s is None else float(np.float32(s)) for s in scalars]
     scale, n = float(np.float32(sign * grad_scale)), p.numel()
     kernel = (_adam if isinstance(rule, AdamRule) else _sgd)[max(1, -(-n // TILE)),]
-    # triton launches on the current device, whatever its arguments are on
+    # triton launches a kernel on the current device, even if its arguments are on another device
     with torch.cuda.device_of(p):
         kernel(n, p, grad, *held, copy, scale, *narrow, BLOCK=TILE, enable_fp_fusion=False)

@@ -1,7 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer, which torch
-does not include.
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer. Torch does not
+include Lion.
 
-It keeps one state array instead of Adam's two. Products are rounded before they are added, so the
+Lion keeps one state array, while Adam keeps two. Products are rounded before they are added, so the
 compiled rule gives the same bits. Does NOT take sparse or complex parameters.
 """
 
@@ -50,7 +50,7 @@ class Lion(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: Recomputes the loss and the gradients before the update.
+            closure: A function that computes the loss and the gradients before the update.
 
         Returns:
             The closure's loss, or None without a closure.

@@ -1,13 +1,13 @@
 """Rule: the update that turns a gradient into new parameters, run where the state is stored.
 
-A rule is a small value. It declares the fp32 arrays (as long as the parameters) and the float64
-scalars (a row per parameter) that it needs, reads hyperparameters from a torch parameter group at
-each step, and updates one contiguous range in place. Users write their own by subclassing;
-`roadtrain check-rule` checks it (training/check_rule.py).
+A rule declares the state that it needs: fp32 arrays that are as long as the parameters, and a row
+of float64 scalars for each parameter. At each step it reads hyperparameters from a torch parameter
+group and updates one contiguous range of elements in place. Users write their own rules as
+subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
 
-Assumes: `apply` is elementwise, so a range may be cut anywhere, each piece with its own copy of the
-row. A rule is picklable and keeps nothing between calls. Does NOT hold state, read files or start
-threads.
+Assumes that `apply` is elementwise, so that a range may be cut anywhere and each piece updated with
+its own copy of the row. A rule is picklable and keeps nothing between calls. Does NOT hold state,
+read files or start threads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Hyper = Sequence[float]
 
 
 class Rule(ABC):
-    """An elementwise optimizer update. Arrays and scalars carry torch's own state names ("exp_avg",
-    "step"), so that checkpoints look like torch's."""
+    """An elementwise optimizer update. Arrays and scalars have the names that torch uses for the
+    state ("exp_avg", "step"), so that checkpoints look like those of torch."""
 
-    # False: the update does not depend on the old state arrays, and servers do not read them
+    # False if the update does not depend on the old state arrays, so that servers do not read them
     reads_state: bool = True
 
     @property
@@ -37,22 +37,22 @@ class Rule(ABC):
     @property
     @abstractmethod
     def arrays(self) -> tuple[str, ...]:
-        """The names of the fp32 state arrays, each [N]. They start as zeros."""
+        """The names of the fp32 state arrays, each [N]. The arrays start as zeros."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The names of the float64 scalars of a parameter. They start as zeros; `apply` advances
-        them."""
+        """The names of the float64 scalars in the row of a parameter. The scalars start as zeros,
+        and `apply` changes them (for example, it adds 1 to "step")."""
         return ()
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Read the hyperparameters of a torch parameter group as floats; called at each step.
-        Raises RuleError if the rule cannot follow an option's value."""
+        """Return the hyperparameters of a torch parameter group as floats. Called at each step.
+        Raises RuleError if the group has an option value that the rule does not support."""
 
     def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
-        """Initialize zeroed arrays and row if the rule's state does not start as zeros. p: float32
-        [N]."""
+        """Initialize the arrays and the row, which are zeros, if the rule's state starts with other
+        values. p: float32 [N]."""
         return
 
     @abstractmethod
@@ -68,9 +68,11 @@ class Rule(ABC):
         copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
-        """Run one step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding
-        "bf16" or "fp16"; it is multiplied by grad_scale. row: float64 [len(scalars)] in place.
-        copy: uint16 [N], receives p as "bf16" or "fp16".
+        """Run one step, which updates p, arrays and row in place.
+
+        p, arrays: float32 [N]. row: float64 [len(scalars)]. grad: float32 [N], or uint16 [N] with
+        the bits of grad_dtype, "bf16" or "fp16"; the step multiplies it by grad_scale. copy: None,
+        or uint16 [N], which receives the new p in copy_dtype, "bf16" or "fp16".
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """The rules that run as compiled kernels.
 
-The set of state arrays is fixed when a rule is built; everything else is read from the group at
-each step, so schedulers work. Scalars are computed in float64 as torch does, then rounded once to
-float32.
+The set of state arrays is fixed when a rule is built. All other options are read from the parameter
+group at each step, so schedulers work. Scalars are computed in float64, as in torch, and rounded
+once to float32.
 
 Assumes torch's option names, and that `foreach`, `fused`, `capturable` and `differentiable` do not
 affect results. Does NOT import torch, because servers run these rules; torch_rules.py builds them
@@ -23,7 +23,8 @@ from roadtrain.kernels.cast import fence, reference_downcast, reference_widen, t
 from roadtrain.kernels.optimizers import SHORT_NAMES
 from roadtrain.kernels.rule import Array, Arrays, Hyper, Rule
 
-# A formula's arrays (None for an array that the rule does not keep), sign and scalars.
+# The arrays of a formula (None for an array that the rule does not keep), the sign of the gradient,
+# and the scalars of the formula.
 Scaled = tuple[list[np.ndarray | None], float, list[float | None]]
 
 
@@ -35,18 +36,18 @@ class _Native(Rule):
     """A rule that calls a formula of update.py, compiled (`apply`) or plain (`reference`)."""
 
     formula: Any
-    # names in OPTIMIZERS; subclasses of these optimizers may step differently and are not included
+    # names in OPTIMIZERS; subclasses of these optimizers are not included, as they may differ
     optimizers: ClassVar[tuple[str, ...]]
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
-        """Build the rule for a parameter group of `optimizer`, one of `optimizers`."""
+        """Build the rule for a parameter group. `optimizer`: a name of `optimizers`."""
         return cls()
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
-        """Advance the row and return the formula's arrays (None for an array that the rule does not
-        keep), the gradient's sign and the scalars."""
+        """Change the row to that of the next step. Returns the formula's arrays (None for an array
+        that the rule does not keep), the gradient's sign and the scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
@@ -118,7 +119,7 @@ class SgdRule(_Native):
 
 @dataclass(frozen=True)
 class AdamRule(_Native):
-    """Adam, or AdamW if `decoupled`."""
+    """The rule of Adam, or of AdamW if `decoupled`."""
 
     decoupled: bool = True
     amsgrad: bool = False
@@ -238,15 +239,16 @@ NATIVE: dict[str, type[_Native]] = {
 
 
 def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
-    """Return the compiled rule for a group of the optimizer MODULE:CLASS, or None."""
+    """Return the compiled rule for a parameter group of the optimizer MODULE:CLASS, or None if the
+    optimizer has no compiled rule."""
     name = SHORT_NAMES.get(optimizer, "")
     kind = next((kind for kind in NATIVE.values() if name in kind.optimizers), None)
     return None if kind is None else kind.of(name, group)
 
 
 def described(rule: Rule) -> list[Any]:
-    """Convert a native rule to plain data: [class, fields]. Raises RuleError for any other rule,
-    since code is never sent to servers (Rule 8)."""
+    """Convert a rule of this file to plain data: [class, fields]. Raises RuleError for any other
+    rule, since code is never sent to servers (Rule 8)."""
     if type(rule).__name__ not in NATIVE:
         raise RuleError(
             f"{rule.name} cannot run in a server process: only roadtrain's own rules can",

@@ -3,10 +3,10 @@
 `sum_in_order` is the only place where gradients of several workers are added (docs/decisions/0032).
 
 Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64
-into LANES interleaved partial sums (element i goes to lane i mod LANES), which are combined in a
-fixed order, so the result has the same bits on every machine. The caller fixes the ranges
-(`Chunk.segments`) and adds their results in flat order, so the number of threads does not matter
-(Rule 1).
+into LANES interleaved partial sums, where element i is added to partial sum i mod LANES. The
+partial sums are combined in a fixed order, so the result has the same bits on every machine. The
+caller calls `sum_squares` on fixed ranges (`Chunk.segments`) and adds the results in flat order, so
+the number of threads does not affect the result (Rule 1).
 
 Assumes contiguous arrays of one length. Does NOT start threads or allocate large arrays.
 """
@@ -56,7 +56,7 @@ def combined(lanes: np.ndarray) -> float:
 
 
 def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
-    """Return the sum of float32(grad)^2 in float64; inf or NaN if an element is."""
+    """Return the sum of float32(grad)^2 in float64; inf or NaN if an element is inf or NaN."""
     lanes = np.zeros(LANES)
     _sum_squares(typed(grad, grad_dtype), lanes)
     return combined(lanes)
@@ -65,7 +65,8 @@ def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
 def sums_of_squares(
     grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
-    """Return `sum_squares` of each of a chunk's `segments`, in flat order. grad: [N] of `dtype`."""
+    """Return the results of `sum_squares` for a chunk's `segments`, in flat order. grad: [N] of
+    `dtype`."""
     return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
 
 
@@ -82,15 +83,17 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
     """Set total to buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
     float32 [N]; buffers: [N] of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
-        raise RuleError(f"cannot sum {[b.size for b in buffers]} elements into {total.size}")
+        raise RuleError(f"cannot sum buffers of {[b.size for b in buffers]} into {total.size}")
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))
 
 
 def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Set total to the sum of `gradients`, left to right: in the order of workers or hosts (Rule
-    1). total: float32 [N], 0 without a gradient; gradients: [N], each with its dtype. A list with a
-    single dtype is added in one pass over memory. An iterator may reuse one buffer for all
-    gradients. The first gradient may be `total` itself."""
+    """Set total to the sum of `gradients`, from left to right, which is the order of workers or
+    hosts (Rule 1).
+
+    total: float32 [N], set to 0 if there are no gradients. gradients: pairs of an array [N] and its
+    dtype. A list in which all dtypes are equal is added in one pass over memory. An iterator may
+    reuse one buffer for all gradients. The first gradient may be `total` itself."""
     if isinstance(gradients, list) and len({dtype for _, dtype in gradients}) == 1:
         sum_k(total, [grad for grad, _ in gradients], gradients[0][1])
         return

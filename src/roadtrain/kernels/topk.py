@@ -1,13 +1,14 @@
-"""Top-k by magnitude, with an exact count, deterministic and with ascending indices; and the
-scatter that undoes it.
+"""Select the k elements of largest magnitude (`top_k`), and write them back to an array of zeros
+(`scatter`). The selection has exactly k elements, is deterministic, and has ascending indices.
 
 The bits of a float without its sign sort like its magnitude, so everything works on integers. A
-sample gives a threshold slightly below the k-th magnitude. One pass collects the elements that
-reach it, the candidates (a few per cent more than k), and two histograms over the candidates find
-the exact k-th magnitude. If the threshold is poor (many ties, k near N), the same histograms run
-over the whole array, which is slower but just as exact.
+sample gives a threshold slightly below the k-th magnitude. One pass collects the candidates, which
+are the elements that reach the threshold (a few per cent more than k). Two histograms over the
+candidates find the exact k-th magnitude. If the threshold is poor (many ties, k near N), the same
+histograms run over the whole array, which is slower but just as exact.
 
-Ties: lowest index first. NaNs are equal to each other and larger than infinity.
+Among equal magnitudes, the lowest indices are selected. NaNs are equal to each other and larger
+than infinity.
 
 Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, start threads or average over
 workers."""
@@ -23,13 +24,13 @@ from numba.extending import overload
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, typed
 
-STRIP = 4096  # elements between two checks of the space left
-LOW = 16  # low bits of a 32-bit magnitude, resolved by the second histogram
+STRIP = 4096  # number of elements between two checks whether the output has space left
+LOW = 16  # number of low bits of a 32-bit magnitude, which the second histogram resolves
 
 
 def magnitude(x: Any) -> Any:
-    """Return the bits of a typed element without its sign, the same for all NaNs (inside kernels
-    only)."""
+    """Return the bits of a typed element without its sign. All NaNs give the same bits. (Inside
+    kernels only.)"""
     raise NotImplementedError
 
 
@@ -56,8 +57,8 @@ def _sample(x: Any, keys: Any) -> Any:
 
 @kernel
 def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
-    """Collect the elements that reach the threshold, in order. Returns the number collected and the
-    number that no longer fitted."""
+    """Collect the elements that reach the threshold, in order. Returns the number of collected
+    elements, and the number of elements that did not fit into `index`."""
     kept = np.uint64(0)
     missed = 0
     for at in range(0, x.size, STRIP):
@@ -76,8 +77,8 @@ def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
 
 @kernel
 def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
-    """Count the magnitudes by their high bits (>> shift). With `only` >= 0, count those whose high
-    bits are `only` by their low bits."""
+    """Count the magnitudes by their high bits (>> shift). If `only` >= 0, count the magnitudes
+    whose high bits are `only`, by their low bits."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:
@@ -88,8 +89,8 @@ def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
 
 @kernel
 def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
-    """Write all elements above the k-th magnitude and the first `ties` that equal it. candidates:
-    the original indices of x's elements, or None if x is the original array."""
+    """Write all elements above the k-th magnitude `kth`, and the first `ties` elements equal to it.
+    candidates: the original indices of x's elements, or None if x is the original array."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])
@@ -106,7 +107,7 @@ def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any
 @kernel
 def _scatter(index: Any, value: Any, out: Any) -> Any:
     j = 0
-    for at in range(0, out.size, STRIP):  # zeroed and filled while in cache
+    for at in range(0, out.size, STRIP):  # a strip stays in cache while it is zeroed and filled
         end = min(at + STRIP, out.size)
         out[at:end] = 0
         while j < index.size and np.int64(index[j]) < end:
@@ -115,8 +116,8 @@ def _scatter(index: Any, value: Any, out: Any) -> Any:
 
 
 def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    """Find the k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the
-    dtype of x."""
+    """Find the k elements of x [N] with the largest magnitudes, and write their ascending indices
+    to idx_out, uint32 [k], and their values to val_out, [k] in the dtype of x."""
     if not 0 <= k <= x.size or idx_out.size != k or val_out.size != k or idx_out.dtype != np.uint32:
         raise RuleError(
             f"cannot write the top {k} of {x.size} elements to {idx_out.size} indices of"
@@ -135,8 +136,8 @@ def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.nd
 
 
 def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return indices and values that include all of the top k and little else, or None if a sample
-    gives no good threshold."""
+    """Return the indices and values of few elements that include all of the top k, or None if a
+    sample gives no good threshold."""
     size = min(max(x.size // 64, 4096), 1 << 16)
     rank = int(k / x.size * size + 4 * (k / x.size * size) ** 0.5 + 4)
     if x.size < 4 * size or rank > size // 4:
@@ -152,12 +153,13 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
             return None
         if not missed:
             return index[:kept], value[:kept]
-        # more than the sample predicted; the exact number is counted now
+        # there are more elements than the sample predicted; their exact number is known now
         room = kept + missed + STRIP
 
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
-    """Return the bin of the k-th largest magnitude and the count in the bins above it."""
+    """Return the bin of the k-th largest magnitude, and the number of elements in the bins above
+    this bin. `shift`, `only`: see `_histogram`."""
     counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
     _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])
@@ -166,10 +168,10 @@ def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
 
 
 def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
-    """Zero `out`, then set out[idx] = val. idx: uint32 [k], ascending; val and out have one
-    dtype."""
+    """Set all of `out` to 0, then out[idx] to val. idx: uint32 [k], ascending. val and out have the
+    same dtype."""
     if idx.size != val.size or val.dtype != out.dtype:
-        raise RuleError(f"scatter of {val.size} {val.dtype} at {idx.size} indices into {out.dtype}")
+        raise RuleError(f"cannot set {idx.size} {out.dtype} elements to {val.size} {val.dtype}")
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
     _scatter(idx, val, out)

@@ -1,7 +1,7 @@
-"""`rules_for`: find the update rule of each group of a torch optimizer: a compiled rule, else
-torch's own step on flat slices.
+"""Find the update rule of each parameter group of a torch optimizer (`rules_for`): a compiled rule,
+or else a rule that runs torch's own step on flat slices.
 
-A separate file from rules.py because servers that run compiled rules do not import torch. Does NOT
+This code is not in rules.py, because servers that run compiled rules do not import torch. Does NOT
 copy state out of a torch optimizer.
 """
 
@@ -30,8 +30,8 @@ IMPOSSIBLE = {
 def rules_for(
     optimizer: torch.optim.Optimizer, report: Callable[[str], None] | None = None
 ) -> list[Rule]:
-    """Return one rule per parameter group, and report those that are not compiled. Raises RuleError
-    if the optimizer class cannot run on flat slices."""
+    """Return one rule per parameter group, and report the rules that are not compiled. Raises
+    RuleError if the optimizer class cannot run on flat slices."""
     cls = type(optimizer)
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:

@@ -1,19 +1,21 @@
-"""Optimizer formulas over flat arrays: gradient in (fp32, bf16, fp16), state in place, optional
-16-bit copy out.
+"""Optimizer formulas over flat arrays. A formula reads gradients (fp32, bf16 or fp16), updates
+parameters and state in place, and optionally writes a 16-bit copy of the parameters.
 
-Each optimizer is one formula, written once: it maps an element (parameter x, gradient g, state,
-scalars) to its new values. The kernel is the formula compiled into a loop over elements; the
-reference runs the formula on whole numpy arrays. Operations are ordered as in torch's single-tensor
-implementations. An argument that is None removes its part at compile time, so no loop branches. New
-values of element i depend on element i only, so neither cuts of a range nor threads affect results.
+Each optimizer is one formula, which computes the new values of an element from its parameter x, its
+gradient g, its state and scalars. The kernel is the formula compiled into a loop over elements; the
+reference runs the same formula on whole numpy arrays. Operations are ordered as in torch's
+single-tensor implementations. If an argument is None, its part of the formula is removed at compile
+time, so that loops have no branches. New values of element i depend on element i only, so neither
+cuts of a range nor threads affect results.
 
-Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 -
-lr x decoupled weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is
-None while intake < 0.5 (see `mix`). Scalars are float32, computed in float64 by the caller.
+Arguments: x is the parameter, and g the gradient multiplied by its scale. `coupled` is weight decay
+that is added to the gradient, and `decay` is 1 - lr x decoupled weight decay. `keep` is a beta, and
+`intake` is 1 - beta. `rest` is None if intake < 0.5 (see `mix`). `step_size` is negative. Scalars
+are float32; the caller computes them in float64.
 
-Note "one divide": the kernel multiplies by 1 / sqrt(bias correction 2) where torch divides.
-Division throughput limits AdamW on an AVX2 core, and the difference stays below 2 ulp of the
-update.
+Note "one divide". The kernel multiplies by 1 / sqrt(bias correction 2), while torch divides by
+sqrt(bias correction 2), because division throughput limits AdamW on an AVX2 core. The results
+differ by less than 2 ulp of the update.
 
 Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose
 hyperparameters or start threads.
@@ -42,8 +44,8 @@ def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """Return the (intake, rest) of `_moved`. From 0.5 on it interpolates backwards from x, as
-    torch's lerp does, which is exact at intake 1."""
+    """Return the arguments (intake, rest) of `_moved`. For an intake of 0.5 or more, `_moved`
+    interpolates backwards from x, as torch's lerp does, so that an intake of 1 gives exactly x."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 

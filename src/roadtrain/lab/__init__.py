@@ -1,9 +1,9 @@
-"""The lab: a cluster emulated on one machine, with set rates of storage and network.
+"""The lab: a cluster emulated on one machine, whose storage and network have set rates.
 
-Everything that was made is undone when its context ends, also after an error; `sweep()` removes
-what is left after a SIGKILL. Read `network.py` first (hosts, NICs, links), then `storage.py`
-(SSDs). `lab_command.py` keeps a lab described by a file up; links with deliberate faults are in
-`roadtrain.lab.bad_link`.
+Every part of a lab is removed when the context of the part ends, also after an error. `sweep()`
+removes the parts that a SIGKILL has left. Read `network.py` first (hosts, NICs, links), then
+`storage.py` (SSDs). `lab_command.py` runs a lab that a file describes. `bad_link.py` has links with
+deliberate faults.
 """
 
 from roadtrain.lab.cpus import CpuLimit, cpus_available

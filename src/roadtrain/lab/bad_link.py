@@ -1,16 +1,17 @@
 """A TCP relay that makes a link faulty on purpose: slow, delayed, stalled, cut, with flipped bits.
 Runs in user space, without root.
 
-Peers connect to the relay instead of its target. It runs in a thread of its own, or as a process,
-also on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT` prints its
-address. Each line of its input is then a method with its arguments, answered by `done`:
-`set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with its input. Only TCP is supported.
-No bytes are lost, reordered, or changed except by `flip`, and their content is not interpreted.
+Peers connect to the relay instead of its target. A relay runs in a thread of its own (`Relay`), or
+as a process, which may run on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT
+TARGET:PORT` prints the address of the relay. Each line of the process's standard input calls a
+method of Relay, such as `set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`, and is answered by
+the line `done`. At the end of its standard input, the process ends. Only TCP is supported. No bytes
+are lost, reordered, or changed except by `flip`, and their content is not interpreted.
 
-Note "directions". `there` is from the peer to the target, `back` the opposite. Each has its own
-rate, shared by all connections; a piece leaves no earlier than the delay after its arrival. At most
-QUEUE pieces per connection and direction are in flight, so with a long delay the rate is limited to
-QUEUE * PIECE / delay.
+Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
+direction. Each direction has its own rate, which all connections share. A piece that arrives leaves
+no earlier than after the delay. At most QUEUE pieces per connection and direction are in flight, so
+a long delay limits the rate to QUEUE * PIECE / delay.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from concurrent.futures import Future
 from typing import Literal
 
 PIECE, QUEUE = 1 << 16, 256
-SLICE_S = 0.02  # the duration of a piece: changes take effect within it
-# asyncio wakes up to some ms late; a busy direction may catch up by so much
+SLICE_S = 0.02  # longest time that a piece takes at the set rate; changes take effect within it
+# asyncio wakes up some ms late; a busy direction may make up for a delay of so many seconds
 CREDIT_S = 0.01
 Way = Literal["there", "back"]
 
 
 class Relay:
-    """A relay, within its context. `address` is where it listens (with port 0, on any free port).
-    `nbytes` counts the bytes passed on, `flipped` the changed bits.
+    """A relay, which runs within its context.
 
+    `address`: the address at which the relay listens; if `listen` has port 0, the port is any free
+    port. `nbytes`: number of bytes passed on in each direction. `flipped`: number of flipped bits.
     The methods are thread-safe, and have taken effect when they return.
     """
 
@@ -46,18 +48,18 @@ class Relay:
         self.target, self.delay_s, self.listen = target, delay_s, listen
         self.nbytes: dict[Way, int] = {"there": 0, "back": 0}
         self._rate: dict[Way, float] = {"there": bytes_per_s, "back": bytes_per_s}
-        # time at which the last piece will have crossed
+        # time at which the last piece will have crossed the link
         self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}
-        # bytes left until the cut
+        # number of bytes until the cut
         self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}
         self.flipped = 0
-        # (direction, offset among its bytes, bit)
+        # (direction, offset among the bytes of the direction, bit)
         self._flips: list[tuple[Way, int, int]] = []
-        # open connections, with both sides
+        # the task of each open connection -> both sides of the connection
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """Set the rate of `there`, and of `back` (the same by default)."""
+        """Set the rates of `there` and `back`. If `back_bytes_per_s` is None, they are equal."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 
@@ -66,8 +68,8 @@ class Relay:
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
-        """Close both sides of every connection, at once or after exactly so many more bytes in
-        that direction."""
+        """Close both sides of every connection after exactly `after_nbytes` more bytes in the
+        direction `way`; at once if `after_nbytes` is 0."""
 
         def begin() -> None:
             self._left[way] = after_nbytes
@@ -77,9 +79,9 @@ class Relay:
         self._do(begin)
 
     def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
-        """Flip one bit (0 to 7) of the byte after so many more bytes in that direction, counted
-        over all connections. May be called repeatedly. Bytes that wait for their rate, a delay or
-        a stall are not counted yet."""
+        """Flip bit `bit` (0 to 7) of the byte that follows `after_nbytes` more bytes in the
+        direction `way`, counted over all connections. May be called repeatedly. Bytes that wait
+        for the rate, a delay or a stall still count as future bytes."""
 
         def begin() -> None:
             self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
@@ -149,7 +151,7 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 for way, source, sink in ways:
                     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
-                    # drain() then waits until all is in the kernel, which matters before a cut
+                    # with limit 0, drain() waits until the kernel has all bytes, as a cut needs
                     sink.transport.set_write_buffer_limits(0)
                     tasks.create_task(self._read(source, queue))
                     tasks.create_task(self._write(way, queue, sink))
@@ -164,7 +166,7 @@ class Relay:
         self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]
     ) -> None:
         piece = b"x"
-        while piece:  # the last, empty piece is the end of the stream; it is delayed as well
+        while piece:  # an empty piece marks the end of the stream, and is also delayed
             piece = await reader.read(PIECE)
             await queue.put((self._loop.time() + self.delay_s, piece))
 
@@ -179,7 +181,7 @@ class Relay:
                 return writer.write_eof()
             while piece:
                 await self._going.wait()
-                # another connection is passing on the last bytes before the cut
+                # wait while another connection passes on the last bytes before the cut
                 while not self._left[way]:
                     await asyncio.sleep(CREDIT_S)
                 size = int(max(1, min(len(piece), self._left[way], self._rate[way] * SLICE_S)))
@@ -214,7 +216,7 @@ class Relay:
         self._left[way] = float("inf")
         for task, sides in self._open.items():
             task.cancel()
-            for side in sides:  # at once, so that nothing more leaves before the tasks end
+            for side in sides:  # abort at once, so that no more bytes leave before the tasks end
                 side.transport.abort()
 
 

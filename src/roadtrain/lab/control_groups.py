@@ -1,5 +1,5 @@
-"""Control groups of a lab, which are removed with their members moved back. Does not know what a
-group limits."""
+"""Control groups of a lab. When a group is removed, its members are moved back to the group of the
+process that made it. This module does not know which resource a group limits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from roadtrain.lab.resource import LabResource, folder, retry_undo
 class ControlGroup(LabResource):
     """A control group below the root of one controller's hierarchy (version 1 or 2).
 
-    On exit, its members are moved to the group of the process that made it, and it is removed.
+    On exit, the members are moved to the group of the process that made this group, and this group
+    is removed.
     """
 
     controller: str
-    """The kernel's name of the controller: `blkio`, `cpu`."""
+    """The kernel's name of the controller: `blkio` or `cpu`."""
 
     group: Path
-    """The group's directory, within the context."""
+    """The group's directory. It exists within the context."""
 
     def _begin(self) -> Callable[[], None]:
         root, back = hierarchy(self.controller), _own_group(self.controller)
@@ -30,13 +31,14 @@ class ControlGroup(LabResource):
         return partial(undo_group, self.group, back)
 
     def enter_process(self, pid: int) -> None:
-        """Move a process with all its threads; its later threads and children are included."""
+        """Move a process with all its threads into the group. Threads and children that the process
+        makes later are also members."""
         (self.group / "cgroup.procs").write_text(str(pid))
 
 
 def hierarchy(controller: str) -> Path | None:
-    """Return the hierarchy with the controller's groups: version 1 if it has the controller, else
-    version 2 if it has it, else None."""
+    """Return the root directory of the hierarchy with the controller's groups: that of version 1 if
+    it has the controller, else that of version 2. Returns None if neither has the controller."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, at, kind, how, *_ in mounts:
         if kind == "cgroup" and controller in how.split(","):
@@ -52,7 +54,7 @@ def is_version_2(root: Path) -> bool:
 
 
 def undo_group(group: Path, back: Path) -> None:
-    """Move the members to `back`, and remove the group."""
+    """Move the group's members to the group `back`, and remove the group."""
 
     def empty_and_remove() -> None:
         for pid in (group / "cgroup.procs").read_text().split():
@@ -64,7 +66,7 @@ def undo_group(group: Path, back: Path) -> None:
 
 
 def _own_group(controller: str) -> Path | None:
-    """Return the group of this process in the controller's hierarchy."""
+    """Return the directory of this process's group in the controller's hierarchy, or None."""
     if (root := hierarchy(controller)) is None:
         return None
     for line in Path("/proc/self/cgroup").read_text().splitlines():

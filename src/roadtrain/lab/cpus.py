@@ -1,5 +1,5 @@
-"""CpuLimit: a control group that limits the CPU time of all its members together. Does not pin them
-to CPUs.
+"""CpuLimit: a control group that limits the CPU time of all its members together. The members are
+not pinned to CPUs.
 
 Requires Linux, root and the `cpu` controller with CFS bandwidth control, of cgroup version 1 or 2;
 `cpus_available()` reports what is missing.
@@ -11,7 +11,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.lab.control_groups import ControlGroup, hierarchy, is_version_2
 from roadtrain.lab.resource import why_not
 
-PERIOD_US = 20_000  # short, since it is the longest wait for the next share
+PERIOD_US = 20_000  # period of the quota; short, since members may wait that long for CPU time
 MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
 
 
@@ -26,9 +26,10 @@ def cpus_available() -> str | None:
 
 
 class CpuLimit(ControlGroup):
-    """A control group whose members together get the time of `cpus` CPUs (0.4: two fifths of one).
+    """A control group whose members together get the time of `cpus` CPUs (0.4 is two fifths of a
+    CPU).
 
-    Raises ConfigError for a number below 0.05.
+    Raises ConfigError if `cpus` is less than 0.05.
     """
 
     controller = "cpu"
@@ -55,5 +56,5 @@ class CpuLimit(ControlGroup):
 
 def _checked(cpus: float) -> float:
     if not cpus >= MIN_CPUS:
-        raise ConfigError(f"{cpus} CPUs for a host, must be at least {MIN_CPUS}")
+        raise ConfigError(f"{cpus} CPUs for a host are too few: at least {MIN_CPUS} are needed")
     return cpus

@@ -1,9 +1,11 @@
-"""LabHost: a network namespace with NICs, host names and CPUs. network.py makes it.
+"""LabHost: a host of the lab, which is a network namespace with NICs, host names and CPUs.
+network.py makes the hosts.
 
-Note "inside a host". `nsenter` enters the network namespace, `unshare` makes a mount and a
-host-name namespace for each process: its host name is the host's, /etc/hosts is the host's file of
-names, and /sys shows the host's NICs. These namespaces end with their processes, so nothing has to
-be undone. A process keeps the mounts that existed when it began.
+Note "inside a host". To run a process on a host, `nsenter` enters the host's network namespace, and
+`unshare` makes a mount namespace and a host-name namespace for the process. The process sees the
+name of the lab's host, the host's file of names as /etc/hosts, and the host's NICs in /sys. The
+namespaces end with the process, so nothing has to be removed. A process keeps the mounts that
+existed when it began.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from roadtrain.lab.cpus import CpuLimit
 from roadtrain.lab.nics import LabLink
 from roadtrain.lab.resource import command
 
-# $1: the host, $2: its file of names, $3: its control group or "", then the command. The sysfs is
-# mounted over the directory of the names, in this namespace only; nothing else in it is needed.
+# $1 is the name of the host, $2 the host's file of names, and $3 the host's control group or "".
+# The command follows. In this namespace only, sysfs is mounted over the directory of $2, because
+# after the bind mount of $2 nothing in that directory is needed.
 ENTER = """
 echo "$1" > /proc/sys/kernel/hostname &&
 mount --bind "$2" /etc/hosts && at=$(dirname "$2") &&
@@ -34,11 +37,12 @@ if [ -n "$3" ]; then echo $$ > "$3/cgroup.procs"; fi &&
 shift 3 && exec "$@"
 """
 ISOLATED = ["unshare", "--mount", "--uts", "--propagation", "slave", "sh", "-c", ENTER, "sh"]
-DROPPED = ("tcp", "udp", "icmp")  # not ARP, so that addresses can still be resolved
+DROPPED = ("tcp", "udp", "icmp")  # without ARP, so that addresses can still be resolved
 
 
 def inside(name: str, net: str | Path, names: str | Path, group: str | Path = "") -> list[str]:
-    """Return the words to put before a command, to run it on a host in the same process."""
+    """Return the words to put before a command so that it runs on a host. `name`: the host.
+    `net`, `names`, `group`: the host's network namespace, file of names, and control group."""
     return ["nsenter", f"--net={net}", "--", *ISOLATED, name, str(names), str(group)]
 
 
@@ -47,42 +51,42 @@ class LabHost:
     name: str
 
     net: Path
-    """The file of its network namespace."""
+    """The file of the host's network namespace."""
 
     nics: tuple[LabLink, ...]
 
     names: Path
-    """The file of its /etc/hosts."""
+    """The host's file of names, which its processes see as /etc/hosts."""
 
     limit: CpuLimit | None = None
-    """The limit of all its processes together; None: no limit."""
+    """The CPU limit of all processes of the host together; None if there is no limit."""
 
     _addresses: dict[str, str] = field(default_factory=dict)
-    """Address of each name in its file of names."""
+    """The address of each name in the file of names."""
 
     @property
     def address(self) -> str:
-        """The address of the first NIC. `nics[k].address` has the others."""
+        """The address of the host's first NIC. `nics[k].address` is that of NIC k."""
         return self.nics[0].address
 
     @property
     def group(self) -> str:
-        """Its control group, "" without a limit."""
+        """The directory of the host's control group, or "" if the host has no CPU limit."""
         return str(self.limit.group) if self.limit else ""
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Start a process and wait until it runs on this host. Its PID is that of the command. It
-        is killed when the network ends."""
+        """Start a command and wait until it runs on this host. The returned process is the command
+        itself, and is killed when the network ends."""
         words = [*inside(self.name, self.net, self.names, self.group), *argv]
         process = subprocess.Popen(words, **popen)
-        with contextlib.suppress(FileNotFoundError):  # it has already ended
+        with contextlib.suppress(FileNotFoundError):  # the process has already ended
             while not os.path.samefile(f"/proc/{process.pid}/ns/net", self.net):
                 time.sleep(0.001)
         return process
 
     def set_cpus(self, cpus: float) -> None:
-        """Change the CPU limit, also for running processes. Raises ConfigError for a host made
-        without a limit."""
+        """Change the host's CPU limit, also for running processes. Raises ConfigError if the host
+        was made without a limit."""
         if self.limit is None:
             raise ConfigError(
                 f"host {self.name} was made without a CPU limit",
@@ -91,20 +95,20 @@ class LabHost:
         self.limit.set_cpus(cpus)
 
     def set_names(self, addresses: Mapping[str, str]) -> None:
-        """Set the addresses of these names on this host, also for running processes. Other names
-        are kept."""
+        """Set the address of each name in `addresses` on this host, also for running processes. All
+        other names keep their addresses."""
         self._addresses.update(addresses)
         lines = ["127.0.0.1 localhost", *(f"{to} {name}" for name, to in self._addresses.items())]
-        self.names.write_text("\n".join(lines) + "\n")  # in place, because it is mounted
+        self.names.write_text("\n".join(lines) + "\n")  # in place, because the file is mounted
 
     def drop_from(self, other: LabHost) -> None:
-        """Drop all packets from `other` to this host, like a firewall, but not those in the
-        opposite direction. Existing connections stall."""
+        """Drop all packets from `other` to this host, like a firewall. Packets from this host to
+        `other` still arrive. Existing connections stall."""
         _enter(self.net, "echo 0 > /proc/sys/net/ipv4/ip_early_demux")
         self._rules("add", other)
 
     def pass_from(self, other: LabHost) -> None:
-        """Undo `drop_from`."""
+        """Let packets from `other` pass again, after `drop_from`."""
         self._rules("del", other)
 
     def _rules(self, verb: str, other: LabHost) -> None:
@@ -113,7 +117,7 @@ class LabHost:
 
 
 def batch(net: Path, lines: Sequence[str]) -> None:
-    """Run lines of iproute2 in a namespace."""
+    """Run commands of iproute2's `ip`, one per line, in a network namespace."""
     _enter(net, "ip -batch -", "\n".join(lines) + "\n")
 
 

@@ -1,9 +1,10 @@
-"""`roadtrain lab up | run | down`: a lab described by a file, held by a process that removes it at
-its end.
+"""`roadtrain lab up | run | down`: a lab that a file describes. A process makes the lab, and
+removes it when the process ends.
 
-`lab.json`, in the `up` directory of that process, describes a lab that is up for `run` and `down`.
-A lab is identified by its file (`LabFile`). Unknown keys and wrong types in it raise ConfigError;
-rates and sizes are checked but kept as written, for display. Starts nothing on the hosts.
+For `run` and `down`, this process writes `lab.json`, which describes the lab that is up, into a
+directory of kind `up` (see resource.py). A lab is identified by its file (`LabFile`). Unknown keys
+and wrong types in the file raise ConfigError; rates and sizes are checked but kept as written, for
+display. Starts nothing on the hosts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NicSection(Section):
-    rate: RateText = Field(description="in each direction")
+    rate: RateText = Field(description="rate in each direction")
     in_rate: RateText | None = Field(default=None, description="of incoming data, if different")
     switch: str = Field(default="", description="default: the first switch")
     loss: float = Field(
@@ -48,8 +49,8 @@ class NicSection(Section):
 
 
 class StorageSection(Section):
-    size: SizeText = Field(description="allocated on the disk at once")
-    read: RateText = Field(description="of direct I/O")
+    size: SizeText = Field(description="size, which is allocated on the disk at once")
+    read: RateText = Field(description="rate of direct I/O")
     write: RateText
     dir: str = Field(
         default="", description="directory of the image file; default: the temporary directory"
@@ -112,7 +113,7 @@ class LabFile(Section):
 
 
 def load_lab(path: str | Path) -> LabFile:
-    """Read a lab file. Raises ConfigError that names the wrong key and the nearest valid one."""
+    """Read a lab file. Raises ConfigError, which names the wrong key and the nearest valid key."""
     return checked(LabFile, read_toml(path, "lab file"), str(path))
 
 
@@ -149,10 +150,10 @@ def up(path: str, detach: bool = False) -> None:
 
 
 def run(path: str, host: str, argv: list[str]) -> None:
-    """Run a command on a host of a lab that is up: its network, its storage's rates; everything
-    else is shared.
+    """Run a command on a host of a lab that is up. The command uses the network, the storage rates
+    and the CPU limit of the host, and shares everything else with this machine.
 
-    Replaces this process by the command, with the CPU limit of the host."""
+    Replaces this process by the command."""
     _, _, hosts = _up(path)
     if host not in hosts:
         raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
@@ -164,7 +165,7 @@ def run(path: str, host: str, argv: list[str]) -> None:
 
 
 def down(path: str) -> None:
-    """End a lab, and remove what killed labs left.
+    """End a lab, and remove the remains of killed labs.
 
     Waits until the lab is removed."""
     if not _found(path) and (swept := sweep()):
@@ -176,14 +177,14 @@ def down(path: str) -> None:
     while home.exists() and start_time(pid):
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"lab {path}: process {pid} has not removed it within {DOWN_TIMEOUT_S:.0f} s"
+                f"process {pid} has not removed the lab {path} within {DOWN_TIMEOUT_S:.0f} s"
             )
         time.sleep(0.05)
     sweep()
 
 
 def _lacking(lab: LabFile) -> str | None:
-    """Return why this lab cannot be made here, or None if it can."""
+    """Return the reason why this lab cannot be made on this machine, or None if it can."""
     why = network_available()
     if not why and lab.cpus():
         why = cpus_available()
@@ -209,7 +210,7 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
             limits = Throttle([device], parse_rate(want.read), parse_rate(want.write))
             rates = made.enter_context(limits)
             hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
-    made.enter_context(network)  # undone first: its processes keep storage busy
+    made.enter_context(network)  # removed first, because processes on hosts keep storage busy
     for name, host in network.hosts.items():
         hosts[name] |= {
             "net": str(host.net),
@@ -267,11 +268,12 @@ def _detached(path: str) -> None:
 
 
 def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
-    """Return (`up` directory, PID of the holder, hosts) of a lab that is up; else None."""
+    """Return (directory with lab.json, PID of the process that made the lab, hosts) of a lab that
+    is up, or None if the lab is not up."""
     if os.geteuid() != 0:
         raise ConfigError("labs need root, but this process is not root")
     for home, kind, pid, alive in folders():
-        with contextlib.suppress(FileNotFoundError):  # it is not up yet, or no longer
+        with contextlib.suppress(FileNotFoundError):  # the lab is not up yet, or no longer up
             if kind == "up" and alive:
                 lab: dict[str, Any] = json.loads((home / "lab.json").read_text())
                 if lab["file"] == str(Path(path).resolve()):

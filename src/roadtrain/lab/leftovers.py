@@ -1,5 +1,5 @@
-"""Removal of what labs of dead processes have left. Does not touch what belongs to a living
-process."""
+"""Removal of the directories, networks and groups that labs of dead processes have left. Those of
+living processes stay."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ CONTROLLERS = ("blkio", "cpu")
 
 
 def sweep() -> list[str]:
-    """Remove what lab processes that are dead have left. Returns what was removed, for printing."""
+    """Remove everything that labs of dead processes have left. Returns the paths of the removed
+    directories and groups, for printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
     roots = {root for name in CONTROLLERS if (root := hierarchy(name))}
     groups = [path for root in roots for path, _, _, alive in folders(root) if not alive]
-    # networks first, since their processes keep storage busy
+    # networks are removed first, since processes on their hosts keep storage busy
     for path, kind in sorted(homes, key=lambda home: home[1] != "net"):
         UNDO[kind](path)
     for group in groups:

@@ -2,20 +2,22 @@
 between switches.
 
 Requires Linux, root, iproute2 and util-linux; `network_available()` reports what is missing. A rate
-counts whole Ethernet frames; TCP carries 0.956 of it at an MTU of 1500. Latency is not emulated
-(see bad_link.py). File systems and process ids are shared by all hosts; a host cannot reach
-anything outside. Hosts find each other by name, which stands for the first NIC that can be reached
-(`NAME-ethK` is NIC K). When the network ends, processes on its hosts are killed, and namespaces and
-control groups are removed.
+counts whole Ethernet frames; at an MTU of 1500, TCP payload gets 0.956 of the rate. Latency is not
+emulated (but bad_link.py can delay a link). All hosts share file systems and process ids. A host
+cannot reach anything outside the lab's network. Hosts find each other by name. A host's name stands
+for the first of its NICs that can be reached, and `NAME-ethK` for its NIC K. When the network ends,
+processes on its hosts are killed, and namespaces and control groups are removed.
 
-Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths,
-`ethN` in the host and a port `pN` of the bridge; a link between switches is a pair of ports. tc's
-tbf limits both ends, so each direction has its rate. A namespace is kept alive by a bind mount in
-the network's directory, and by its processes. Switches that are linked form one network
-10.F.0.0/16, in which NIC K of host H has the address 10.F.K.H. A host with two NICs on one network
-answers from the address that was contacted, and sends through the NIC whose address is bound. The
-rule for a host's own addresses has number 1, so that a rule 0 can drop packets before it
-(`LabHost.drop_from`).
+Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths: the
+device `ethN` in the host and a port `pN` of the bridge. A link between switches is a pair of ports.
+tc's tbf limits both ends, so each direction has its own rate. A bind mount in the network's
+directory keeps a namespace alive, and so do the processes in the namespace.
+
+Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
+10.F.K.H. If a host has two NICs on one network, it answers from the address that was contacted, and
+a connection that is bound to the address of a NIC uses this NIC. The routing rule that accepts
+packets for a host's own addresses is moved from number 0 to number 1, so that a rule with number 0
+can drop packets first (`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why
 
 CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # share of a rate that TCP carries as payload
 SWITCH = "+switch"  # not a valid host name
-# Each NIC answers for its own address only. Congestion control is cubic, Linux's default, whatever
-# this machine uses; where the default differs, Linux may allow a namespace only reno, which is much
-# the same on links without loss.
+# Each NIC answers ARP for its own address only. Congestion control is cubic, Linux's default, even
+# if this machine uses another algorithm. On such a machine, Linux may allow a namespace only reno,
+# which is much the same on links without loss.
 HOST = (
     "cd /proc/sys/net/ipv4 && echo 1 > conf/all/arp_ignore && "
     "(echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control) 2> /dev/null"
@@ -71,18 +73,20 @@ LOSS_TRIAL = (
 
 
 def network_available() -> str | None:
-    """Return why no network can be emulated here, in one sentence, or None if it can. Tries it in
-    namespaces that do not outlast the trial."""
+    """Return one sentence that says why no network can be emulated on this machine, or None if one
+    can. Tries it in namespaces that end with the trial."""
     return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
 def loss_available() -> str | None:
-    """Return why NICs cannot lose packets here, in one sentence, or None if they can."""
+    """Return one sentence that says why NICs cannot lose packets on this machine, or None if they
+    can."""
     return network_available() or _refused(LOSS_TRIAL)
 
 
 def _refused(script: str) -> str | None:
-    """Run a script in namespaces of its own; return the kernel's error, or None."""
+    """Run a script in its own namespaces. Returns a sentence with the kernel's error, or None if
+    the script succeeds."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()
@@ -92,14 +96,15 @@ def _refused(script: str) -> str | None:
 
 
 class Network(LabResource):
-    """Hosts with NICs, by name.
+    """An emulated network of hosts and switches. Raises ConfigError for an invalid host name, for
+    links that form a cycle, and if CPUs cannot be limited.
 
-    `links` gives the rate between two switches in bytes per second, the same in both directions;
-    `cpus` limits the CPUs of all processes of a host together.
+    Arguments: `hosts` has the NICs of each host, by the host's name. `links` has the rate of the
+    link between two switches, in bytes per second in each direction. `cpus` has the number of CPUs
+    that all processes of a host may use together, by the host's name.
 
-    Within the context, `hosts` has the hosts by name and `links` the links by (switch, switch).
-    Raises ConfigError for an invalid name, for links that form a cycle, and if CPUs cannot be
-    limited.
+    Within the context, the attribute `hosts` has the hosts by name, and the attribute `links` the
+    links by (switch, switch).
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Network(LabResource):
         self._nics, self._rates = hosts, links
         self._limits = {name: CpuLimit(share) for name, share in cpus.items()}
         if unknown := sorted(cpus.keys() - hosts.keys()):
-            raise ConfigError(f"`cpus` of unknown hosts: {', '.join(unknown)}")
+            raise ConfigError(f"`cpus` names hosts that do not exist: {', '.join(unknown)}")
         if cpus and (why := cpus_available()):
             raise ConfigError(f"the CPUs of hosts cannot be limited here: {why}")
         for name, nics in hosts.items():
@@ -121,8 +126,8 @@ class Network(LabResource):
                     " `_`, `-`"
                 )
         if len(hosts) > 254:
-            raise ConfigError(f"{len(hosts)} hosts, but there are only 254 addresses")
-        # each switch, and a representative of the switches joined with it
+            raise ConfigError(f"{len(hosts)} hosts are too many: there are only 254 addresses")
+        # each switch -> a representative of all switches that are linked with it
         self._root = {nic.switch: nic.switch for nics in hosts.values() for nic in nics}
         for pair in self._rates:
             first, second = (self._root.setdefault(switch, switch) for switch in pair)
@@ -197,7 +202,8 @@ class Network(LabResource):
         return link
 
     def _names(self, host: LabHost) -> dict[str, str]:
-        """Return the address of every host, as `host` reaches it."""
+        """Return the names of all hosts and NICs, with the addresses at which `host` reaches
+        them."""
         reached = {_network_of(nic) for nic in host.nics}
         names: dict[str, str] = {}
         for other in self.hosts.values():
@@ -219,7 +225,8 @@ def _network_of(nic: LabLink) -> str:
 
 
 def undo_network(home: Path) -> None:
-    """Kill all other processes in the network's namespaces, and remove these."""
+    """Kill all processes in the network's namespaces except this process, and remove the
+    namespaces."""
     # an open namespace keeps its inode number from being reused
     with contextlib.ExitStack() as held:
         namespaces = [os.fstat(held.enter_context(file.open()).fileno()) for file in home.iterdir()]
@@ -235,7 +242,7 @@ def undo_network(home: Path) -> None:
                         os.kill(pid, signal.SIGKILL)
             if found:
                 raise RoadtrainError(
-                    f"processes {', '.join(found)} on the hosts of {home} do not end"
+                    f"processes {', '.join(found)} on hosts of the lab {home} do not end"
                 )
 
         retry_undo(kill_all)
@@ -243,4 +250,4 @@ def undo_network(home: Path) -> None:
             if os.path.ismount(file):
                 command("umount", "--lazy", str(file))
         shutil.rmtree(home)
-        retry_undo(kill_all)  # a process that was about to enter
+        retry_undo(kill_all)  # kill processes that have entered a namespace in the meantime

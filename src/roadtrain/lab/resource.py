@@ -1,9 +1,10 @@
-"""LabResource: something that a lab has made, whose name identifies its maker, and which is undone
-exactly once.
+"""LabResource: a part of a lab (such as a network or a device), which is removed exactly once. Its
+name identifies the process that made it.
 
 Note "names". Directories and groups are called `roadtrain-lab-PID-START-KIND-...`. START is the
-kernel's start time of PID, so that a later process with the same PID is not mistaken for the maker.
-The content of the directory suffices to undo from outside what it stands for.
+time at which the kernel started the process PID, so that a later process with the same PID is not
+mistaken for the maker. From the content of its directory, any process can remove a resource whose
+maker is dead.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ UNDO_TIMEOUT_S = 10.0
 
 
 def folder(kind: str, inside: Path | None = None) -> Path:
-    """Make a directory of this process, named as described above, by default in the temporary
-    directory."""
+    """Make a directory whose name identifies this process: see Note "names". It is made in
+    `inside`, or in the temporary directory if `inside` is None."""
     prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
-    """Yield every such directory, sorted by name: (path, kind, PID of its maker, whether the maker
-    is alive)."""
+    """Yield (path, kind, PID of the maker, whether the maker is alive) for each directory that
+    `folder` has made in `inside`, sorted by name."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
         if pid.isdecimal():
@@ -43,8 +44,8 @@ def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]
 class LabResource:
     """A resource that exists within its context.
 
-    It is undone once: when the context ends, after an error while it is made, or else when the
-    interpreter ends. A forked child does not own it.
+    The resource is removed once: when the context ends, after an error while the resource is made,
+    or when the interpreter ends. A forked child does not own the resource and does not remove it.
     """
 
     def __enter__(self) -> Self:
@@ -58,8 +59,8 @@ class LabResource:
         self._undo()
 
     def _begin(self) -> Callable[[], None]:
-        """Make the directory or group by which it can be found. Returns a function that undoes it
-        and does not hold `self`."""
+        """Make the directory or group by which the resource can be found. Returns a function that
+        removes the resource. The function must not refer to `self`."""
         raise NotImplementedError
 
     def _make(self) -> None:
@@ -67,20 +68,22 @@ class LabResource:
 
 
 def why_not(*tools: str) -> str | None:
-    """Return why this process cannot emulate anything with these tools, or None if it can."""
+    """Return the reason why this process cannot use these tools to emulate anything (it is not
+    root, or a tool is missing), or None if it can."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)
 
 
 def retry_undo(undo: Callable[[], object]) -> object:
-    """Retry `undo`: a dying process keeps its group and open files for a moment, and a process may
-    fork while it is moved."""
+    """Call `undo` until it succeeds. It may fail at first, because a dying process keeps its group
+    and open files for a moment, and a process may fork while it is moved."""
     return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
 
 
 def command(*words: str, text: str | None = None) -> str:
-    """Run a command with input `text`, and return its output. Raises RoadtrainError."""
+    """Run a command with input `text`, and return its output. Raises RoadtrainError if the command
+    fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, input=text)
     if done.returncode:
         raise RoadtrainError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
@@ -88,8 +91,8 @@ def command(*words: str, text: str | None = None) -> str:
 
 
 def start_time(pid: int | str) -> str:
-    """Return the clock ticks after boot at which a process began (proc(5), stat, field 22); "" for
-    no such process."""
+    """Return the time at which a process began, in clock ticks after boot (proc(5), stat, field
+    22), or "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,10 +1,10 @@
-"""Storage of a lab: files as SSDs with set rates.
+"""Storage of a lab: files that emulate SSDs with set rates.
 
 Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is missing. Rates apply to
-direct I/O only, because buffered writes bypass blkio. Latency is not emulated. Everything is undone
-when its context ends, also after an error, or else when the process ends; `sweep()` finds by name
-what is left after a SIGKILL. The directory of a LoopDevice has `mount/` and `backing`, a file with
-the path of the image (or `kept`, if the image is kept).
+direct I/O only, because buffered writes bypass blkio. Latency is not emulated. Devices and groups
+are removed when their context ends, also after an error, or when the process ends; `sweep()`
+removes those that a SIGKILL has left. The directory of a LoopDevice has a directory `mount/` and a
+file `backing` with the path of the image. If the image is kept, the file is called `kept`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from roadtrain.lab.control_groups import ControlGroup, hierarchy
 from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why_not
 from roadtrain.units import show_bytes
 
-FEW_FILES = ("-i", "262144")  # bytes per inode, so that inode tables of a large device are small
-# without discard, which would free the blocks
+FEW_FILES = ("-i", "262144")  # bytes per inode; many, so that a large device has small inode tables
+# options of mkfs.ext4; `nodiscard` keeps it from freeing the blocks of the file
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")
 
 
 def lab_available() -> str | None:
-    """Return why storage cannot be emulated here, or None if it can."""
+    """Return the reason why storage cannot be emulated on this machine, or None if it can."""
     if why := why_not("losetup", "mount", "umount", "mkfs.ext4"):
         return why
     if not Path("/dev/loop-control").exists():
@@ -39,13 +39,14 @@ def lab_available() -> str | None:
 
 
 class LoopDevice(LabResource):
-    """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and
-    mounted noatime.
+    """A loop device with direct I/O, whose storage is a preallocated file of `nbytes` at `path`.
+    The device is formatted and mounted (noatime).
 
-    Within the context, `mount` is the directory to write into and `major_minor` identifies the
-    device for a Throttle. The file must not exist and must fit (ConfigError), and is removed at the
-    end. A failed command raises RoadtrainError. With `keep`, the file and its content stay, an
-    existing file is used as it is, and its space is allocated as needed.
+    Within the context, `mount` is the directory of the mounted device, and `major_minor` identifies
+    the device for a Throttle. The file is removed at the end. With `keep`, the file and its content
+    stay, an existing file is used again, and space is allocated only as needed. Raises ConfigError
+    if the file already exists (without `keep`) or has no room, and RoadtrainError if a command
+    fails.
     """
 
     def __init__(self, path: str | Path, nbytes: int, *, keep: bool = False) -> None:
@@ -54,7 +55,7 @@ class LoopDevice(LabResource):
     def _begin(self) -> Callable[[], None]:
         if self.path.exists() and not self.keep:
             raise ConfigError(
-                f"{self.path} exists", hint="name a new file, which will be removed at the end"
+                f"{self.path} already exists", hint="name a new file; it is removed at the end"
             )
         self.home = folder("loop")
         return partial(undo_loop, self.home)
@@ -62,7 +63,7 @@ class LoopDevice(LabResource):
     def _make(self) -> None:
         self.mount = self.home / "mount"
         self.mount.mkdir()
-        # before the file is made, since sweep() needs only this
+        # this file is written before the image is made, so that sweep() can remove the image
         (self.home / ("kept" if self.keep else "backing")).write_text(str(self.path))
         try:
             if not self.keep:
@@ -72,7 +73,7 @@ class LoopDevice(LabResource):
                 self._make_kept(self.path.with_name(f"{self.path.name}.new"))
         except OSError as cause:
             raise ConfigError(
-                f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
+                f"cannot make {self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
                 hint="choose a smaller device, or a directory with more room",
             ) from cause
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
@@ -90,10 +91,11 @@ class LoopDevice(LabResource):
 
 
 class Throttle(ControlGroup):
-    """A control group whose members together are limited to these rates on each of the devices (or
-    "MAJ:MIN" numbers).
+    """A control group that limits all its members together to these rates, on each of `devices`. A
+    device may be given by its "MAJ:MIN" number.
 
-    On exit, its members are moved to the group of the process that made it, and it is removed.
+    On exit, the members are moved to the group of the process that made this group, and this group
+    is removed.
     """
 
     controller = "blkio"
@@ -114,7 +116,7 @@ def undo_loop(home: Path) -> None:
     if os.path.ismount(home / "mount"):
         retry_undo(lambda: command("umount", str(home / "mount")))
     if (home / "mount").exists():
-        (home / "mount").rmdir()  # also unmounts it for processes on hosts of other labs
+        (home / "mount").rmdir()  # also unmounts the device for processes on hosts of other labs
     for name in ("backing", "kept"):
         image = Path((home / name).read_text()) if (home / name).exists() else home / "none"
         if image.exists():

@@ -1,9 +1,10 @@
-"""Turn a memory budget into numbers of buffers of each kind, and what is kept in memory (Rule 4).
+"""Compute from a memory budget how many buffers of each kind to allocate, and which data on files
+to keep in memory as well (Rule 4).
 
-The user gives one number, the bytes of host memory. It covers everything that roadtrain allocates:
-the root block, block buffers, gradient buffers, record buffers, saved block inputs, and memory
-copies of data on files. It does not cover the interpreter, torch itself, or temporary allocations
-of a block's own forward and backward.
+The budget is a number of bytes of host memory. It covers everything that roadtrain allocates: the
+root block, block buffers, gradient buffers, record buffers, saved block inputs, and data on files
+that is also kept in memory. The budget does not cover the interpreter, torch itself, or temporary
+allocations of a block's own forward and backward.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
 from roadtrain.units import MIB, parse_bytes, round_up, show_bytes
 
-HUGE = 2 * MIB  # bytes of a huge page; buffer sizes are multiples of it
+HUGE = 2 * MIB  # bytes of a huge page; buffer sizes are multiples of HUGE
 
 
 @dataclass(frozen=True)
 class WorkerBudgets:
-    """The buffers of a worker. Bytes are upper limits."""
+    """The numbers and sizes of a worker's buffers. Sizes are upper limits."""
 
-    root_bytes: int  # buffers of the root block
-    slots: int  # blocks whose parameters are in memory at once
+    root_bytes: int  # bytes of the buffers of the root block
+    slots: int  # number of blocks whose parameters are in memory at once
     slot_bytes: int
-    kept: int  # slots added to keep blocks from forward to backward; included in `slots`
-    push_buffers: int  # blocks whose gradients are in memory at once
+    kept: int  # number of those slots that keep blocks from forward to backward
+    push_buffers: int  # number of blocks whose gradients are in memory at once
     push_bytes: int
-    activation_bytes: int  # saved inputs of blocks
-    compressed_bytes: int  # compressed gradients waiting for the update
+    activation_bytes: int  # bytes of saved inputs of blocks
+    compressed_bytes: int  # bytes of compressed gradients that wait for the update
 
     @property
     def total(self) -> int:
@@ -44,13 +45,14 @@ class WorkerBudgets:
 
 @dataclass(frozen=True)
 class RecordBudgets:
-    """The buffers of the servers in a process. Bytes are upper limits."""
+    """The buffers of the servers in a process, and the data that these servers keep in memory.
+    Sizes are upper limits."""
 
-    buffers: int  # for records being read, updated or written
+    buffers: int  # number of records that are read, updated or written at once
     buffer_bytes: int
-    scratch_bytes: int  # per buffer, for an expanded or spilled gradient
+    scratch_bytes: int  # additional bytes per buffer, for an expanded or spilled gradient
     resident: frozenset[int]  # chunks whose whole record is kept in memory
-    weights_resident: frozenset[int]  # chunks of whose record only the weights are kept in memory
+    weights_resident: frozenset[int]  # chunks with only the record's weights kept in memory
     resident_bytes: int
 
     @property
@@ -61,10 +63,11 @@ class RecordBudgets:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The buffers of a process with a worker."""
+    """The division of a memory budget among the buffers of a worker, and of the servers that run in
+    the worker's process."""
 
     worker: WorkerBudgets
-    records: RecordBudgets  # all servers of the process together
+    records: RecordBudgets  # of all servers of the process together
     host_bytes: int  # the budget
 
     @property
@@ -78,25 +81,25 @@ class Budgets:
 
 @dataclass(frozen=True)
 class BudgetTerms:
-    """The other data that shares the memory budget, and what may be moved out of memory."""
+    """The properties of a run on which the division of the memory budget depends."""
 
-    on_files: bool  # the state is on files or in another process, not in this memory
-    holds_gradients: bool  # updates wait for step(), so gradients accumulate or go to files
-    serves: bool = True  # all servers are in this process; else at most the one for residuals
-    residual_blocks: frozenset[int] = frozenset()  # blocks that hold gradients not sent yet
-    root_residual: int = 0  # residual block of the root, which has its own buffer; 0: none
-    compressed_bytes: int = 0  # compressed gradients of one step
-    # which blocks are kept from forward to backward: "all", "none", or "auto": as many as fit if
-    # blocks come over a network
+    on_files: bool  # whether the state is on files or in another process
+    holds_gradients: bool  # whether updates wait for step(), so that gradients accumulate
+    serves: bool = True  # whether all servers run in this process (a residual server always does)
+    residual_blocks: frozenset[int] = frozenset()  # blocks with gradients that are not sent yet
+    root_residual: int = 0  # index of the root's residual block, which has its own buffer; 0: none
+    compressed_bytes: int = 0  # bytes of the compressed gradients of one step
+    # blocks that are kept from forward to backward: "all", "none", or "auto", which keeps as many
+    # as fit if blocks are sent over a network
     buffering: str = "auto"
 
 
 @dataclass
 class _Free:
-    """Bytes that are not assigned yet."""
+    """The bytes of a budget that are not assigned yet."""
 
     host: int
-    device: float  # infinity: not limited
+    device: float  # infinity if device memory is not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
         """Assign up to `most` buffers of `nbytes`, but at most 1/`share` of the free memory.
@@ -109,8 +112,9 @@ class _Free:
         return count
 
     def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
-        """Assign one more buffer of each kind in `order`, unless it takes more than half of the
-        free memory; a record buffer is added for every server. Returns the numbers by kind."""
+        """Assign one more buffer of each kind in `order`, unless the buffer takes more than half of
+        the free memory. For "record", each server gets a buffer. Returns the number of added
+        buffers by kind."""
         cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
         cost["push"] = size.push
         bought = Counter[str]()
@@ -120,8 +124,8 @@ class _Free:
 
 
 def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
-    """Return the bytes of a host budget; without one, half of the free memory, or all of it if
-    `whole`."""
+    """Return the bytes of a host budget. If `budget` is None, it is half of the free memory, or all
+    of it if `whole`."""
     if budget is not None:
         return parse_bytes(budget)
     free = psutil.virtual_memory().available
@@ -135,9 +139,9 @@ def buffer_for(nbytes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of one buffer of each kind."""
+    """The size of a buffer of each kind, in bytes."""
 
-    root: int  # parameters, torch's own p.grad, and the flat gradient to push
+    root: int  # size of the parameters, torch's own p.grad, and the flat gradient to push
     root_on_device: int
     slot: int
     push: int
@@ -179,9 +183,9 @@ def derive(
 ) -> Budgets:
     """Split `host_bytes` into buffers.
 
-    `records`: the records that servers in this process keep. `device_bytes`: accelerator memory for
-    the root's buffers, slots and gradient buffers (None: not limited). Raises BudgetError with the
-    minimum if the budget is too small."""
+    `records`: the records that servers in this process keep. `owners`: the server of each chunk.
+    `device_bytes`: accelerator memory for the root's buffers, slots and gradient buffers; None if
+    it is not limited. Raises BudgetError, which names the minimum, if the budget is too small."""
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
     size = _Sizes.of(table, records, blocks, terms.root_residual)
@@ -272,11 +276,13 @@ def _too_small(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Choose the chunks whose record, and those whose weights only, are kept in `nbytes` of memory.
+    """Choose the data on files that is also kept in `nbytes` of memory.
 
-    Returns both sets and the bytes used. Weights come first (2 bytes each, read twice a step),
-    those of the root and the first blocks before others because the next forward needs them first;
-    then records (12 bytes and more, read once a step)."""
+    Returns the chunks whose whole record is kept, the chunks of which only the weights are kept,
+    and the number of bytes used. Weights have priority over the rest of a record, because they take
+    2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is read
+    once. The weights of the first blocks have priority, because the next forward needs them first.
+    """
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
         if kept + records[chunk.id].weights_nbytes > nbytes:
@@ -297,8 +303,9 @@ class ServerBudgets:
     """The buffers of a server that runs in its own process."""
 
     records: RecordBudgets
-    pool: int  # gradient buffers per worker; gradients beyond that go to files
-    # buffers for parameters that are read from a file, or cast from masters, and sent to workers
+    pool: int  # number of gradient buffers per worker; further gradients are written to files
+    # number of buffers for parameters that are read from a file, or cast from masters, and sent to
+    # workers
     answers: int
     piece_bytes: int  # size of a buffer of `pool` or `answers`
 
@@ -313,10 +320,11 @@ def derive_server(
     wide: bool = False,
     beside: int = 0,
 ) -> ServerBudgets:
-    """Split a server's `host_bytes`.
+    """Split the memory budget of a server, `host_bytes`, into buffers.
 
-    `records`: its own records. `wide`: gradients arrive in fp32. `beside`: bytes of the budget that
-    the fan-in end uses. Raises BudgetError with the minimum if the budget is too small."""
+    `records`: the server's records. `wide`: whether gradients arrive in fp32. `beside`: bytes of
+    the budget that the server's fan-in uses, which receives sums from switches. Raises BudgetError,
+    which names the minimum, if the budget is too small."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = buffer_for(record.nbytes for record in records.values())

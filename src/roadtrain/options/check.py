@@ -1,9 +1,9 @@
 """Check the options that code passes to a public function or value.
 
-An option is declared once, by the annotation of an argument or dataclass field: its type, its
-limits (`Annotated[int, Field(ge=1)]`) and custom checks (`refusing`). Each function or value calls
-`check_options` first, so an invalid option raises a ConfigError that names the option, its value
-and what is accepted. Values are not converted or changed.
+The annotation of an argument or dataclass field declares an option: its type, its limits
+(`Annotated[int, Field(ge=1)]`) and its own checks (`refusing`). Each function or value calls
+`check_options` first. An invalid option raises a ConfigError that names the option, its value and
+the values that are accepted. Values are not converted or changed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
 
     Args:
         owner: The function or dataclass that declares the options.
-        values: The values, by the name of the argument or field.
-        where: The public name to print, if it is not that of `owner`.
+        values: The values of the options, by the name of the argument or field.
+        where: The public name of `owner` to print. If "", the name of `owner` in the code.
     """
     model, hints = _declared(owner)
     try:
@@ -94,7 +94,7 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
 
 @functools.cache
 def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return the options of `owner` as a pydantic model, and their annotations."""
+    """Return a pydantic model of the options of `owner`, and the annotations of the options."""
     hints = get_type_hints(owner, include_extras=True)
     hints.pop("return", None)
     fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
@@ -102,7 +102,7 @@ def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any
 
 
 def _accepted(hint: Any) -> str:
-    """Describe what `hint` allows."""
+    """Describe the values that the annotation `hint` allows, such as `an integer at least 1`."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _WORDS or not args:
         return _WORDS.get(hint) or _class_name(hint)

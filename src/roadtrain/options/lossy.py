@@ -1,6 +1,6 @@
 """The options that make training lossy or delayed: TopK, Downcast and Delay (Rule 2).
 
-Each value checks itself; placement/session_plan.py checks which can be combined.
+Each option checks its own values; placement/session_plan.py checks which options can be combined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pydantic import Field
 
 from roadtrain.options.check import PositiveInt, check_options
 
-NO_BOUND = 16  # steps whose gradients a server must be able to store without a bound (Rule 4)
+# number of steps whose gradients a server must be able to store if the delay has no bound (Rule 4)
+NO_BOUND = 16
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class Downcast:
 class Delay:
     """Let the parameters of a step lack some of the latest updates.
 
-    With 1 step, each step computes with the parameters from before the last update, which runs at
-    the same time. With more, each step computes with the newest parameters available, so a slow
-    worker does not immediately hold up the others, and runs are not reproducible.
+    If `steps` is 1, each step computes with the parameters from before the last update, which runs
+    at the same time. If `steps` is larger, each step computes with the newest parameters available.
+    A slow worker then does not immediately hold up other workers, but runs are not reproducible.
 
     Args:
-        steps: The largest number of missing updates. None: no bound except the 16 steps whose
-            gradients a server stores.
+        steps: The largest number of missing updates. If None, the only limit is that a server
+            stores the gradients of 16 steps.
 
     Raises:
         ConfigError: `steps` is less than 1.

@@ -1,10 +1,11 @@
 """Read and check the files that users write: jobs, clusters, plans and labs.
 
-A schema is a `Section`, or a `value` if code creates it too. Its fields are declared one per line,
-each with type, unit, limits and description; `docs/reference` is generated from them. `checked`
-builds one from a table. Every mistake raises a ConfigError that names the file, the key, the value
-and what is expected, or the nearest valid key. Text that looks like a number, and true or false,
-are never converted to a number. The keys themselves are defined elsewhere.
+A schema is a class derived from `Section`, or a class decorated with `value` if code creates its
+instances too. Each field of the class declares a key with its type, unit, limits and description;
+`docs/reference` is generated from these fields. `checked` builds an instance from a table. Every
+mistake raises a ConfigError that names the file and the key, and the value and the expected values,
+or the nearest valid key. Text that looks like a number, and true or false, are never converted to a
+number. The files with the keys are in other packages.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ RULES = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Section(BaseModel):
-    """A table of a file. The string below a field is its description."""
+    """A base class for a table of a file. The string below a field is the field's description."""
 
     model_config = RULES | {"frozen": True, "use_attribute_docstrings": True}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
 def value(kind: type[T]) -> type[T]:
-    """Turn `kind` into a frozen dataclass with the rules of a Section. Values that code creates are
-    checked too; an invalid one raises ConfigError."""
+    """Turn the class `kind` into a frozen dataclass that checks its fields as a Section does.
+    Instances that code creates are checked too; an invalid field raises ConfigError."""
     made: Any = dataclass(frozen=True, config=RULES)(kind)
     plain_init = made.__init__
 
     def __init__(self: T, *args: Any, **fields: Any) -> None:
         named = [*made.__pydantic_fields__][: len(args)]
         if len(named) < len(args) or fields.keys() & set(named):
-            raise TypeError(f"{kind.__name__}(): too many arguments, or one passed twice")
+            raise TypeError(f"{kind.__name__}(): too many arguments, or a repeated argument")
         fields |= zip(named, args)
         try:
             plain_init(self, **fields)
@@ -83,7 +84,7 @@ class _Refused(ValueError):
 
 
 def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `read` as a validator, so that its errors are reported with the key."""
+    """Wrap `read` as a pydantic validator, so that its errors are reported with the invalid key."""
 
     def validator(value: Any) -> Any:
         try:
@@ -106,8 +107,8 @@ def _read_unit(parse: Callable[[str], float]) -> BeforeValidator:
 
 
 def _write_unit(unit: str, scale: float = 1.0, decimals: int = 0) -> PlainSerializer:
-    """Print a number with its unit. `decimals`: of large numbers; small ones get more, so that they
-    are not rounded to 0."""
+    """Print a number with its unit. `decimals`: number of decimals of large numbers. Small numbers
+    have more decimals, so that they are not rounded to 0."""
 
     def write(number: float) -> str | int:
         digits = f"{number / scale:.{12 if number < 1e3 * scale else decimals}f}"
@@ -149,7 +150,7 @@ Texts = Annotated[list[str], BeforeValidator(_as_list)]  # a single text is acce
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read a TOML file. Raises ConfigError."""
+    """Read a TOML file. `what`: the kind of file, for error messages. Raises ConfigError."""
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as cause:
@@ -159,7 +160,8 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def checked(kind: type[T], tree: object, where: str = "") -> T:
-    """Build a `kind` from a table. `where`: the file, for error messages. Raises ConfigError."""
+    """Build an instance of `kind` from a table. `where`: name of the file in error messages. Raises
+    ConfigError."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as cause:
@@ -167,8 +169,8 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
 
 
 def as_tree(value: Any, **options: Any) -> dict[str, Any]:
-    """Convert `value` to a table from which it can be read. `options`: of pydantic's
-    `dump_python`."""
+    """Convert `value` to a table, from which `checked` reads an equal value. `options`: arguments
+    for pydantic's `dump_python`."""
     tree: dict[str, Any] = TypeAdapter(type(value)).dump_python(
         value, mode="json", exclude_none=True, **options
     )
@@ -176,12 +178,14 @@ def as_tree(value: Any, **options: Any) -> dict[str, Any]:
 
 
 def as_toml(value: Any, **options: Any) -> str:
-    """Convert `value` to TOML from which it can be read. `options`: of pydantic's `dump_python`."""
+    """Convert `value` to TOML, which can be read back as an equal value. `options`: arguments for
+    pydantic's `dump_python`."""
     return tomli_w.dumps(as_tree(value, **options))
 
 
 def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` with dotted keys set; None removes a key. Raises ConfigError."""
+    """Return a copy of `tree` in which the dotted keys of `overrides` are set; None removes a key.
+    Raises ConfigError."""
     out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
     for key, value in overrides.items():
         *path, last = key.split(".")
@@ -202,7 +206,7 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value for the tables of a file."""
+    """Return `tree` as dotted key -> value. Tables inside the tables of a file are values."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -213,7 +217,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the keys of a section as they are written in a file."""
+    """Return the keys of a section, as they are written in a file, with their fields."""
     fields: dict[str, FieldInfo] = (
         kind.__pydantic_fields__ if is_pydantic_dataclass(kind) else kind.model_fields
     )
@@ -225,8 +229,8 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def section_in(annotation: Any) -> Any:
-    """Return the section that a field holds directly, in a list or optionally; None if it holds
-    none."""
+    """Return the section that an annotation contains: the annotation itself, or its first argument
+    that contains a section (such as the item of a list). None if it contains no section."""
     if isinstance(annotation, type) and (
         is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):
@@ -236,7 +240,8 @@ def section_in(annotation: Any) -> Any:
 
 
 def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> ConfigError:
-    """Return the error for the first part of `path` that is not a key of its section."""
+    """Return an error for the first part of the key `path` that is not a key of its section. The
+    hint names the nearest valid key. `where`: name of the file in the message."""
     inside, before = kind, ""
     for part in path:
         keys = keys_of(inside) if inside is not None and isinstance(part, str) else {}
@@ -252,15 +257,14 @@ def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> Config
 
 
 def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
-    """Return the RoadtrainError that a `refusing` validator raised; None if it was another
-    error."""
+    """Return the RoadtrainError that a `refusing` validator raised; None for any other error."""
     refused = error.get("ctx", {}).get("error")
     return refused.error if isinstance(refused, _Refused) else None
 
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
-    """Return a ConfigError for the first mistake in `tree`, which is not a valid `kind`. An unknown
-    key is reported before a missing one."""
+    """Return a ConfigError for the first mistake in `tree`, from which no `kind` could be built. An
+    unknown key is reported before a missing key. `where`: name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:
@@ -288,8 +292,8 @@ def _at(where: str) -> str:
 
 
 def _follow(tree: Any, path: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the part of `path` that exists in `tree`, and the value there. Anything after it names
-    one of the types that a field accepts."""
+    """Return the beginning of `path` that exists in `tree`, and the value at its end. The rest of a
+    pydantic path is the name of one of the types that a field accepts."""
     through: list[int | str] = []
     for part in path:
         try:
