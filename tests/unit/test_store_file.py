@@ -353,7 +353,9 @@ def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "b" / "gen-1" / "ledger.0", "r+b") as file:
         file.seek(100)
         file.write(b"flip")
-    with pytest.raises(DamagedError, match=r"ledger.0: the record in it is damaged") as raised:
+    with pytest.raises(
+        DamagedError, match=r"ledger.0: the record in this file is damaged"
+    ) as raised:
         open_store(directories)
     assert "--new-store" not in str(raised.value)
 
