@@ -1,5 +1,5 @@
-"""connect_sums: sums the gradients of a data group by the summation service. Reducers of workers and
-of spare hosts add them. Spare hosts may be added and removed during training.
+"""connect_sums: sums the gradients of a data group by the summation service. Reducers of workers
+and of spare hosts add them. Spare hosts may be added and removed during training.
 
     gradient -> reducers (shares in protocol/shares.py) -> the whole sum
 

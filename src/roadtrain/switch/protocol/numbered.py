@@ -150,7 +150,7 @@ class NumberedSender:
         sent after it has arrived. Raises WireError for an acknowledgement of unsent numbers."""
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
-                f"{max(beat.ack, beat.end)} packets are acknowledged, but only {self.next} were sent",
+                f"{max(beat.ack, beat.end)} packets are acknowledged, {self.next} were sent",
                 hint="do both ends run the same job and version?",
             )
         last, self.beat = self.beat, combined(self.beat, beat)
