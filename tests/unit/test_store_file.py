@@ -303,7 +303,8 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
         store.close()
     # also where it was made
     with pytest.raises(
-        GoneError, match=r"directory 1 of the store's 2 .* none of the 1 that were named"
+        GoneError,
+        match=r"directory 1 of the store's 2 .* not among the 1 directories that were named",
     ):
         open_store([tmp_path / "hidden"])
 
