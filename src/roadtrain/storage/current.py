@@ -115,7 +115,7 @@ def current(directory: Path) -> Generation | None:
         )
     raise DamagedError(
         f"{directory / NAME} {why}; the directory has {[g.home.name for g in found] or 'nothing'}",
-        hint=f"restore {NAME} from a copy, or write the N of the gen-N to be used into it",
+        hint=f"write the N of the gen-N to be used into {NAME}, or restore it from a copy",
     )
 
 
