@@ -81,7 +81,7 @@ def test_a_host_that_vanishes(tmp_path):
             gaps = [b - a for one in rounds(tmp_path) for a, b in pairwise(one) if b > begin]
             assert max(gaps) < 5.5, max(gaps)  # 5 s and a round
             assert alone.run(["ip", "link", "set", "eth0", "up"]).wait(10) == 0
-            wait(lambda: said("sums from now on"), 60)
+            wait(lambda: said("begins to sum"), 60)
             (tmp_path / "stop").touch()
             assert [process.wait(30) for process in processes[1:]] == [0, 0]
     assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == ""

@@ -100,8 +100,8 @@ def test_an_older_copy_is_refused_and_gone_on_from_where_it_is_meant(
         copy.rename(host.directory)
     two.back(0, 1)
     error = refused(two, 6, run=run["run"], replicas=replicas)
-    assert "StaleError" in error and "in no server's history: they are at step 2" in error
-    assert "--new-store goes back to the step that they hold" in error, error
+    assert "StaleError" in error and "in no server's history; the newest step is 2" in error
+    assert "--new-store goes back to the step that the servers hold" in error, error
     same(two.train(6, new_store=True, **run), alone, 6)
     two.train(7, **run)
 

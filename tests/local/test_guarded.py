@@ -302,7 +302,9 @@ def test_workers_of_several_hosts_need_a_token(monkeypatch):
         ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):
-        with pytest.raises(ConfigError, match="worker 0 has a token_file, worker 1 has none"):
+        with pytest.raises(
+            ConfigError, match="worker 0 has token_file, but worker 1 has no token_file"
+        ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET, Tls(ca="x"))] * 2):
         with pytest.raises(ConfigError, match="tls without cert or ca"):

@@ -272,7 +272,7 @@ def test_a_snapshot_that_fails_ends_training_and_loses_nothing(writes, group, un
     assert any("files" in e and "needs" in e and "are free" in e for e in workers.errors()), (
         workers.errors()
     )
-    assert any("failed, the last one is of step" in host.log.read_text() for host in ours.hosts)
+    assert any("failed, the last snapshot has step" in host.log.read_text() for host in ours.hosts)
     ours.kill(lose=False)
     workers = ours.start(CASE, max(STEPS, newest(workers) + 2))
     assert workers.join() == [0, 0], workers.errors()

@@ -334,9 +334,13 @@ def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers
     end, workers = job(peers, switch, 2)
     free = switch.quota.free_slots
     greedy = peers(End(9, "greedy"))
-    with pytest.raises(BusyError, match=f"asks this switch for {free + 1} slots, {free} are free"):
+    with pytest.raises(
+        BusyError, match=f"asks this switch for {free + 1} slots, but only {free} are free"
+    ):
         greedy.register(address(switch), 2, slots=free + 1)
-    with pytest.raises(WireError, match=f"asks this switch for 65536 slots, {free} are free") as no:
+    with pytest.raises(
+        WireError, match=f"asks this switch for 65536 slots, but only {free} are free"
+    ) as no:
         greedy.register(address(switch), 2, slots=65536)
     assert not isinstance(no.value, BusyError), "it would be asked again for nothing"
     assert switch.quota.free_slots == free and len(switch.jobs) == 1
@@ -380,7 +384,7 @@ class Silent(Receiver):
         ({"first": 65535}, "sender number 65535 of the first child is too large"),
         ({"parent": (HOST, 0)}, ">= 1"),
         ({"parent": ("no such host.invalid", 5)}, "no such host"),
-        ({"port": 1}, "asks for port 1, this switch has"),
+        ({"port": 1}, "asks for port 1, but this switch has"),
         ({"session": 5}, "invalid greeting of a fan-in end"),
     ],
 )

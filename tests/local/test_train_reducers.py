@@ -101,7 +101,7 @@ def test_reducers_die_and_come_while_training_goes_on(tmp_path, token, plain):  
     assert losses(processes.spec.home) == plain
     lines = said(processes.spec)
     assert f"reducers: {one} ({listed}) sum gradients, and so do the workers" in lines
-    assert f"spare host {two} sums from now on" in lines
+    assert f"spare host {two} begins to sum" in lines
     assert re.search(f"# spare host {one} .*: not used any more", lines)
 
 
@@ -112,7 +112,7 @@ def test_reducers_alone_sum_and_a_run_goes_on_without_them(tmp_path, token, plai
         spec = spec_of(tmp_path, token, [where])
         spec.sums["reducers_alone"] = True
         assert start(replace(spec, steps=4)) == ["ended"] * 2
-    assert f"reducers: {where} sum gradients, workers only while there are none" in said(spec)
+    assert f"reducers: {where} sum gradients, workers only if there is no spare host" in said(spec)
     assert start(replace(spec, sums={})) == ["ended"] * 2
     assert (losses(tmp_path), resumed(tmp_path)) == (plain, [0, 4])
 

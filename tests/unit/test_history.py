@@ -62,7 +62,7 @@ def test_a_committed_step_is_not_gone_back_behind():
     assert (
         isinstance(found, Unclear)
         and "step 8" in found.why
-        and "held by server 1 (host1:7000), is missing" in found.why
+        and "the rest, on server 1 (host1:7000), is missing" in found.why
     )
 
 
@@ -141,7 +141,7 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
 
 def test_an_older_copy_is_refused_by_the_run():
     """All servers were put back to a copy that was made before the last session."""
-    with pytest.raises(StaleError, match="in no server's history: they are at step 8"):
+    with pytest.raises(StaleError, match="in no server's history; the newest step is 8"):
         histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(8, (A,))}).resume(
             Witness("b", "c", (0, 1))
         )

@@ -77,7 +77,7 @@ def test_one_slow_worker_holds_up_all_whatever_is_summed_where() -> None:
     ("workers", "spares"), [([], []), ([1.0, 0.0], []), ([1.0], [-1.0]), ([float("nan")], [])]
 )
 def test_rates_that_cannot_be(workers: list[float], spares: list[float]) -> None:
-    with pytest.raises(ConfigError, match="bytes a second"):
+    with pytest.raises(ConfigError, match="bytes/s"):
         optimum(workers, spares)
 
 

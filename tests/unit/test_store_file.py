@@ -303,7 +303,8 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
         store.close()
     # also where it was made
     with pytest.raises(
-        GoneError, match=r"directory 1 of the store's 2 .* none of the 1 that were named"
+        GoneError,
+        match=r"directory 1 of the store's 2 .* not among the 1 directories that were named",
     ):
         open_store([tmp_path / "hidden"])
 
@@ -353,7 +354,9 @@ def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "b" / "gen-1" / "ledger.0", "r+b") as file:
         file.seek(100)
         file.write(b"flip")
-    with pytest.raises(DamagedError, match=r"ledger.0: the record in it is damaged") as raised:
+    with pytest.raises(
+        DamagedError, match=r"ledger.0: the record in this file is damaged"
+    ) as raised:
         open_store(directories)
     assert "--new-store" not in str(raised.value)
 

@@ -165,7 +165,7 @@ def test_flipped_bits_beside_it(tmp_path: Path, name: str) -> None:
             )
         else:
             assert name != "store.json" and found.step == (1 if name == "ledger.0" else 2)
-            assert any("dropped" in note for note in found.notes)
+            assert any("torn record is ignored" in note for note in found.notes)
             found.close()
         assert (path.parent / "slot0.bin").stat().st_size == len(saved[path.parent / "slot0.bin"])
 
@@ -190,7 +190,7 @@ def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(
     before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
     flipped(path, 8 * 70)
     with pytest.raises(
-        DamagedError, match="step 1, of the record before, is no longer complete"
+        DamagedError, match="step 1, which the older record describes, is not complete"
     ) as error:
         opened(directories)
     assert "nothing was changed" in str(error.value)
@@ -217,7 +217,9 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
     tier.close()
     before = path.read_bytes()
     flipped(path, 8 * 70)
-    with pytest.raises(DamagedError, match="step 1, of the record before, is no longer complete"):
+    with pytest.raises(
+        DamagedError, match="step 1, which the older record describes, is not complete"
+    ):
         open_part(home)
     flipped(path, 8 * 70)
     assert path.read_bytes() == before
@@ -378,7 +380,8 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
     }
     for given in ([copy[0]], [copy[0], tmp_path / "nowhere"]):
         with pytest.raises(
-            GoneError, match=r"directory 1 of the store's 2 .* is none of the . that were named"
+            GoneError,
+            match=r"directory 1 of the store's 2 .* is not among the . directories that were named",
         ) as raised:
             open_store(given)
         assert "moved_from" in str(raised.value)

@@ -32,7 +32,7 @@ def test_quotas_count_tables_sockets_and_buffers() -> None:
         nbytes += 2 * (receive_nbytes + quota.send_nbytes)  # Linux doubles what is asked for
         assert nbytes < quota.used_nbytes <= 64 * MIB
     assert quota.used_slots == sum(taken) and len(taken) >= 3
-    with pytest.raises(BusyError, match="1 slots, 0 are free"):
+    with pytest.raises(BusyError, match="1 slots, but only 0 are free"):
         quota.take(1, 64, "another")
     for slots in taken:
         quota.give_back(slots, 64)
@@ -56,7 +56,7 @@ def test_sockets_hold_what_all_children_may_have_under_way() -> None:
 def test_what_is_refused_takes_nothing() -> None:
     quota = SlotQuota(8 * MIB)
     before = quota.used_nbytes, quota.free_slots
-    with pytest.raises(BudgetError, match=f"{before[1] + 1} slots, {before[1]} are free"):
+    with pytest.raises(BudgetError, match=f"{before[1] + 1} slots, but only {before[1]} are free"):
         quota.take(before[1] + 1, 64, "a job")
     assert (quota.used_nbytes, quota.free_slots) == before
     quota.take(before[1], 64, "a job")

@@ -1,13 +1,14 @@
 """Access to records by parameter name: read one parameter, fill chunks from a source, convert a
 store to other blocks, chunks, dtypes or directories.
 
-A *source* returns elements [start, stop) of one array of a parameter: "master" (fp32; a frozen
-parameter has its own dtype), a state array (fp32) or a state scalar (one float64). It returns None
-to keep the current values, which are zero in a new store. The weights part of a trainable chunk is
-cast from the master, so a conversion is exact. 16-bit floats are handled as uint16.
+A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
+is "master" (fp32; for a frozen parameter, its own dtype), a state array (fp32) or a state scalar
+(one float64). The source may return None instead: the record then keeps its current values, which
+are zero in a new store. The weights part of a trainable chunk is cast from the master, so a
+conversion is exact. Arrays of 16-bit floats have the dtype uint16.
 
-Needs memory for one record, and for a few more while converting. Does not know optimizers or file
-formats.
+Needs memory for one record, and for a few more records during a conversion. Does not know
+optimizers or file formats.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class RecordView:
         return (MASTER, *self.rule.arrays, *self.rule.scalars)
 
     def array(self, what: str) -> Array:
-        """Return all elements of an array; of a scalar, a column with one element per span."""
+        """Return all elements of an array. If `what` is a scalar, return a column with one element
+        per span."""
         numel, chunk = self.chunk.numel, self.chunk
         if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
@@ -66,13 +68,13 @@ class RecordView:
 
     @property
     def rows(self) -> Array:
-        """The scalars: float64 of shape [spans, scalars]."""
+        """The state scalars as a float64 array of shape [spans, scalars]."""
         shape = len(self.chunk.spans), len(self.rule.scalars)
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the part of an array that belongs to the chunk's span number `span`; of a scalar,
-        one element."""
+        """Return the elements of an array that belong to the chunk's span number `span`. If `what`
+        is a scalar, return one element."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
@@ -95,8 +97,8 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`, or only the part with the array `what`. An absent weights
-    part is cast from the master."""
+    """Read the newest record of `chunk`. If the array `what` is in the weights part, only that part
+    is read. An absent weights part is cast from the master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -111,23 +113,30 @@ def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
 
 
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
-    """Read one parameter's master, "weights" copy or state array, in its shape; a state scalar as a
-    float64 array of one element."""
+    """Read an array of one parameter.
+
+    Args:
+        what: "master", "weights", or the name of a state array or state scalar.
+
+    Returns:
+        An array in the shape of the parameter. A state scalar is a float64 array of one element.
+    """
     return gather_param(store.meta, name, what, partial(read_record, store, what=what))
 
 
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Do the same as `read_param` with the records that `record_of` returns."""
+    """Read an array of one parameter as `read_param` does, from the records that `record_of`
+    returns."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (WEIGHTS, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(
-            f"parameter {name!r} has no {what!r}; it has master, weights, {rule.arrays},"
-            f" {rule.scalars}"
+            f"parameter {name!r} has no array {what!r}; it has"
+            f" {', '.join(('master', 'weights', *rule.arrays, *rule.scalars))}"
         )
     out = _gather(meta, param, what, record_of, 0, param.numel)
     return out if what in rule.scalars and param.numel else out.reshape(param.shape)
@@ -136,7 +145,8 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """Do the same as `gather_param`, flat and chunk by chunk: yields (first element, values)."""
+    """Read an array of one parameter as `gather_param` does, but flat and chunk by chunk. Yields
+    (first element, values)."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -151,8 +161,9 @@ def _gather(
     start: int,
     stop: int,
 ) -> Array:
-    """Return elements [start, stop) of an array of `param`; of a scalar, one element."""
-    # with staleness, that part is one update behind
+    """Return elements [start, stop) of an array of `param`. If `what` is a scalar, return one
+    element."""
+    # with staleness, the weights part is one update behind the master
     late = meta.staleness and param.trainable and what == WEIGHTS
     out = np.empty(
         stop - start, NUMPY[param.dtype if what == WEIGHTS or not param.trainable else "fp32"]
@@ -187,10 +198,10 @@ def rewritten(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """Return a copy of `old` with changed records, as the contents of `step`.
+    """Replace `old` by a copy in which `change` has modified every record. Returns the copy.
 
-    It replaces `old`, which is closed and removed, or does nothing if this raises. Needs as much
-    free space again, else raises FullError.
+    The copy is committed at `step`, and `old` is closed and removed. If an error is raised, the
+    copy is removed and `old` is unchanged. Raises FullError if there is no room for the copy.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
@@ -203,8 +214,8 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Commit what the body writes into `new` as the contents of `step`, and replace the former
-    store. If anything fails, `new` is removed."""
+    """Commit the records that the body writes to `new` at `step`, and replace the former store by
+    `new`. If anything fails, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -214,8 +225,8 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
     """Whether the blocks, chunk size, dtypes, rules or directories of `old` differ from `meta`.
 
-    A different distribution of chunks over the same directories (because their rates were measured
-    again) does not matter.
+    Chunks that are distributed differently over the same directories do not count as a difference:
+    the distribution changes when the rates of the directories are measured again.
     """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
@@ -233,11 +244,11 @@ def convert(
 ) -> OpenedStore:
     """Convert `old` exactly, at the same step, to the blocks, chunks and rules of `meta`.
 
-    `old` is closed and removed once the new store is published. Until then, also after a kill, it
-    is the store that `open_store` opens. The model must be the same.
+    The model must be the same. `old` is closed and removed once the new store is published. If the
+    process is killed earlier, `open_store` opens `old`.
 
     Raises:
-        ForeignError: The parameters have other optimizer state.
+        ForeignError: The rules of `meta` need other optimizer state than `old` has.
         ConfigError: A frozen parameter would lose precision.
     """
     _check_convertible(old.meta, meta)
@@ -269,7 +280,7 @@ def _check_convertible(old: StoreMeta, new: StoreMeta) -> None:
 
 
 def _from_store(old: OpenedStore) -> Source:
-    """Return a source that reads old records and caches the last few."""
+    """Return a source that reads the records of `old`. The last few records are cached."""
     before = {p.name: p for p in old.table.params}
 
     @lru_cache(_KEPT)

@@ -1,13 +1,14 @@
-"""The current generation of a directory, and the removal of the others.
+"""The current generation of a directory, and the removal of all other generations.
 
 `CURRENT` contains the N of the current `gen-N`, with a checksum. A generation is complete once it
 has a record, because the first record is written after everything else. So if CURRENT is damaged,
-lost, or names a missing generation, the records determine the current one, and a note is returned.
+lost, or names a missing generation, the current generation is determined by the records, and a note
+is returned.
 
-Note "never delete what has trained": a generation is removed if it has no record. It is also
-removed if it and the current one are original and copy of each other (by a conversion or a refill)
-and it is at no later step, or is in RAM, where there is no room for both. All others that have a
-record are renamed and reported.
+Note "never delete what has trained": a generation without a record is removed. A conversion or a
+refill makes a copy of a generation; once the copy is the current generation, the original is
+removed if it is at no later step. Where there is no room for both (in RAM), it is removed in any
+case. All other generations that have a record are renamed and reported.
 
 Assumes that the directory is locked, or that nothing is written. Does not know how several
 directories make up a store.
@@ -43,10 +44,10 @@ class Generation:
 
     home: Path
     number: int
-    brief: Brief | None  # of its description; None if that is unreadable
-    step: int  # of its newest intact record; -1: none
+    brief: Brief | None  # basic fields of its description; None if the description is unreadable
+    step: int  # step of its newest intact record; -1 if there is none
     recorded: bool  # whether there is a record, intact or torn
-    note: str = ""  # why it is current, if CURRENT does not name it
+    note: str = ""  # why this generation is current although CURRENT does not name it
 
     @property
     def job(self) -> str | None:
@@ -54,11 +55,12 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """The job, and the number of the directory or server."""
+        """The job's id, and the index of this directory in a local store, or of the server whose
+        part this is in a store on servers. None if the description is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
-        """Whether both hold the same part of the same store."""
+        """Whether this generation and `other` hold the same part of the same store."""
         return self.part is not None and self.part == other.part
 
 
@@ -72,11 +74,12 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        None where CURRENT is missing or 0 (and, if it has no checksum, there is no record).
+        None if CURRENT is missing, or contains 0. A 0 without a checksum counts only if the
+        directory has no record.
 
     Raises:
         DamagedError: CURRENT is damaged, and the records do not determine the current generation.
-        GoneError: CURRENT names a generation that is missing, and there is no other.
+        GoneError: CURRENT names a missing generation, and no other generation has a record.
     """
     content = read_or_none(directory / NAME)
     if content is None:
@@ -112,7 +115,7 @@ def current(directory: Path) -> Generation | None:
         )
     raise DamagedError(
         f"{directory / NAME} {why}; the directory has {[g.home.name for g in found] or 'nothing'}",
-        hint="write the N of the gen-N to be used into it, or restore it from a copy",
+        hint=f"write the N of the gen-N to be used into {NAME}, or restore it from a copy",
     )
 
 
@@ -122,7 +125,7 @@ def switch(directory: Path, generation: int) -> None:
 
 
 def repair(directory: Path, generation: int) -> None:
-    """Write CURRENT if it does not name `generation` with a checksum, and make it durable."""
+    """Make CURRENT name `generation`, with a checksum, and make CURRENT durable."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -130,8 +133,14 @@ def repair(directory: Path, generation: int) -> None:
 
 
 def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
-    """Remove or rename all generations but `kept`, which is a copy of generation `copy_of`. See
-    Note "never delete what has trained". Returns reports of renames."""
+    """Remove or rename all generations except `kept` (Note "never delete what has trained").
+
+    Args:
+        copy_of: Number of the generation of which `kept` is a copy; 0 if it is no copy.
+
+    Returns:
+        A report of each rename.
+    """
     events = []
     for other in generations(directory):
         if other.home == kept.home:
@@ -149,7 +158,7 @@ def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
 
 
 def set_aside(generation: Generation) -> str:
-    """Rename a generation so that it is ignored but not deleted. Returns a report of it."""
+    """Rename a generation so that it is ignored but not deleted. Returns a report of the rename."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())
@@ -164,19 +173,26 @@ def set_aside(generation: Generation) -> str:
 
 
 def remove(home: Path) -> None:
-    """Delete a generation directory: the files that we make, then the directory if it is empty."""
+    """Delete the files that roadtrain makes in a generation directory, then the directory itself if
+    it is empty."""
     with typed_errors(home, "removing"):
         for name in (*FILES, "spill.bin"):
             (home / name).unlink(missing_ok=True)
         if home.is_dir() and not any(home.iterdir()):
             home.rmdir()
-            # durable before the replacement exists: a power cut cannot bring it back
+            # durable before the replacement exists, so a power cut cannot bring the directory back
             sync_directory(home.parent)
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """Parse CURRENT: (N, 0 for none; the damage, "" for none; whether its checksum is correct).
-    A file without a checksum was written by a person, as a hint suggests."""
+    """Parse the content of CURRENT.
+
+    A file without a checksum was written by a person, who followed a hint.
+
+    Returns:
+        The number in it (0 stands for no generation, -1 if the file is damaged); the damage, or "";
+        and whether its checksum is correct.
+    """
     if content.strip().isdigit():
         return int(content), "", False
     try:
@@ -193,7 +209,7 @@ def _inspect(directory: Path, number: int) -> Generation:
 
 
 def brief_of(home: Path) -> Brief | None:
-    """Read the basic fields of a generation's description; None where it is unreadable."""
+    """Read the basic fields of a generation's description. Returns None if it is unreadable."""
     try:
         return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:

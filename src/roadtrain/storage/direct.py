@@ -1,10 +1,9 @@
-"""DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT), if the
-file system supports it.
+"""DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT).
 
-Otherwise the file is used buffered, its pages are dropped after use, and `note` contains a warning
-for the caller to print. Views that are not page-aligned go through a private copy. OSErrors are
-converted to typed errors that name the file and the operation. Does not know chunks, slots or
-checksums.
+If the file system does not support direct I/O, the file is read and written through the page cache,
+its pages are dropped after use, and `note` contains a warning for the caller to print. Views that
+are not page-aligned are copied to or from an aligned buffer. OSErrors are converted to typed errors
+that name the file and the operation. Does not know chunks, slots or checksums.
 """
 
 from __future__ import annotations
@@ -33,8 +32,13 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Convert an OSError in the body to FullError, GoneError or StoreError, with a message about
-    `doing` with `nbytes` of `path`."""
+    """Convert an OSError in the body to FullError, GoneError or StoreError.
+
+    Args:
+        path: The file, named in the message.
+        doing: The operation, named in the message, such as "reading".
+        nbytes: Number of bytes that the operation writes; 0 if it writes none or few.
+    """
     try:
         yield
     except OSError as error:
@@ -55,8 +59,8 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
-    """Return the error for a full device. `nbytes` 0: only a name or a size was being written,
-    which takes at most one block."""
+    """Return the error for a full device. If `nbytes` is 0, the operation writes only a name or a
+    size, which needs at most one block."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
@@ -71,7 +75,7 @@ def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """Read a file; None where it does not exist."""
+    """Read a file. Returns None if it does not exist."""
     with typed_errors(path, "reading"):
         try:
             return path.read_bytes()
@@ -80,7 +84,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """Write a new file from `pieces`. Its content is then durable, its name is not."""
+    """Write a new file from `pieces`. On return its content is durable, but its name is not."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -101,8 +105,8 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def replace_file(path: Path, content: bytes, doing: str) -> None:
-    """Replace the content of `path` atomically: after a crash it has the old or the new content.
-    The new one is durable on return."""
+    """Replace the content of `path` atomically: after a crash the file has the old or the new
+    content. On return the new content is durable."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         write_file(temporary, [content], doing)
@@ -116,7 +120,7 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """Return the nearest existing directory."""
+    """Return `directory`, or if it does not exist, the nearest parent that exists."""
     return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
 
 
@@ -148,8 +152,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that files can be created in a directory, which may not exist yet. Changes nothing.
-    Raises ConfigError."""
+    """Check that files can be created in a directory. The directory may not exist yet. Changes
+    nothing. Raises ConfigError."""
     path = directory.absolute()
     there = next(path for path in (path, *path.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -164,7 +168,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Check that a file can be written, in an existing directory. Changes nothing. Raises
+    """Check that a file can be written and that its directory exists. Changes nothing. Raises
     ConfigError."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
@@ -180,8 +184,12 @@ def _kind(path: Path) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory durably, with its parents. Raises ConfigError where a file is in the way
-    or writing is not permitted, or StoreError."""
+    """Create a directory durably, with its parents.
+
+    Raises:
+        ConfigError: A file is in the way, or writing is not permitted.
+        StoreError: Creating failed for another reason.
+    """
     check_directory(directory)
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     with typed_errors(directory, "making the directory"):
@@ -191,7 +199,7 @@ def make_directory(directory: Path) -> None:
 
 
 class DirectFile:
-    """An open file; with `create`, a new one with that many bytes allocated."""
+    """An open file. If `create` is given, the file is new, and so many bytes are allocated."""
 
     def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
         self.path, self.note = path, ""
@@ -201,11 +209,11 @@ class DirectFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
         self.fd = -1
         try:
-            # not opened with O_DIRECT: if that is refused, the created file would stay behind and
-            # the second attempt would fail
+            # O_DIRECT is set later: an `open` that refuses it would leave the created file behind,
+            # and a second attempt would fail
             self.fd = os.open(path, flags, 0o600)
             if create:
-                for start in range(0, create, PIECE):  # others can see the progress from its size
+                for start in range(0, create, PIECE):  # so that the file's size shows the progress
                     os.posix_fallocate(self.fd, start, min(PIECE, create - start))
                 os.fsync(self.fd)  # makes the size durable
             if self._direct:
@@ -241,7 +249,7 @@ class DirectFile:
         self._transfer(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
-        """Make all writes that have returned durable."""
+        """Make durable all writes that have returned."""
         with self._lock:
             nbytes = self._unsynced
         with typed_errors(self.path, f"fdatasync {when}", nbytes):
@@ -261,7 +269,8 @@ class DirectFile:
         self.fd = -1
 
     def _on_page(self, view: memoryview) -> memoryview:
-        """Return `view` if direct I/O can use it, else an aligned buffer of the same size."""
+        """Return `view` if direct I/O can use it. Otherwise return an aligned buffer of the same
+        size, without the content of `view`."""
         if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
             return view
         return Buffer(len(view)).view[: len(view)]
@@ -278,7 +287,7 @@ class DirectFile:
                     continue
                 raise _typed(error, self.path, doing, len(view)) from error
             if direct and done + n < len(view):
-                n -= n % PAGE  # a short transfer is continued at a page boundary
+                n -= n % PAGE  # so that a short transfer is continued at a page boundary
             if n == 0:
                 raise DamagedError(
                     f"{self.path}: truncated: {doing} needs bytes {offset} to"
@@ -290,7 +299,7 @@ class DirectFile:
         with self._lock:
             self._set_direct(False)
             self.note = (
-                f"{self.path.parent}: no direct I/O on this file system, buffered I/O is used"
+                f"{self.path.parent}: no direct I/O on this file system, so buffered I/O is used"
             )
 
     def _set_direct(self, direct: bool) -> None:

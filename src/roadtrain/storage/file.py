@@ -1,13 +1,14 @@
 """FileTier: one directory's records in two slot files, with direct I/O, checksums and one commit
 record per step.
 
-Note "two slots": both files have the same offsets. A part is written into the slot that does not
-hold its committed bytes, and the ledger record of a step names the slot of each part. So the last
-committed step is complete until the next step is written, and during it.
-Frozen chunks come last and exist in slot 0 only.
+Note "two slots": a chunk has the same offset in both slot files. A part is written into the slot
+that does not hold its committed bytes, and the ledger record of a step names the slot of each part.
+So the last committed step stays complete while the next step is written. Frozen chunks come last
+and exist in slot 0 only.
 
-Assumes the rules of storage/tier.py, and one process per directory (the ledger's lock). Does not
-decide when to commit, or know the other directories (storage/generation.py does).
+Assumes the rules of storage/tier.py, and that one process uses the directory (the ledger's lock
+enforces this). Does not decide when to commit, or know the store's other directories
+(storage/generation.py does).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    row: int  # in the ledger
+    """The place of a chunk in the files of a tier."""
+
+    row: int  # index of its row in a ledger record
     offset: int  # in both slot files
     record: Record
     frozen: bool
@@ -45,14 +48,21 @@ class ChunkPlace:
 
 
 class FileTier:
-    """One generation directory, at the record of exactly `step`, or at the newest one.
+    """The records of one generation directory, opened at a step.
 
-    With `create`, makes empty files of the full size. `note` should be reported once. Without
-    `settle`, nothing is written before settle() is called. Raises FullError, GoneError,
-    DamagedError or ForeignError.
+    The caller should report `note` once. storage/snapshot.py sets three callbacks to copy committed
+    data: `on_write` is called before a chunk is written, `on_prepare` before a step is prepared,
+    and `on_commit` after a step is committed.
 
-    storage/snapshot.py sets `on_write`, `on_prepare` and `on_commit` to copy committed data; they
-    are called before a chunk is written, before a step is prepared and after its commit.
+    Args:
+        step: The step whose record is loaded. None stands for the newest record.
+        direct: Whether to use direct I/O.
+        create: Whether to create empty files of the full size.
+        settle: Whether to settle the ledger at once. If False, nothing is written before settle()
+            is called.
+
+    Raises:
+        StoreError: FullError, GoneError, DamagedError or ForeignError, with the file's name.
     """
 
     def __init__(
@@ -71,9 +81,9 @@ class FileTier:
         self._spill: DirectFile | None = None
         # (chunk, spill slot) -> bytes written, their checksum
         self._spill_sums = dict[tuple[int, int], tuple[int, int]]()
-        self.spill_workers = 1  # the spill file has room for so many gradients per chunk
+        self.spill_workers = 1  # number of gradients per chunk for which the spill file has room
         self._lock = threading.Lock()  # guards the creation of the spill file
-        # the newest rows; chunks of _written differ from the last commit
+        # the newest rows; the rows of chunks in _written differ from the last commit
         self._now: Rows = np.zeros(len(self._places), ROW)
         self._now["chunk"] = list(self._places)
         # so that the first write of each chunk goes to slot 0
@@ -81,9 +91,9 @@ class FileTier:
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
-        self.found: tuple[int, ...] = ()  # steps that had records when it was opened
+        self.found: tuple[int, ...] = ()  # steps that had records when the tier was opened
         self.events: list[str] = []  # reports of what opening has done to the directory
-        self.locks = Locks()  # held until it is closed
+        self.locks = Locks()  # held until the tier is closed
         self.on_write: Callable[[int], None] = lambda chunk: None
         self.on_prepare: Callable[[int], None] = lambda step: None
         self.on_commit: Callable[[int], None] = lambda step: None
@@ -95,7 +105,7 @@ class FileTier:
                 path, size = directory / name, nbytes if create else None
                 self._slots.append(DirectFile(path, direct=direct, create=size))
                 if (held := self._slots[-1].nbytes) < nbytes:
-                    raise DamagedError(f"{path}: truncated: {held} bytes, but {nbytes} are needed")
+                    raise DamagedError(f"{path}: truncated to {held} bytes, {nbytes} are needed")
             if create:
                 sync_directory(directory)
             else:
@@ -107,7 +117,7 @@ class FileTier:
 
     @property
     def entry(self) -> LedgerEntry:
-        """The last committed record. It is not modified later."""
+        """The last committed record. The object is not modified later."""
         return self.ledger.entry
 
     @property
@@ -125,7 +135,7 @@ class FileTier:
         return "; ".join(dict.fromkeys(lines))
 
     def check_all(self) -> None:
-        """Read every chunk of the newest step and check it. Raises DamagedError."""
+        """Read every chunk of the newest step and verify its checksums. Raises DamagedError."""
         most = max((place.record.nbytes for place in self._places.values()), default=0)
         buffer = Buffer(most).view
         for chunk, place in self._places.items():
@@ -136,13 +146,14 @@ class FileTier:
                     self.read(chunk, part, buffer[: stop - start])
 
     def settle(self) -> None:
-        """Make the loaded record durable and erase uncommitted ones, before the first write."""
+        """Make the loaded record durable and erase uncommitted records. Must be called before the
+        first write."""
         # the description may have been read before its name was durable
         sync_directory(self.directory)
         self.ledger.settle()
 
     def written_in(self, chunk: int) -> int:
-        """Return the step that wrote `chunk` last."""
+        """Return the last step that wrote `chunk`."""
         return int(self._now[self._places[chunk].row]["step"])
 
     def has_weights(self, chunk: int) -> bool:
@@ -157,8 +168,14 @@ class FileTier:
         check: bool = True,
         rows: Rows | None = None,
     ) -> None:
-        """Read a part. Without `check` the caller must check it before using it. `rows` selects an
-        older step instead of the newest."""
+        """Read a part of a chunk's record.
+
+        Args:
+            into: Destination, of the padded size of the part.
+            check: Whether to verify the checksums. If False, the caller must call `check_sums`
+                before it uses the data.
+            rows: Rows of the ledger record to read by; None stands for the newest rows.
+        """
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
         start, stop = part_range(place.record, part)
@@ -172,7 +189,8 @@ class FileTier:
             self.check_sums(chunk, part, into, rows)
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
-        """Copy a chunk, as described by `rows` and checked, into tier `to`. Returns its bytes."""
+        """Copy the record of a chunk that `rows` describes into tier `to`, and verify its
+        checksums. Returns the number of bytes copied."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
@@ -182,19 +200,20 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Raise DamagedError where `data` does not match the checksums of its part."""
+        """Raise DamagedError if `data` does not match the checksums of the part `part`."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
                 raise DamagedError(
-                    f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: its {p} part does not"
-                    f" match its checksum, written at step {row['step']}, last committed step"
-                    f" {self.step}",
+                    f"{self._slots[row[f'{p}_slot']].path}: chunk {chunk}: the {p} part that was"
+                    f" written at step {row['step']} does not match its checksum (the last"
+                    f" committed step is {self.step})",
                     hint="restore the store from a copy; the disk may be failing",
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums for `write`; cheapest while `data` is still in the CPU cache."""
+        """Compute the checksums that `write` takes. This is cheapest while `data` is still in the
+        CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -216,8 +235,8 @@ class FileTier:
         )
         base = self.ledger.entry.rows[place.row]
         assert not (place.frozen and base["weights_sum"]), f"chunk {chunk} is frozen"
-        # an absent weights part may go to either slot: beside the state part, so that both can be
-        # read at once
+        # a weights part that is absent may go to either slot; it is put beside the state part, so
+        # that one read gets both parts
         slots = {
             p: 1 - int(base[f"{p}_slot" if base["weights_sum"] else "state_slot"]) for p in parts
         }
@@ -234,8 +253,8 @@ class FileTier:
             row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """Make a step durable. `steps` overrides the step that last wrote each chunk, where the
-        data was copied from elsewhere."""
+        """Make a step durable. If the data was copied from another tier, `steps` gives the step
+        that last wrote each chunk there."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (
@@ -259,14 +278,15 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Write scratch data of a chunk (a worker's gradient), which is not durable. Raises
-        FullError at the first call; `spill_slot` must be below `spill_workers`."""
+        """Write scratch data of a chunk (a worker's gradient), which is not durable. `spill_slot`
+        must be below `spill_workers`. The first call allocates the spill file, and raises FullError
+        if there is no room for the file."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
     def spill_read(self, chunk: int, into: memoryview, spill_slot: int = 0) -> None:
-        """Read what was last written; bytes beyond it are undefined. Raises DamagedError where it
-        does not match its checksum."""
+        """Read the scratch data that was last written for a chunk. Bytes of `into` beyond this data
+        are undefined. Raises DamagedError if the data does not match its checksum."""
         offset, what = self._spilled(chunk, into, spill_slot)
         file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, spill_slot]
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
@@ -276,7 +296,8 @@ class FileTier:
             raise DamagedError(f"{file.path}: {what} does not match its checksum", hint=hint)
 
     def _spilled(self, chunk: int, view: memoryview, spill_slot: int) -> tuple[int, str]:
-        """Return the offset in the spill file, and a description for messages."""
+        """Return the offset of a chunk's scratch data in the spill file, and a description of the
+        data for messages."""
         place = self._places[chunk]
         assert len(view) <= place.spill_nbytes, (chunk, len(view), place.spill_nbytes)
         what = f"the spilled gradient of chunk {chunk} after step {self.step}"
@@ -324,8 +345,8 @@ class FileTier:
 
 
 def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
-    """Lay out chunks, trainable ones first. Returns their places, and the bytes of slot 0, slot 1
-    and the spill file."""
+    """Lay out the chunks, trainable chunks first. Returns their places, and the sizes of slot 0,
+    slot 1 and the spill file in bytes."""
     records = meta.owned(meta.index)
     chunks = sorted((meta.table.chunks[c] for c in records), key=lambda c: not c.trainable)
     places: dict[int, ChunkPlace] = {}
@@ -339,14 +360,14 @@ def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, in
 
 
 def _parts(place: ChunkPlace, part: str) -> list[str]:
-    """Return the parts that `part` consists of and that have bytes."""
+    """Return those of "weights" and "state" that `part` includes and that are not empty."""
     parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
     return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 
 
 def _extents(place: ChunkPlace, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
-    """Return (slot, first byte, last byte) inside the record: a single extent if both parts lie
-    side by side in one slot."""
+    """Return the byte ranges to read or write: (slot, first byte in the record, byte after the
+    last). If both parts are in one slot, they form a single range."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]
     if len(out) == 2 and out[0][0] == out[1][0]:
         return [(out[0][0], out[0][1], out[1][2])]

@@ -1,14 +1,14 @@
-"""OpenedStore: all directories of a store together; open_store, create_store. And one server's part
-of a store that is spread over hosts: open_part, create_part, publish_part.
+"""OpenedStore: all directories of a store together (open_store, create_store). For a store that is
+spread over hosts, open_part, create_part and publish_part handle the part of one server.
 
 A store lies in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names the current N
 (storage/current.py). A generation that was not finished (the process was killed while creating or
-converting it) is removed. A step is committed by directory 0's record, which is written after those
-of all others.
+converting it) is removed. A step is committed by the record of directory 0, which is written after
+the records of all other directories.
 
-Only directories that the caller names are read, written or cleaned, each under a lock until
-`close`. The locations at creation are recorded in the store for messages only. Deletes only files
-that it has made.
+Only directories that the caller names are read, written or cleaned, each under a lock that is held
+until `close`. The store also records where its directories were created, for messages only. No
+files are deleted except those that roadtrain has made.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Accept = Callable[[str, int, str], None]
 
 @dataclass
 class OpenedStore:
-    """A store with tier i in directory i. `step` is -1 before the first commit."""
+    """An open store: tier i is in directory i. `step` is -1 before the first commit."""
 
     directories: tuple[Path, ...]
     meta: StoreMeta  # of directory 0
     tiers: list[FileTier]
-    former: OpenedStore | None = None  # replaced by `publish`; owns the locks until then
+    former: OpenedStore | None = None  # to be replaced by `publish`; owns the locks until then
     locks: Locks = field(default_factory=Locks)
     # reports of what opening has done to the directories
     events: list[str] = field(default_factory=list)
@@ -78,16 +78,17 @@ class OpenedStore:
 
     @property
     def session(self) -> str:
-        """The identity of the session that trained the store's step, or of the one begun here;
-        "" if unknown. See storage/ledger.py, Note "sessions"."""
+        """The id of the session that trained the store's step, or of the session that was begun on
+        this object. "" if unknown. See storage/ledger.py, Note "sessions"."""
         session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Name a new session in every record from now on. Writes nothing.
+        """Begin a new session, which every record written later names. Writes nothing.
 
         Returns:
-            A witness for the run directory, valid whether or not the new session commits a step.
+            A witness for the run directory. It is valid whether or not the new session commits a
+            step.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -101,14 +102,16 @@ class OpenedStore:
         return self.tiers[self.meta.owners[chunk]]
 
     def commit(self, step: int, blob: bytes) -> None:
-        """Commit what was written, all or nothing. Directory 0, the last one, is the commit."""
+        """Commit the pending writes of all directories, all or nothing. The record of directory 0
+        is written last, and is the commit."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
             tier.committed(step)
 
     def publish(self) -> None:
-        """Make this generation the current one, and remove the former. Needs a commit."""
+        """Make this generation the current one, and remove the former one. This generation must
+        have a committed step."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -174,7 +177,7 @@ def create_store(
         with undone_on_error(store.discard):
             for index, path in enumerate(paths):
                 store.tiers.append(_create(path, replace(meta, index=index), direct))
-            if former is not None:  # it holds the same values
+            if former is not None:  # `former` holds the same values
                 store._name_session(former.tiers[0].ledger.session)
     return store
 
@@ -197,25 +200,25 @@ def open_store(
     direct: bool = True,
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the current store in `directories` and `also`, whichever of them hold its parts.
+    """Open the current store whose parts are in `directories` or `also`.
 
     Args:
         directories: The directories of the store, in any order.
         also: Directories that the store may have been in before.
         direct: Whether to use direct I/O.
         accept: Called with the store's job, step and session ("", -1 and "" if there is no store)
-            before anything is written or removed. Raises to refuse that store.
+            before anything is written or removed. An error that it raises refuses the store.
 
     Returns:
-        The store, locked, or None if there is none.
+        The store, whose directories are locked, or None if there is no store.
 
     Raises:
         GoneError: A directory of the store is missing.
         ForeignError: The directories hold different stores.
-        ForkedError: They hold copies of one store that were trained separately.
-        StaleError: One of them is an older copy.
+        ForkedError: The directories hold copies of one store that were trained separately.
+        StaleError: One of the directories holds an older copy.
         DamagedError: A description or the newest record is damaged.
-        StoreError: Another process has it open.
+        StoreError: Another process has the store open.
     """
     named = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
     for path in named:
@@ -231,13 +234,13 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """Raise DamagedError where the store would be opened at the step before a damaged record, but
-    the data of that step is not complete.
+    """If the newest record is damaged, check that the data of the older record is complete.
 
-    A torn record belongs to a step that was never committed, so the step before it is complete.
-    But if a committed record was damaged later, the next step may have overwritten data of the
-    older record. Nothing is written then, so that the record can still be repaired. The check
-    reads the whole store, but only if a record is damaged.
+    A record that was torn by a crash belongs to a step that was never committed, so the step before
+    it is complete. But if a committed record was damaged later, the step after it may have
+    overwritten data of the older record. In this case DamagedError is raised and nothing is
+    written, so that the damaged record can still be repaired. The check reads the whole store, but
+    only if a record is damaged.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -247,8 +250,8 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
             tier.check_all()
     except DamagedError as error:
         raise DamagedError(
-            f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before,"
-            f" is no longer complete: {error}".partition("\nhint:")[0],
+            f"{damaged[0]}: the record in this file is damaged, and step {tiers[0].step}, which the"
+            f" older record describes, is not complete any more: {error}".partition("\nhint:")[0],
             hint=(
                 f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the"
                 " disk may be failing"
@@ -277,14 +280,14 @@ def _open(named: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
         _check_accepted(store, accept)
         _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
-        for tier in store.tiers:  # directory 0 first, since its record is the commit
+        for tier in store.tiers:  # directory 0 first, because its record is the commit
             tier.settle()
         store.events += _clean(named, store)
     return store
 
 
 def _check_sessions(store: OpenedStore) -> None:
-    """Raise ForkedError where two directories hold the same step of different sessions."""
+    """Raise ForkedError if two directories hold the same step of different sessions."""
     first = store.tiers[0].ledger.session
     for path, tier in zip(store.directories, store.tiers):
         if (session := tier.ledger.session) != first:
@@ -293,15 +296,15 @@ def _check_sessions(store: OpenedStore) -> None:
                 f" were trained separately: {first or '(unknown)'};"
                 f" {session or '(unknown)'}",
                 hint=(
-                    "nothing was changed: they belong to two copies of one store; name directories"
-                    " that were trained together"
+                    "nothing was changed: the directories belong to two copies of one store; name"
+                    " directories that were trained together"
                 ),
             )
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Raise the error of `accept`, or DamagedError if the store is only behind because its newest
-    record is damaged."""
+    """Call `accept` and pass on its error. If `accept` refuses the store as too old, and the reason
+    is that the newest record is damaged, raise DamagedError instead."""
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
@@ -309,12 +312,12 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
         if not damaged:
             raise
         raise DamagedError(
-            f"{damaged[0]}: the newest record is damaged, and the one before it has step"
+            f"{damaged[0]}: the newest record is damaged, and the older record has step"
             f" {store.step}: {error}".partition("\nhint:")[0],
             hint=(
                 f"nothing was changed: restore {' and '.join(damaged)} from a copy, the disk may be"
                 f" failing; without a copy, --new-store (run.new_store) goes back to step"
-                f" {store.step} and repeats the steps after it"
+                f" {store.step} and repeats the later steps"
             ),
         ) from error
 
@@ -322,9 +325,15 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
 def open_part(
     directory: str | Path, step: int | None = None, *, direct: bool = True, read_only: bool = False
 ) -> FileTier | None:
-    """Open a server's part of a store that is spread over hosts, at `step` or the newest one.
+    """Open a server's part of a store that is spread over hosts.
 
-    Returns None where there is none. With `read_only` nothing is written, removed or locked.
+    Args:
+        step: The step at which to open the part. None stands for the newest step.
+        direct: Whether to use direct I/O.
+        read_only: Whether to write, remove and lock nothing.
+
+    Returns:
+        The part, or None if there is no part in `directory`.
     """
     path = Path(directory).absolute()
     locks = Locks(() if read_only else [path])
@@ -358,13 +367,18 @@ def create_part(
 ) -> FileTier:
     """Create empty files for the chunks of server `meta.index`.
 
-    The existing part stays the current one until `publish_part` (with `anew`, there is none), and
-    both need room on the disk; in RAM, if there is too little, the old one is removed first. A
-    replaced part is removed later; with `keep` it is renamed, whatever its step.
+    An existing part at step 0, or of the same server, is replaced: it stays the current part until
+    `publish_part` is called. Until then both parts need room on the disk. If there is too little
+    room in RAM, the existing part is removed first.
+
+    Args:
+        direct: Whether to use direct I/O.
+        anew: Whether no part is the current one until `publish_part` is called.
+        keep: Whether `publish_part` renames the existing part in any case. If False, it removes the
+            existing part, unless that part is at a later step.
 
     Raises:
-        ForeignError: Another part that has trained is there. A part of this server (which missed
-            steps of its replicas) or one at step 0 (never finished elsewhere) is replaced.
+        ForeignError: The directory holds a trained part of another job or server.
     """
     path = Path(directory).absolute()
     make_directory(path)
@@ -394,8 +408,8 @@ def create_part(
             (path / NAME).unlink(missing_ok=True)
             remove(old.home)
             events.append(
-                f"{path}: no room in RAM for two copies: that of step {old.step} was removed to"
-                " make the new one"
+                f"{path}: no room in RAM for two copies: the copy of step {old.step} was removed to"
+                " make room for the new copy"
             )
             tier = _create(path, meta, direct)
     tier.locks = locks
@@ -404,8 +418,9 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """Make the part that `create_part` has made the current one, after its first commit. The
-    replaced part is removed, or renamed if it is at a later step; returns reports of that."""
+    """Make the part that `create_part` created the current part. The new part must have a committed
+    step. The part that it replaces is removed, or renamed if it is at a later step. Returns a
+    report of each rename."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -414,7 +429,8 @@ def publish_part(directory: str | Path) -> list[str]:
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
-    """Create empty files for the chunks of directory `meta.index`, and their description."""
+    """Create the description of a store, and empty files for the chunks of directory
+    `meta.index`."""
     home = path / f"gen-{meta.generation}"
     with undone_on_error(lambda: remove(home)):
         make_directory(home)
@@ -423,8 +439,8 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
 
 
 def _current_part(path: Path) -> Generation | None:
-    """Return the current generation of a server's directory; without CURRENT, the newest one that
-    has a record. Raises DamagedError."""
+    """Return the current generation of a server's directory. If there is no CURRENT, return the
+    newest generation that has a record. Raises DamagedError."""
     if (path / NAME).exists():
         return current(path)
     whole = [g for g in generations(path) if g.step >= 0]
@@ -441,15 +457,18 @@ def _current_part(path: Path) -> Generation | None:
 
 
 def _unnamed(found: Generation) -> Generation:
-    """Add a note that there is no CURRENT that names it."""
+    """Return `found` with the note that it is used although there is no CURRENT."""
     home = found.home
     note = f"{home.parent}: there is no {NAME}; {home.name}, at step {found.step}, is used"
     return replace(found, note=note)
 
 
 def _roots(named: Iterable[Path]) -> list[Generation]:
-    """Return first directories with a record where no CURRENT exists (lost, or a kill before it was
-    written). All other directories have their records by then."""
+    """Return the generations whose directory 0 has a record but no CURRENT.
+
+    CURRENT was lost, or the process was killed before it was written. Directory 0 gets its record
+    last, so the other directories of such a generation have their records.
+    """
     found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
 
@@ -460,13 +479,13 @@ def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
     for path in named:
         if not (path / name).is_dir():
             continue
-        # load() raises the error of a damaged description
+        # if the description is damaged, load() raises the error
         if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:
             return path
     seen = [f"{path} {_describe(path)}" for path in named if not (path / name).is_dir()]
     raise GoneError(
-        f"directory {index} of the store's {len(meta.directories)} (created as"
-        f" {meta.directories[index]}) is none of the {len(named)} that were named"
+        f"directory {index} of the store's {len(meta.directories)} directories (created as"
+        f" {meta.directories[index]}) is not among the {len(named)} directories that were named"
         + "".join(f"; {what}" for what in seen),
         hint=(
             "nothing was changed: mount its disk, or name its new location in `store`; to move the"
@@ -479,11 +498,11 @@ def _describe(path: Path) -> str:
     """Describe a directory that holds no part of the store, for a message."""
     if not path.is_dir():
         return "does not exist" if not path.exists() else "is not a directory"
-    return "holds no part of it" if any(path.iterdir()) else "is empty"
+    return "holds no part of the store" if any(path.iterdir()) else "is empty"
 
 
 def _check_jobs(named: Iterable[Path], meta: StoreMeta) -> None:
-    """Raise ForeignError where one of the directories has records of another job."""
+    """Raise ForeignError if one of the directories has records of another job."""
     for generation in _all(named):
         counts = generation.recorded or generation.number == meta.generation
         if counts and generation.job not in (None, meta.job):
@@ -499,21 +518,22 @@ def _all(named: Iterable[Path]) -> list[Generation]:
 
 
 def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
-    """Remove or rename all other generations in the directories. Returns reports of renames."""
+    """Remove or rename all generations in the directories except that of `store`. Returns a report
+    of each rename."""
     events, meta = [], store.meta
     for path in named:
         home = path if path in store.directories else store.directories[0]
         kept = next(g for g in generations(home) if g.number == meta.generation)
         events += clear(path, kept, meta.copy_of)
         if path != store.directories[0] and (path / NAME).exists():
-            (path / NAME).unlink()  # of a generation that was replaced
+            (path / NAME).unlink()  # it names a generation that was replaced
             sync_directory(path)
     return events
 
 
 def _check_unfinished(named: Iterable[Path]) -> None:
-    """Raise GoneError for a generation that may have trained, but whose first directory is not
-    named."""
+    """Raise GoneError if there is a generation that may have trained, but its directory 0 is not
+    among the named directories."""
     found = _all(named)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
@@ -527,10 +547,10 @@ def _check_unfinished(named: Iterable[Path]) -> None:
 
 
 def _remove_unfinished(named: Iterable[Path]) -> None:
-    """Remove generations that were never finished, where there is no current one.
+    """Remove generations that were never finished. Called only if there is no current generation.
 
-    First directories are removed last, because a directory at step 0 without them may have trained
-    (`_check_unfinished`).
+    Directory 0 of each generation is removed last: without it, another directory at step 0 looks as
+    if it may have trained (`_check_unfinished`).
     """
     for generation in sorted(_all(named), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:

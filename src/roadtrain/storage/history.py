@@ -1,26 +1,28 @@
-"""History: the sessions that have trained a store, and whether training may continue from what the
-servers hold. Pure: no I/O.
+"""History: the sessions that have trained a store on servers. Decides whether training may continue
+from the steps that the servers hold. Pure: no I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
-takes part stores the link durably before the session's first commit, and a step is committed only
-when all of them hold it. Two rules follow:
+takes part in the session stores the link durably before the session's first commit, and a step is
+committed only when all these servers hold the step. Two rules follow:
 
-Note "empty links": a link has no step if a server that took part in it holds no step after it, or
-if a server that should have taken part never stored it. Such links at the end of a history are
-ignored.
+Note "empty links": a link is empty if its session has trained no step. This is certain if a server
+that took part in the session holds no step of the session, or if a server that should have taken
+part never stored the link. Empty links at the end of a history are ignored.
 
 Note "forked": of two histories without empty links, one must be a prefix of the other. Otherwise
-both were trained from the same step separately, and a start that sees both is refused, because it
-cannot tell which one is wanted.
+the two servers were trained separately from the same step. A start that sees both histories is
+refused, because it cannot tell which one the user wants.
 
-Note "who may hold more": a later step than those found can only have been made with a server that
-took part in the last link. So a start is safe if all of these have answered. With three or more
-servers, a majority that has a history suffices, since every session had a majority and two
-majorities share a server. With two servers, a witness of the last link must confirm that the other
-server was not trained alone: the mark of the run directory that began the link or, without one,
-worker 0 of that session while it lives, which allows at most one server to continue without the
-other (`Without` in servers/frames.py). Without a witness, a dead server cannot be distinguished
-from one that was trained alone, so the user must decide (`given_up`).
+Note "who may hold more": a step later than the steps found can only have been trained together with
+a server that took part in the last link. So a start is safe if all servers of the last link have
+answered. With three or more servers, a majority that has a history suffices, because every session
+had a majority, and two majorities share a server.
+
+With two servers, a witness of the last link must confirm that the missing server was not trained
+alone. The witness is the mark of the run directory that began the link. If there is no mark, it is
+worker 0 of that session, while this worker lives: it allows at most one server to continue without
+the other (`Without` in servers/frames.py). If there is no witness, a dead server cannot be
+distinguished from a server that was trained alone, so the user must decide (`given_up`).
 
 Assumes that each server's report is complete. Does not communicate and changes nothing.
 """
@@ -40,9 +42,9 @@ class HistoryLink:
     """A session that began to train."""
 
     id: str  # random
-    step: int  # the step that it continued from; -1: unknown
-    members: tuple[int, ...] = ()  # participating servers; the first one commits
-    at: int = 0  # begin in seconds since 1970; 0: unknown
+    step: int  # the step from which the session continued; -1 if unknown
+    members: tuple[int, ...] = ()  # participating servers; the first of them commits
+    at: int = 0  # time when the session began, in seconds since 1970; 0 if unknown
 
     def __str__(self) -> str:
         return f"session {self.id}, started at step {self.step} ({_utc(self.at)})"
@@ -52,27 +54,28 @@ class HistoryLink:
 class ServerHoldings:
     """The contents of a server's store, as reported by the server."""
 
-    newest: int = -1  # its newest step, -1: there is none
+    newest: int = -1  # its newest step; -1 if there is none
     history: tuple[HistoryLink, ...] = ()
-    kept: int = -1  # newest step of its snapshots
-    # servers of the last link that it may continue without, as a witness has allowed
+    kept: int = -1  # newest step of its snapshots; -1 if there is none
+    # servers of the last link without which this server may continue, because a witness allowed it
     without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Witness:
-    """A run directory's record of the last link that this run began, and of the one before."""
+    """A run directory's record of the last session that this run began, and of the session before
+    it in the store's history."""
 
-    before: str
-    last: str
-    members: tuple[int, ...]
+    before: str  # id of the session before `last`; "" if there was none
+    last: str  # id of the last session that this run began
+    members: tuple[int, ...]  # servers that were to take part in `last`
 
     def __str__(self) -> str:
         return f"{self.before or '-'} {self.last} {','.join(map(str, self.members))}"
 
     @staticmethod
     def of(text: str) -> Witness | None:
-        """Parse the text form of a witness; None where it is not one."""
+        """Parse the text form of a witness. Returns None if `text` has another form."""
         words = text.split(" ")
         if len(words) != 3 or not all(number.isdigit() for number in words[2].split(",")):
             return None
@@ -82,11 +85,11 @@ class Witness:
 @dataclass(frozen=True)
 class Resume:
     """The decision that a start may continue from `step`, which all `members` hold. The other
-    servers are filled from these."""
+    servers are filled with copies from the members."""
 
     step: int
     members: tuple[int, ...]
-    history: tuple[HistoryLink, ...]  # the new link is appended to it
+    history: tuple[HistoryLink, ...]  # the history to which the start appends its link
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Unclear:
 
     why: str
     hint: str = ""
-    lost: tuple[int, ...] = ()  # servers whose chunks no server that answered holds
+    lost: tuple[int, ...] = ()  # servers that hold chunks which no server that answered holds
 
 
 class Histories:
@@ -132,8 +135,8 @@ class Histories:
         """Decide whether and where a start continues.
 
         Args:
-            witness: The record of the run directory, if there is one.
-            given_up: Servers that are not in `found` because their contents are to be discarded.
+            witness: The record of the run directory, or None.
+            given_up: Servers whose contents are to be discarded. They are not in `found`.
 
         Raises:
             StaleError: The run directory knows of a session that no server knows of.
@@ -153,14 +156,15 @@ class Histories:
     # the history of one server
 
     def _effective(self, number: int) -> tuple[HistoryLink, ...]:
-        """Return a server's history without links that certainly have no step."""
+        """Return a server's history without the empty links at its end."""
         links = self.found[number].history
         while links and self._is_empty(links[-1], number):
             links = links[:-1]
         return links
 
     def _is_empty(self, link: HistoryLink, number: int) -> bool:
-        """Whether the last link of a server is empty. See Note "empty links"."""
+        """Whether `link`, the last link of server `number`, is certainly empty. See Note "empty
+        links"."""
         here = {number, *link.members} & self.found.keys()
         proving = [self.found[n].newest for n in here if self._lacks_steps_of(link, n)]
         most = link.step if link.step >= 0 else max(proving, default=-1)
@@ -169,16 +173,17 @@ class Histories:
     def _lacks_steps_of(self, link: HistoryLink, number: int) -> bool:
         held, links = self.found[number], self.found[number].history
         if held.newest < 0:
-            return False  # its memory was lost, and with it what it has trained
+            return False  # the server's memory was lost, so its trained steps are unknown
         return link.id not in {own.id for own in links} or (
             links[-1] == link and held.newest <= link.step
         )
 
     def _committed(self, number: int) -> int:
-        """Return the highest step that is certainly committed, from one server's report.
+        """Return the highest step that is certainly committed according to one server's report.
 
-        A step is prepared only after the commit of the step before. The first server of a session
-        commits, and the step that a session continues from is committed as well.
+        A step is prepared only after the step before it is committed, so the second newest step of
+        a server is committed. The newest step is committed if the server is the first one of its
+        session, which commits, or if the session has continued from this step.
         """
         held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
@@ -198,8 +203,8 @@ class Histories:
                     )
 
     def _fork_hint(self, *forked: int) -> str:
-        """Return a hint that names the servers to give up, so that the remaining ones agree and
-        hold every chunk."""
+        """Return a hint that names the servers to give up. The remaining servers must agree with
+        each other and hold every chunk."""
         spare: list[str] = []
         for kept in forked:
             side = [kept]
@@ -221,7 +226,8 @@ class Histories:
         )
 
     def _suffices(self, side: Collection[int]) -> bool:
-        """Whether a start can continue with these servers alone. Silent ones may hold chunks."""
+        """Whether a start can continue with the servers of `side` alone. Servers that have not
+        answered are assumed to hold their chunks."""
         if self.silent:
             return not lost_chunks(self.holders, {*self.silent, *side})
         found = {n: self.found[n] for n in side}
@@ -232,7 +238,7 @@ class Histories:
         return False
 
     def _agree(self, number: int, other: int) -> bool:
-        """Whether one of two servers' histories continues the other's."""
+        """Whether the history of one of two servers continues the history of the other server."""
         return self._continues(number, other) or self._continues(other, number)
 
     def _continues(self, later: int, earlier: int) -> bool:
@@ -243,7 +249,8 @@ class Histories:
         return branch < 0 or self._committed(earlier) <= branch
 
     def _describe(self, number: int, other: int) -> str:
-        """Say where the history of a server departs from that of another."""
+        """Describe, for a message, the step of server `number`, and where its history departs from
+        the history of server `other`."""
         mine, its = self.effective[number], {link.id for link in self.effective[other]}
         link = next((own for own in mine if own.id not in its), mine[-1] if mine else None)
         since = when = ""
@@ -254,7 +261,8 @@ class Histories:
         return f"{self.names[number]} is at step {newest}{since}{when}"
 
     def _complete(self, given_up: Collection[int]) -> bool:
-        """Whether no other server can hold a later step. See Note "who may hold more"."""
+        """Whether no server outside `found` can hold a later step. See Note "who may hold
+        more"."""
         here = {n for n in self.found if _same(self.effective[n], self.history)} | set(given_up)
         n_servers = len(self.names)
         if len(here) == n_servers or (n_servers > 2 and 2 * len(self.found) > n_servers):
@@ -269,8 +277,8 @@ class Histories:
         return set(self.found[number].without) if len(self.names) == 2 else set()
 
     def _witnessed(self, witness: Witness | None) -> bool:
-        """Whether the run directory proves that the missing one of two servers was not trained
-        alone."""
+        """Whether there are two servers, and the run directory proves that the missing server was
+        not trained alone."""
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
@@ -283,7 +291,14 @@ class Histories:
         return False
 
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Unclear | None:
-        """Check that the run's last session is known to a server, or certainly has no step."""
+        """Check that a server knows the run's last session, or that this session trained no step.
+
+        Returns:
+            None if the check succeeds; the reason to wait if missing servers may know the session.
+
+        Raises:
+            StaleError: All servers of the session have answered, and none knows the session.
+        """
         if any(witness.last == link.id for held in self.found.values() for link in held.history):
             return None
         if any(n in witness.members and witness.before in self._ends(n) for n in self.at_end):
@@ -294,15 +309,16 @@ class Histories:
             )
         raise StaleError(
             f"the run's last session, with {self._names(witness.members)}, is in no server's"
-            f" history: they are at step {max(held.newest for held in self.found.values())}",
+            f" history; the newest step is {max(held.newest for held in self.found.values())}",
             hint=(
                 "nothing was changed: was an older copy restored? Start the servers with the"
-                " directories of the run; --new-store goes back to the step that they hold"
+                " directories of the run; --new-store goes back to the step that the servers hold"
             ),
         )
 
     def _ends(self, number: int) -> set[str]:
-        """Return the ids of a server's last link and last effective link; "" if there is none."""
+        """Return the ids of two links: the last link of a server's own history, and the last link
+        of `self.history`. The id is "" if the history is empty."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
             for links in (self.found[number].history, self.history)
@@ -311,7 +327,7 @@ class Histories:
     def _not_held(self, members: Sequence[int], lost: Sequence[int]) -> Unclear:
         held = f"step {self.committed} of a store is held by {self._names(members) or 'no server'}"
         return Unclear(
-            f"{held}, but the rest of it, held by {self._names(lost)}, is missing", lost=tuple(lost)
+            f"{held}, but the rest, on {self._names(lost)}, is missing", lost=tuple(lost)
         )
 
     def _alone(self, members: Sequence[int], why: str) -> Unclear:
@@ -325,9 +341,9 @@ class Histories:
         return Unclear(
             f"{self._names(members)} is at step {newest}; {self._names(others)} may hold a later"
             f" step: {why}",
-            "start the missing servers with their stores; if these are lost for good, give_up=[...]"
-            f" (--servers.give_up) with the address of {self._names(others)} continues from step"
-            f" {newest}",
+            "start the missing servers with their stores; if the stores are lost for good, give_up="
+            f"[...] (--servers.give_up) with the address of {self._names(others)} continues from"
+            f" step {newest}",
         )
 
     def _names(self, numbers: Collection[int]) -> str:

@@ -1,21 +1,21 @@
 """Ledger: the commit records of a generation directory, which name the slots of each step.
 
 The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
-all that]. It is written to the file that does not hold the last committed step, and then fsynced.
-So a torn record never damages the last commit.
+all these bytes]. The record is written to the file that does not hold the last committed step, and
+this file is then synced. So a torn record never damages the last commit.
 
 Note "durable before use": a record that was read may exist only in the page cache, because its
-writer was killed before the sync or the sync failed. A step built on it would overwrite the slots
-of the step before, and a power cut would then lose both. So before anything else is written,
-`settle` rewrites the valid record, erases the others, and syncs both files. A record whose sync
-fails is erased at once, and its step is not committed.
+writer was killed before the sync, or because the sync failed. A step built on such a record would
+overwrite the slots of the older step, and a power cut would then lose both steps. So before
+anything else is written, `settle` rewrites the valid record, erases all other records, and syncs
+both files. A record whose sync fails is erased at once, and its step is not committed.
 
 Note "sessions": a record names the session that trained its step (a HistoryLink,
 storage/history.py). A session is one opening of a store on files for training. So two copies of a
 directory that were trained separately have different sessions at the same step, and are not
-confused. Records of servers' parts name no session; their history is in `store.json`.
+confused. The records of a server's part name no session; the part's history is in `store.json`.
 
-Assumes one writer (enforced by a lock on the ledger). Does not touch slots.
+Assumes one writer (a lock on the ledger enforces this). Does not touch slots.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MAGIC = b"roadtrn\0"
 BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
 HEADER = struct.Struct("<8sII16sIIQQ")
-WITH_SESSION = 2  # format of a record whose header is followed by its session
-# id, the step it continued from, its begin (seconds since 1970)
+WITH_SESSION = 2  # format of a record in which the header is followed by a session
+# id of the session, the step from which it continued, the time it began (seconds since 1970)
 SESSION = struct.Struct("<16sqq")
 ROW = np.dtype(
     [
@@ -54,7 +54,7 @@ ROW = np.dtype(
         ("weights_slot", "u1"),
         ("state_slot", "u1"),
         ("unused", "<u2"),
-        ("weights_sum", "<u8"),  # xxh3_64; 0: absent
+        ("weights_sum", "<u8"),  # xxh3_64; 0 if the part is absent
         ("state_sum", "<u8"),
     ]
 )
@@ -70,7 +70,8 @@ def digest(view: memoryview | bytes) -> int:
 
 
 def pack(blobs: Sequence[bytes]) -> bytes:
-    """Pack the blobs that several workers commit with a step; a single blob stays as it is."""
+    """Pack the blobs that several workers commit with a step. A single blob is returned
+    unchanged."""
     if len(blobs) <= 1:
         return b"".join(blobs)
     lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
@@ -78,7 +79,8 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """Return the workers' blobs in order. A blob may itself be packed, by the relay of a host."""
+    """Return the workers' blobs in order. Blobs that the relay of a host has packed are unpacked
+    too."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
@@ -89,23 +91,26 @@ def unpack(blob: bytes) -> list[bytes]:
 
 @dataclass(frozen=True)
 class LedgerEntry:
+    """A record of the ledger."""
+
     step: int
     rows: Rows
     blob: bytes
-    file: int  # ledger.0 or ledger.1
-    session: HistoryLink | None = None  # that trained the step; None: unknown
+    file: int  # number of its file: 0 for ledger.0, 1 for ledger.1
+    session: HistoryLink | None = None  # the session that trained the step; None if unknown
 
 
 class Ledger:
     """The two ledger files of one generation directory.
 
     Attributes:
-        entry: The last committed record; before the first commit, step -1 with the initial rows.
-        pending: The record that was appended but not confirmed.
-        session: The session that new records name (Note "sessions"); at first that of the loaded
-            record.
+        entry: The last committed record. Before the first commit, its step is -1 and it has the
+            initial rows.
+        pending: The record that was appended but not confirmed, or None.
+        session: The session that new records name (Note "sessions"). Initially it is the session of
+            the loaded record.
         dropped: Reports of records that are ignored.
-        damaged: Files with a torn or damaged record.
+        damaged: Files that contain a torn or damaged record.
     """
 
     def __init__(
@@ -126,10 +131,18 @@ class Ledger:
                 lock(self._files[0].fd, directory)
 
     def load(self, step: int | None) -> tuple[int, ...]:
-        """Load the record of exactly `step`, or the newest, and ignore a newer one.
+        """Load a record. A newer record is ignored. Nothing is written before `settle` is called.
 
-        Nothing is written before `settle`. Returns the steps that have records. Raises DamagedError
-        where there is no such record, or ForeignError for a record of another store.
+        Args:
+            step: The step of the record. None stands for the newest record.
+
+        Returns:
+            The steps that have records.
+
+        Raises:
+            DamagedError: There is no record, or a record is damaged and there is none of `step`.
+            StaleError: The records are of other steps than `step`.
+            ForeignError: A record belongs to another store.
         """
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
@@ -142,18 +155,19 @@ class Ledger:
                 self._loaded[entry.file] = b""
                 self.dropped.append(
                     f"{self._files[entry.file].path}: the record of step {entry.step} was not "
-                    f"committed, step {self.entry.step} is used"
+                    f"committed, so step {self.entry.step} is used"
                 )
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """Return the error for a missing record of `step` (None: no record at all)."""
+        """Return the error for a ledger without a record of `step`. If `step` is None, the ledger
+        has no intact record. `steps`: The steps of the intact records."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:
             damaged = " and ".join(map(str, self.damaged))
             return DamagedError(
-                f"{damaged}: the record in it is damaged, and {holds}", hint=RESTORE
+                f"{damaged}: the record in this file is damaged. {home}: {holds}", hint=RESTORE
             )
         if step is None or not steps:
             return DamagedError(f"{home}: its ledger holds no record", hint=RESTORE)
@@ -165,18 +179,19 @@ class Ledger:
         )
 
     def settle(self) -> None:
-        """Make the loaded record durable, and erase records that are not valid (Note "durable
-        before use")."""
+        """Make the loaded record durable, and erase all other records (Note "durable before
+        use")."""
         for number in (self.entry.file, 1 - self.entry.file):
             data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
             self._files[number].write(memoryview(data), 0, what := "the loaded record")
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:
-        """Name a new session in all further records.
+        """Begin a new session, which all further records name.
 
         Returns:
-            The session that trained the last step ("" if unknown), and the new one.
+            The id of the session that trained the last step ("" if unknown), and the id of the new
+            session.
         """
         before = "" if self.session is None else self.session.id
         begun = uuid.uuid4().hex[:16]
@@ -184,7 +199,7 @@ class Ledger:
         return before, begun
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
-        """Write a record durably, without touching the committed one."""
+        """Write a record durably, without touching the committed record."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
         job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
         counts = len(rows), step, len(blob)
@@ -200,7 +215,8 @@ class Ledger:
             file.check_linked(f"after {what}")
         except StoreError:
             self.pending = None
-            # settle() would find the record after a restart, and make it durable or fail too
+            # if erasing fails too, settle() finds the record after a restart: it makes the record
+            # durable, or fails
             with contextlib.suppress(StoreError):
                 file.write(memoryview(bytes(HEADER.size)), 0, "a record that may not be durable")
                 file.sync("of a record that may not be durable")
@@ -219,7 +235,7 @@ class Ledger:
         data = record_in(path)
         if data is None:
             self.damaged.append(path)
-            self.dropped.append(f"{path}: a torn record was dropped, the newest intact one is used")
+            self.dropped.append(f"{path}: a torn record is ignored, an older intact one is used")
         if not data:
             return None
         self._loaded[file] = data
@@ -230,8 +246,8 @@ class Ledger:
         ours = (m.generation, m.job, m.index, len(self.entry.rows))
         if is_ != ours or fmt not in (m.format, WITH_SESSION):
             raise ForeignError(
-                f"{path}: a record of (generation, job, directory, chunks) {is_}, not {ours}, in"
-                f" format {fmt}"
+                f"{path}: the record belongs to another store: its (generation, job, directory,"
+                f" chunks) are {is_}, expected {ours}; its format is {fmt}"
             )
         session = None
         if fmt == WITH_SESSION:
@@ -246,8 +262,8 @@ def _header_nbytes(fmt: int) -> int:
 
 
 def record_in(path: Path) -> bytes | None:
-    """Read the intact record of a ledger file, with its checksum; b"" where none was ever written,
-    None where it is torn or damaged."""
+    """Read the record of a ledger file, including its checksum. Returns b"" if no record was ever
+    written, and None if the record is torn or damaged."""
     with typed_errors(path, "reading"):
         data = path.read_bytes()
     if not any(data[: HEADER.size]):
@@ -260,8 +276,8 @@ def record_in(path: Path) -> bytes | None:
 
 
 def steps_in(directory: Path) -> list[int | None]:
-    """Return the steps of the records in a generation directory; None for a torn or damaged record.
-    Does not check that they belong to the store that is described there."""
+    """Return the steps of the records in a generation directory. None stands for a torn or damaged
+    record. Does not check that the records belong to the store that the directory describes."""
     records = []
     for name in ("ledger.0", "ledger.1"):
         with contextlib.suppress(GoneError):

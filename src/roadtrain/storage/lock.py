@@ -1,8 +1,10 @@
-"""Locks on directories: this process alone opens, fills, converts and cleans them, until `close`.
+"""Locks on directories. Until `close`, only this process opens, fills, converts and cleans the
+locked directories.
 
-The lock is on the directory itself, so it leaves no file behind. Where the file system cannot lock
-directories (NFS), it is on a file named `lock` in it. It ends with the process: forked children,
-such as those of a DataLoader, do not keep it. Waits at most LOCK_WAIT_S.
+The lock is on the directory itself, so no file is left behind. If the file system cannot lock
+directories (NFS), the lock is on a file named `lock` in the directory. A lock ends with its
+process: forked children, such as those of a DataLoader, do not keep the lock. Locking waits at most
+LOCK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LOCK_WAIT_S = 5.0  # subprocesses of a killed process may hold the lock briefly
 
 
 class Locks:
-    """A set of locked directories. Each is locked once, identified by device and inode."""
+    """A set of locked directories. A directory is identified by device and inode, and is locked
+    once even if several of its paths are given."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
@@ -30,8 +33,8 @@ class Locks:
             self.take(directories)
 
     def take(self, directories: Iterable[Path]) -> None:
-        """Lock more directories, those that exist. Raises StoreError where another process has one
-        of them."""
+        """Lock more directories. Directories that do not exist are skipped. Raises StoreError if
+        another process has locked one of the directories."""
         for directory in directories:
             if not directory.is_dir():
                 continue
@@ -49,11 +52,12 @@ class Locks:
         self._held.clear()
 
 
-_ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # of this process
+_ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # all locks of this process
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked child, which would otherwise keep them as long as it lives."""
+    """Close the locks in a forked child. Otherwise the child would keep the locks while it
+    lives."""
     for locks in list(_ALL):
         locks.close()
 
@@ -62,8 +66,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _locked(fd: int, directory: Path) -> int:
-    """Lock a directory. Returns the descriptor that holds the lock: `fd`, or that of a file in the
-    directory, and then `fd` is closed."""
+    """Lock a directory, whose descriptor is `fd`. Returns the descriptor that holds the lock:
+    either `fd`, or the descriptor of a file in the directory. In the second case `fd` is closed."""
     try:
         lock(fd, directory)
         return fd
@@ -78,8 +82,12 @@ def _locked(fd: int, directory: Path) -> int:
 
 
 def lock(fd: int, directory: Path) -> None:
-    """Lock a descriptor. Raises StoreError where another process has locked it, or OSError where
-    the file system does not support locks on it."""
+    """Lock a descriptor. `directory` is named in the error.
+
+    Raises:
+        StoreError: Another process, or this process, has locked the file.
+        OSError: The file system does not support locks on this file.
+    """
     try:
         retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
     except BlockingIOError:
@@ -95,8 +103,9 @@ def lock(fd: int, directory: Path) -> None:
 
 
 def _holder(fd: int) -> int:
-    """Return the id of the process that locked the file of `fd`; 0 if unknown."""
-    held = f":{os.fstat(fd).st_ino}"  # in containers, file systems show another device
+    """Return the id of the process that has locked the file of `fd`, or 0 if it is unknown."""
+    # only the inode is compared: in containers, the device can differ from that in /proc/locks
+    held = f":{os.fstat(fd).st_ino}"
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:

@@ -1,16 +1,21 @@
-"""Mark: a run directory's record of its store, by which another store, an older one, or a copy that
-was trained elsewhere is recognized and refused.
+"""Mark: a run directory's record of its store. With the mark, a start recognizes and refuses the
+store of another job, an older copy of the store, or a copy that was trained elsewhere.
 
 `mark.json` names the store (its job's uuid), the highest step known to be committed, and the
-session that trains it. It is only replaced every few seconds: the lines of metrics.jsonl, each of
-which is durable before its step can be committed, supply the rest (`witness`, `sessions`). A store
-that is missing, another one, at an earlier step or trained by another session is refused before
-anything is created, moved or removed, unless `new_store` confirms it.
+session that trains the store. It is replaced only every few seconds. The lines of metrics.jsonl
+tell which later steps were committed (`witness`, `sessions`): each line is durable before its step
+can be committed.
 
-Note "settled": a start that may go back to an earlier step writes settled=False before it does.
-Until metrics.jsonl has been cut to the same step, its lines are then ignored.
+A store is refused if it is missing, belongs to another job, is at an earlier step, or was trained
+by another session. This happens before anything is created, moved or removed. With `new_store` the
+user accepts such a store.
 
-Assumes that one process, worker 0, writes it. Does not read metrics.jsonl or know of replicas.
+Note "settled": a start that may go back to an earlier step first writes settled=False. While
+settled is False, the lines of metrics.jsonl are ignored, until the file has been cut to the same
+step.
+
+Assumes that one process, worker 0, writes the mark. Does not read metrics.jsonl or know of
+replicas.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from roadtrain.storage.history import Witness
 from roadtrain.storage.sealed import sealed, unsealed
 
 NAME = "mark.json"
-EVERY_S = 5.0  # between two writes of the mark while training
+EVERY_S = 5.0  # interval between two writes of the mark while training
 IN_RAM = "RAM, since no directory is named"  # location of the state of a job without a store
 _ANYWAY = "--new-store (run.new_store)"
 _KEPT = "nothing was changed: "
@@ -43,10 +48,10 @@ _KEPT = "nothing was changed: "
 class MarkRecord(msgspec.Struct, frozen=True):
     """The content of a mark."""
 
-    # uuid of the store; "": unknown, or the state was in the memory of the process
+    # uuid of the store; "" if it is unknown, or if the state was in the memory of the process
     job: str = ""
-    step: int = -1  # a step known to be committed; -1: none
-    history: str = ""  # a Witness (storage/history.py) as text; "": unknown
+    step: int = -1  # a step known to be committed; -1 if there is none
+    history: str = ""  # a Witness (storage/history.py) as text; "" if unknown
     settled: bool = True  # see Note "settled"
     format: int = 1
 
@@ -55,9 +60,9 @@ class Mark:
     """The mark of a run directory.
 
     Attributes:
-        record: The content when it was opened, then the content written last.
-        fresh: Whether `check` has accepted another store than that of metrics.jsonl.
-        new_store: Whether the user has confirmed the store that is found (`--new-store`).
+        record: The content of the mark: as read when it was opened, later as written last.
+        fresh: Whether `check` has accepted a store to which metrics.jsonl does not belong.
+        new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
     def __init__(
@@ -74,11 +79,11 @@ class Mark:
 
         Args:
             directory: The run directory.
-            witness: The step that metrics.jsonl proves to be committed, -1 for none.
-            sessions: The session that trained each step with a line in metrics.jsonl; "" if the
-                line does not name it.
-            new_store: Whether the user has confirmed the store that is found.
-            reads: Whether a missing store is an error, because the command only reads one.
+            witness: The step that metrics.jsonl proves to be committed, or -1.
+            sessions: For each step that has a line in metrics.jsonl, the session that trained the
+                step; "" if the line does not name the session.
+            new_store: Whether the user accepts the store that is found.
+            reads: Whether the command only reads a store, so that a missing store is an error.
             report: Called with each line to be printed.
         """
         self.path = directory / NAME
@@ -97,17 +102,17 @@ class Mark:
 
         Args:
             job: The store's uuid.
-            step: Its last committed step, -1 where there is no store.
-            where: Its location, for messages.
-            session: The session that trained that step, "" if the store does not name it. None:
-                the store's history is compared elsewhere (servers, stages).
-            back: Whether going back to an earlier step is allowed (state in RAM with snapshots).
+            step: The store's last committed step; -1 if there is no store.
+            where: The store's location, for messages.
+            session: The session that trained this step; "" if the store does not name the session.
+                If None, sessions are not compared: servers and stages compare the store's history.
+            back: Whether the store may be at an earlier step (state in RAM with snapshots).
 
         Raises:
             GoneError: There is no store.
-            ForeignError: It is another store.
-            StaleError: It is behind this run.
-            ForkedError: It was trained without this run.
+            ForeignError: The store is not that of this run.
+            StaleError: The store is at an earlier step than this run.
+            ForkedError: The store was trained outside of this run.
         """
         refusal = self._refusal(job, step, where, session)
         if refusal is None:
@@ -121,15 +126,16 @@ class Mark:
         self._write(MarkRecord(job if step >= 0 else "", step, settled=False))
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
-        """Record `job` at `step` as this run's store; "": its state is in this process."""
+        """Record `job` at `step` as this run's store. If `job` is "", the state is in the memory of
+        this process."""
         if step >= 0 and job and self.record.job != job and self.record.step > 0:
             self._report(f"{self.path}: this run now uses the store of job {job}, at step {step}")
         self.fresh |= self.record.job not in ("", job)
         self._write(MarkRecord(job, step if job else -1, history, settled=False))
 
     def advance(self, step: int, *, now: bool = False) -> None:
-        """Record that `step` is committed and that metrics.jsonl agrees with the store. Written
-        at most every EVERY_S, or `now`."""
+        """Record that `step` is committed and that metrics.jsonl agrees with the store. The mark is
+        written at most every EVERY_S; if `now` is True, it is written in any case."""
         if not self.record.job or (self.record.settled and step <= self.record.step):
             return
         if now or not self.record.settled or time.monotonic() - self._written > EVERY_S:
@@ -159,7 +165,7 @@ class Mark:
                 f"{where}: has step {step} of store {job}, but {ours}",
                 hint=(
                     f"{_KEPT}name the location of this run's store; {_ANYWAY} continues with the"
-                    f" other one from its step {step}"
+                    f" other store from its step {step}"
                 ),
             )
         if session is not None and self._is_anothers(step, session):
@@ -168,24 +174,24 @@ class Mark:
                 f" {session or '(unknown)'}), but {ours}",
                 hint=(
                     f"{_KEPT}the store is a copy that was trained elsewhere, or by another run:"
-                    f" name the store that this run trained; {_ANYWAY} continues with this one from"
-                    f" step {step} and sets this run's metrics.jsonl aside"
+                    f" name the store that this run trained; {_ANYWAY} continues with this copy"
+                    f" from step {step} and sets this run's metrics.jsonl aside"
                 ),
             )
         if step < mine.step:
             return StaleError(
                 f"{where}: the store is at step {step}, but {ours}",
                 hint=(
-                    f"{_KEPT}this is an older copy: restore the newer one, or name its location;"
-                    f" {_ANYWAY} goes back to step {step} and repeats the steps after it"
+                    f"{_KEPT}this is an older copy: restore the newer copy, or name its location;"
+                    f" {_ANYWAY} goes back to step {step} and repeats the later steps"
                 ),
             )
         return None
 
     def _is_anothers(self, step: int, session: str) -> bool:
-        """Whether the store's `step` is known to be trained by a session of another run."""
+        """Whether it is certain that a session of another run trained the store's `step`."""
         if self.record.settled and self._sessions:
-            if step > max(self._sessions):  # a step's line is written before its commit
+            if step > max(self._sessions):  # this run writes a step's line before the commit
                 return True
             if by := self._sessions.get(step):
                 return by != session
@@ -206,8 +212,8 @@ class Mark:
                 raise DamagedError(
                     f"{self.path}: damaged ({error}), so this run's store and its step are unknown",
                     hint=(
-                        f"{_KEPT}restore it from a copy; {_ANYWAY} continues with the store that"
-                        " is named, from its last committed step"
+                        f"{_KEPT}restore {NAME} from a copy; {_ANYWAY} continues with the store"
+                        " that is named, from its last committed step"
                     ),
                 ) from error
             self._report(
@@ -216,7 +222,7 @@ class Mark:
             )
             return metrics
         if found.format != 1:
-            raise ForeignError(f"{self.path}: format {found.format}, this version reads 1")
+            raise ForeignError(f"{self.path} has format {found.format}, this version reads 1")
         if found.job and found.settled and witness > found.step:
             return msgspec.structs.replace(found, step=witness)
         return found

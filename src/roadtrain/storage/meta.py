@@ -1,7 +1,7 @@
 """StoreMeta: the description of a store, written as `store.json` into every generation directory.
 
-The process that writes it must hold the directory's lock. The description does not contain the
-committed step: see storage/ledger.py.
+A process must hold the directory's lock to write the description. The description does not contain
+the committed step, which is in the ledger (storage/ledger.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RESTORE = "restore this file from a copy of the store; the disk may be failing"
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Update rule of a parameter group, with the names of its state arrays (fp32) and scalars
-    (float64, one row per parameter)."""
+    """The update rule of a parameter group, and the names of the rule's state arrays (fp32) and
+    state scalars (float64, one value per parameter)."""
 
     rule: str
     arrays: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Brief:
-    """Fields that the description of a store has in every format."""
+    """The fields that the description of a store has in every format."""
 
     format: int
     job: str
@@ -49,23 +49,26 @@ class Brief:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """Contents and location of a store. Callers set the first four fields; `create_store` sets the
-    fields that locate it."""
+    """The description of a store: what it contains, and where its directories are.
+
+    `of` sets the fields that describe the content. `create_store` sets those that describe the
+    directories: `owners`, `directories`, `generation`, `index` and `copy_of`.
+    """
 
     job: str  # uuid
     blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
     chunk_elements: int
     groups: tuple[GroupRule, ...]
-    owners: tuple[int, ...] = ()  # of each chunk, as index into `directories`
+    owners: tuple[int, ...] = ()  # for each chunk, the index of its directory in `directories`
     directories: tuple[str, ...] = ()
     generation: int = 0
     index: int = 0  # index of this directory
     staleness: int = 0
-    replicas: int = 1  # directories that hold each chunk
-    copy_of: int = 0  # generation that this one replaces with a copy; 0: none
+    replicas: int = 1  # number of directories that hold each chunk
+    copy_of: int = 0  # number of the generation of which this one is a copy; 0 if it is no copy
     # for a store on servers: every session that began to train (storage/history.py)
     history: tuple[HistoryLink, ...] = ()
-    # servers of the last session that this one may continue without, as a witness has allowed
+    # servers of the last session without which this server may continue, as a witness allowed
     without: tuple[int, ...] = ()
     format: int = FORMAT
 
@@ -89,7 +92,7 @@ class StoreMeta:
 
     @cached_property
     def records(self) -> dict[int, Record]:
-        """Layout of each chunk's record, by chunk id."""
+        """The layout of each chunk's record, by chunk id."""
         out = {}
         for chunk in self.table.chunks:
             rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
@@ -98,7 +101,8 @@ class StoreMeta:
 
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """Spans of each parameter, by name: (chunk, index of the span in it, span)."""
+        """The spans of each parameter, by the parameter's name. Each is (chunk, index of the span
+        in the chunk, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):
@@ -106,8 +110,8 @@ class StoreMeta:
         return out
 
     def holders(self, chunk: int) -> tuple[int, ...]:
-        """Return the directories (or servers) that hold `chunk`: its owner, then the following
-        ones."""
+        """Return the directories (or servers) that hold `chunk`: its owner, and the directories
+        after the owner that hold copies."""
         owner, n = self.owners[chunk], len(self.directories)
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
@@ -126,7 +130,8 @@ class StoreMeta:
 
     @property
     def signature(self) -> str:
-        """Equal for two workers whose parameters, dtypes, chunks and rules are equal."""
+        """A hash that is equal for two workers if their parameters, dtypes, chunks and rules are
+        equal."""
         keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
         body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
@@ -136,8 +141,13 @@ class StoreMeta:
 
     @staticmethod
     def load(directory: Path) -> StoreMeta:
-        """Read the description. Raises GoneError, DamagedError, or ForeignError for another
-        format."""
+        """Read the description in `directory`.
+
+        Raises:
+            GoneError: There is no description.
+            DamagedError: The description is damaged.
+            ForeignError: The description has another format.
+        """
         path = directory / "store.json"
         with typed_errors(path, "reading"):
             content = path.read_bytes()
@@ -149,13 +159,17 @@ class StoreMeta:
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
-        """Parse a description. Messages name its source, `where`. Raises DamagedError, or
-        ForeignError for another format."""
+        """Parse a description. `where` is the source of the text, which messages name.
+
+        Raises:
+            DamagedError: The text is not a valid description.
+            ForeignError: The description has another format.
+        """
         try:
             brief = msgspec.json.decode(text, type=Brief)
             if brief.format != FORMAT:
                 raise ForeignError(
-                    f"{where}: store format {brief.format}, this version reads {FORMAT}"
+                    f"{where} has store format {brief.format}, this version reads {FORMAT}"
                 )
             meta = _DECODER.decode(text)
         except ValueError as error:
@@ -164,10 +178,11 @@ class StoreMeta:
             ) from error
         table = meta.table
         if table.fingerprint() != brief.fingerprint or len(meta.owners) != len(table.chunks):
-            raise DamagedError(f"{where}: does not match its fingerprint", hint=RESTORE)
+            raise DamagedError(f"{where} does not match its fingerprint", hint=RESTORE)
         return meta
 
 
-# Built at import, before any thread starts. When two threads are the first to decode a class with
-# nested classes, msgspec (0.22) lets the second read an incomplete type, and the process crashes.
+# Built at import, before any thread starts. If two threads decode a class with nested classes for
+# the first time at once, msgspec (0.22) lets one of them read an incomplete type, and the process
+# crashes.
 _DECODER = msgspec.json.Decoder(StoreMeta)

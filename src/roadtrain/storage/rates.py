@@ -18,24 +18,24 @@ from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.units import MIB
 
 PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
-THREADS = 2  # per direction; more gain little
+THREADS = 2  # per direction; more threads gain little
 SECONDS = 0.7  # duration of each measurement
 Call = Callable[[memoryview, int, str], None]
 
 
 @dataclass(frozen=True)
 class StorageRates:
-    """Bytes per second of direct I/O (buffered if that is not supported, see `note`). `mixed`: the
-    sum of both directions at once."""
+    """The measured rates of a storage directory, in bytes per second."""
 
     read: float
     write: float
-    mixed: float
-    note: str = ""
+    mixed: float  # sum of both directions, while reading and writing at once
+    note: str = ""  # why buffered I/O was measured, if direct I/O is not supported
 
 
 def storage_rates(directory: str | Path) -> StorageRates:
-    """Write and read a temporary file in `directory`. Raises StoreError (FullError, GoneError)."""
+    """Measure the rates of `directory` by writing and reading a temporary file. If the directory
+    does not exist, the nearest parent is measured. Raises StoreError (FullError, GoneError)."""
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
@@ -45,7 +45,7 @@ def storage_rates(directory: str | Path) -> StorageRates:
     ):
         file = DirectFile(Path(name) / "rates.bin", create=FILE_BYTES)
         try:
-            # file system holes would read too fast
+            # at least the whole file, because holes in the file would be read too fast
             wrote = _rate([file.write], at_least=FILE_BYTES)
             read = _rate([file.read])
             return StorageRates(read, wrote, _rate([file.read, file.write]), file.note)
@@ -54,7 +54,8 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together, each repeated over the whole file."""
+    """Return the bytes per second of all `calls` together. Each call is repeated over the whole
+    file, in THREADS threads, until all have transferred `at_least` bytes in total."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

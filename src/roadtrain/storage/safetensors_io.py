@@ -1,8 +1,8 @@
-"""Reading of safetensors files tensor by tensor, in Hugging Face layout (write_safetensors.py in
-training/ writes them).
+"""Reading of safetensors files in Hugging Face layout, tensor by tensor
+(training/write_safetensors.py writes such files).
 
-A file has 8 bytes of header length, a JSON header, and the data. Assumes a little-endian machine.
-bf16 and fp16 become uint16 arrays with a dtype name. Keeps no files open.
+A file contains the length of the header (8 bytes), a JSON header, and the data. Tensors of bf16 and
+fp16 are read as uint16 arrays. Assumes a little-endian machine. Keeps no files open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file; it is read by `read`."""
+    """A tensor in a file. Its values are read by `read`."""
 
     name: str
     dtype: str
@@ -49,18 +49,20 @@ class Tensor:
             at = self.offset + start * ITEMSIZE[self.dtype]
             out: Array = np.fromfile(self.path, NUMPY[self.dtype], last - start, offset=at)
         if out.size < last - start:
-            raise DamagedError(f"{self.path}: truncated inside tensor {self.name!r}")
+            raise DamagedError(f"{self.path}: the file is truncated inside tensor {self.name!r}")
         return out.reshape(self.shape) if whole else out
 
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a safetensors file, or of a directory with `model.safetensors`, an
-    index, or other safetensors files. Reads only headers.
+    """Return the tensors of a safetensors file or of a directory, by name. Only headers are read.
+
+    Args:
+        path: A file, or a directory with an index, `model.safetensors`, or other safetensors files.
 
     Raises:
-        ConfigError: There is no such file.
-        ForeignError: It is not a safetensors file.
-        DamagedError: It is truncated.
+        ConfigError: There is no safetensors file at `path`.
+        ForeignError: A file is not a safetensors file.
+        DamagedError: A file is truncated.
     """
     home = Path(path)
     if home.is_file():
@@ -88,7 +90,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER, size - 8):
             raise ForeignError(
-                f"{path}: not a safetensors file, or truncated: header of {length} bytes in {size}"
+                f"{path}: not a safetensors file, or truncated to {size} bytes (header: {length})"
             )
         text = file.read(length)
     try:
@@ -100,13 +102,13 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         start, stop = entry["data_offsets"]
         if entry["dtype"] not in _DTYPES:
             raise ForeignError(
-                f"{path}: tensor {name!r} has dtype {entry['dtype']}, supported are"
-                f" {', '.join(_DTYPES)}"
+                f"{path}: tensor {name!r} has dtype {entry['dtype']}, but only"
+                f" {', '.join(_DTYPES)} are supported"
             )
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
             raise DamagedError(
-                f"{path}: tensor {name!r} needs bytes {start} to {stop}, but the file has {size}"
+                f"{path}: bytes {start} to {stop} of tensor {name!r} do not fit its shape or file"
             )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)
 
@@ -114,8 +116,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 def open_weights(
     weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Tensor]:
-    """Return the tensors in `weights`. `shapes` has the shape of each required parameter. Raises
-    ConfigError where they do not fit the model."""
+    """Return the tensors in `weights`, by name. `shapes` maps each parameter of the model to its
+    shape. Raises ConfigError if a tensor is missing or has another shape."""
     tensors = open_dir(weights)
     lacking = [name for name in shapes if name not in tensors]
     wrong = [n for n, shape in shapes.items() if n in tensors and tuple(tensors[n].shape) != shape]
@@ -123,9 +125,9 @@ def open_weights(
         name = found[0]
         raise ConfigError(
             f"the weights do not fit the model: {len(lacking)} of {len(shapes)} tensors are"
-            f" missing, {len(wrong)} have another shape; {name!r} is"
-            f" {tuple(tensors[name].shape) if wrong is found else 'missing'}, but in the model"
-            f" {shapes[name]}",
+            f" missing, {len(wrong)} have another shape. The model needs {name!r} with shape"
+            f" {shapes[name]}, but it "
+            + (f"has shape {tuple(tensors[name].shape)}" if wrong is found else "is missing"),
             hint="see the directory's config.json for the model that the weights belong to",
         )
     return tensors

@@ -1,8 +1,8 @@
 """Scratch: an unnamed file that is mapped into memory, for values that may not fit in memory.
 
-Its pages are page cache: the kernel reclaims them when memory is short, and they do not count as
-memory of this process. Offsets must be whole pages. The file is not synced or checked, and ends
-with its last view.
+The pages of the file are page cache: the kernel reclaims them when memory is short, and they do not
+count as memory of this process. Offsets must be multiples of the page size. The file is not synced,
+and has no checksums. It is deleted when the last view of the map is released.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """A file of `nbytes` in `directory`, sparse until written. Raises FullError."""
+    """An unnamed file of `nbytes` in `directory`. It takes no space until it is written. Raises
+    FullError."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
@@ -31,12 +32,14 @@ class Scratch:
             self.map = mmap.mmap(self._fd, max(nbytes, PAGE))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write with a system call, not through the map, to leave no page in this process."""
+        """Write `data` with a system call, not through the map, so that no page is mapped into this
+        process."""
         with typed_errors(self._where, "writing values to a scratch file", len(data)):
             while data:
                 done = os.pwrite(self._fd, data, offset)
                 data, offset = data[done:], offset + done
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Drop these pages from memory for now; reading them loads them again."""
+        """Unmap the pages of a range from this process. Reading through the map loads them
+        again."""
         self.map.madvise(mmap.MADV_DONTNEED, offset, round_up(nbytes, PAGE))

@@ -1,5 +1,5 @@
-"""Small files with a checksum: a text body followed by a line `xxh3 DIGEST`. For a JSON object, the
-checksum is its first key (`sealed_json`).
+"""Small files with a checksum: a text body followed by a line `xxh3 DIGEST`. A file that must be a
+JSON object has the checksum in its first key instead (`sealed_json`).
 
 Assumes that files are replaced as a whole (storage/direct.replace_file).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import xxhash
 
 _TAG = b"\nxxh3 "
-_KEY = b'{"xxh3": "%s",'  # checksum of the bytes that follow
+_KEY = b'{"xxh3": "%s",'  # holds the checksum of all bytes after this text
 
 
 def sealed(body: bytes) -> bytes:
@@ -19,7 +19,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def unsealed(content: bytes) -> bytes:
-    """Return the body. Raises ValueError where the checksum is missing or wrong."""
+    """Return the body of a file. Raises ValueError if the checksum is missing or wrong."""
     body, tag, digest = content.rpartition(_TAG)
     if not tag:
         raise ValueError("it has no checksum")
@@ -35,7 +35,8 @@ def sealed_json(body: bytes) -> bytes:
 
 
 def check_json(content: bytes) -> None:
-    """Raise ValueError where the checksum is wrong. An object without one is accepted."""
+    """Raise ValueError if the checksum of a JSON object is wrong. An object without a checksum is
+    accepted."""
     rest = content[len(_KEY % bytes(16)) :]
     if content.startswith(_KEY[:9]) and content != sealed_json(b"{" + rest):
         raise ValueError("its checksum does not match")

@@ -1,16 +1,17 @@
-"""Snapshots: copies of a part that is kept in RAM to files, every few steps, during training.
+"""Snapshots: a server's part that is in RAM is copied to files every few steps, during training.
 
-A snapshot of step s copies the slots of s, which stay intact until step s+2 writes. A writer that
-is about to overwrite an uncopied chunk waits for its copy, so a slow snapshot slows those steps
-down to the rate of its device. Only what changed since the last snapshot is copied. The copy
-is a part like any other, with two slots and a ledger: a kill in the middle leaves the snapshot
-before intact.
+A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. A
+write that would overwrite a chunk before it is copied waits for the copy, so a slow snapshot slows
+down these steps to the rate of its device. Only chunks that changed since the last snapshot are
+copied. The copy is an ordinary part with two slots and a ledger, so a kill during a snapshot leaves
+the previous snapshot intact.
 
-Note "same steps": a server prepares the next step to be copied only after its last snapshot is
-finished, and a step is committed only once all servers have prepared it. So when one server has
-begun a snapshot, all have finished the one before. The oldest of their newest snapshots is
-therefore one that all servers still have. A session begins at a snapshot that all servers have
-(with replicas: that servers with every chunk have). A server without it starts a new one at once.
+Note "same steps": before a server prepares a step that is to be copied, it finishes its last
+snapshot; and a step is committed only after all servers have prepared the step. So when a server
+begins a snapshot, all servers have finished the previous snapshot. Take the newest snapshot of each
+server: the oldest of these is therefore a snapshot that all servers still have. A session begins at
+a snapshot that all servers have (with replicas: enough servers to have every chunk). A server
+without this snapshot begins a new one at once.
 
 Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
 (servers/opening.py does).
@@ -38,7 +39,13 @@ WAIT_S = 600.0
 
 
 def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
-    """Describe where the state is kept and how durable that is. `every` 0: no snapshots."""
+    """Describe where the state is kept and how durable it is there.
+
+    Args:
+        directory: The directory of the state.
+        snapshot: The directory of the snapshots.
+        every: Number of steps between two snapshots; 0 if there are no snapshots.
+    """
     ram = in_ram(directory)
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
@@ -49,8 +56,8 @@ def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
 
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
-    """Return the steps that the part in `directory` has records of, and its description; () and
-    None where there is no part."""
+    """Return the steps of which the part in `directory` has records, and the part's description.
+    If there is no part, return () and None."""
     tier = open_part(directory, read_only=True)
     if tier is not None:
         tier.close()
@@ -58,15 +65,16 @@ def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
 
 
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
-    """Open the snapshot of `step`, discarding later ones; -1: create an empty one. Raises
-    ForeignError where it belongs to another job or server."""
+    """Open the snapshot of `step` and discard later snapshots. If `step` is -1 or there is no
+    snapshot, create an empty one. Raises ForeignError if the snapshot in `directory` belongs to
+    another job or server."""
     tier = (open_part(directory, step) if step >= 0 else None) or create_part(
         directory, meta, anew=True
     )
     if (tier.meta.job, tier.meta.index) != (meta.job, meta.index):
         tier.close()
         raise ForeignError(
-            f"{directory}: holds a snapshot of server {tier.meta.index} of job {tier.meta.job},"
+            f"{directory} holds a snapshot of server {tier.meta.index} of job {tier.meta.job},"
             f" not of server {meta.index} of job {meta.job}",
             hint="name another directory for the snapshots of this job",
         )
@@ -74,7 +82,7 @@ def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
 
 
 def restore(snapshot: FileTier, to: FileTier) -> None:
-    """Copy `snapshot` into the empty part `to`, and commit it there at the same step."""
+    """Copy `snapshot` into the empty part `to`, and commit `to` at the step of the snapshot."""
     view, entry = Buffer(_largest(snapshot)).view, snapshot.entry
     for chunk in entry.rows["chunk"]:
         snapshot.copy(int(chunk), entry.rows, to, view)
@@ -83,8 +91,9 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """Copies `source` to `target` at steps that are multiples of `every`, from `start` on. Writes
-    and prepares of `source` wait for the copies they would spoil, and raise their errors."""
+    """Copies `source` to `target` at the steps that are multiples of `every`, after `start` is
+    called. A write or prepare of `source` that would spoil a copy waits for the copy first, and
+    raises the copy's error."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
@@ -96,7 +105,8 @@ class Snapshots:
         self._finished: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin the first snapshot. `source` must have a committed step and nothing of the next."""
+        """Begin the first snapshot. `source` must have a committed step, and must not have begun to
+        write the next step."""
         source = self._source
         source.on_write, source.on_prepare = self._before_write, self._before_prepare
         source.on_commit = self._committed
@@ -104,8 +114,8 @@ class Snapshots:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin a snapshot of the step that was just committed. Nothing of the next step is written
-        yet."""
+        """Begin a snapshot of the step that was just committed. The next step must not have been
+        written yet."""
         entry, last = self._source.entry, self._target.step
         if self._closed or entry.step == last:
             return
@@ -113,7 +123,8 @@ class Snapshots:
         changed = [
             c
             for c, step in entry.rows[["chunk", "step"]].tolist()
-            # a part that was filled from elsewhere has its own step numbers
+            # if `target` has no snapshot, copy all chunks: if the part was filled from another
+            # part, its chunks have the step numbers of that part
             if last < 0 or (step > last and chunks[c].trainable)
         ]
         self._copies = {
@@ -122,8 +133,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """Wait for the copy of a chunk that was already written after the snapshot's step: the next
-        write overwrites the slot being copied."""
+        """If a chunk was already written after the snapshot's step, wait for its copy, because the
+        next write overwrites the slot that is being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -136,7 +147,7 @@ class Snapshots:
             self._begin()
 
     def close(self) -> None:
-        """Finish the snapshot in progress; its failure is reported."""
+        """Finish the snapshot in progress. If it fails, the failure is reported, not raised."""
         self._closed = True
         wait([self._finished] if self._finished else [], WAIT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -148,14 +159,15 @@ class Snapshots:
             raise DeadlineError(
                 f"waited {WAIT_S:.0f} s for the snapshot of step {self._step} in "
                 f"{self._target.directory}",
-                hint="check the device of that directory, it does not finish writing",
+                hint="check the device of this directory: it does not finish writing",
             ) from None
 
     def _copy(self, chunk: int, rows: Rows) -> int:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Commit the snapshot; starts after all copies have started."""
+        """Wait for the copies and commit the snapshot. Runs in the pool, queued after the
+        copies."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())
@@ -164,7 +176,7 @@ class Snapshots:
             for line in publish_part(target.directory.parent) if last < 0 else ():
                 self._report(line)
         except BaseException as error:
-            line = f"the snapshot of step {step} failed, the last one is of step {last}: {error}"
+            line = f"the snapshot of step {step} failed, the last snapshot has step {last}: {error}"
             self._report(line.replace("\n", "; "))
             raise
         self._report(

@@ -1,15 +1,19 @@
 """The parts of a record, and the rules of a tier (storage/file.py) that holds records.
 
 A record is [weights | state] (chunks.py). A part is "weights", "state" or "record" (both). A view
-that is passed in has exactly the padded size of its part. Between two commits each part is written
-at most once. If only "state" is written for a chunk that has a master in it, its weights part
-becomes *absent* until it is written again: it can be cast from the master. Reading "record" then
-leaves the weights bytes of the view unchanged. Writes are pending until `committed`; `prepare`
-makes them durable under a record of the step. Opening the tier again discards pending writes.
+that is passed to a tier has exactly the padded size of its part. Between two commits each part is
+written at most once.
 
-Assumes one thread at a time per chunk (different chunks may be used by different threads), and no
-write between `prepare` and `committed`. State in RAM is in the server's own arena instead. Does not
-know blocks, gradients or rules.
+The state part of most chunks contains a master, from which the weights can be cast. If only the
+state part of such a chunk is written, its weights part becomes *absent* until it is written again.
+Reading "record" while the weights part is absent leaves the weights bytes of the view unchanged.
+
+Writes are pending until `committed` is called; `prepare` makes them durable under a record of the
+step. Opening the tier again discards pending writes.
+
+Assumes that each chunk is used by one thread at a time (different threads may use different
+chunks), and that nothing is written between `prepare` and `committed`. A state that has no tier is
+in the memory of the server process. Does not know blocks, gradients or rules.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ WEIGHTS, STATE_PART, RECORD = "weights", "state", "record"
 
 
 def part_range(record: Record, part: str) -> tuple[int, int]:
-    """Return the first and the last byte of a part inside its record."""
+    """Return where a part lies inside its record: (first byte, byte after the last)."""
     if part == WEIGHTS:
         return 0, record.weights_nbytes
     assert part in (STATE_PART, RECORD), part

@@ -1,12 +1,13 @@
-"""Agreement: a worker's side of sums/protocol/agreement.py, which runs at worker 0.
+"""Agreement: checks, at one worker, that all workers begin the same operations. The coordinator at
+worker 0 runs the state machine, sums/protocol/agreement.py.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
     agreement.run(ticket, ready, dropped)     calls ready() once all workers have begun the same
-                                              operation; at once if they agreed on it before
+                                              operation, or at once if they agreed on it earlier
     agreement.done(ticket)
 
-An operation that was agreed on before needs no messages. A thread reports waits of more than a
-second to the coordinator, and ends the summation after the deadline (Rule 5). Assumes that
+An operation on which the workers agreed earlier needs no messages. A thread reports waits of more
+than a second to the coordinator, and ends the summation after the deadline (Rule 5). Assumes that
 `dropped` returns soon. Does NOT sum.
 """
 
@@ -26,7 +27,7 @@ from roadtrain.errors import DeadlineError, DifferError, PeerError
 from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.agreement import Operation
 
-STALL_S, CHECK_S = 1.0, 0.25  # a wait is reported after STALL_S; interval between checks
+STALL_S, CHECK_S = 1.0, 0.25  # a wait is reported after STALL_S; waits are checked every CHECK_S
 GRACE_S = 1.0  # timeout for agreed operations to finish after a mismatch
 MOST = 256  # operations in one Stall frame
 TEXT = 1000  # longest identity or signature that is sent
@@ -34,14 +35,16 @@ HINT = "every worker must run the same program over the same model"
 
 
 def short(text: str) -> str:
-    """Shorten a text to TEXT characters and a hash, so that different texts stay different."""
+    """Shorten a text that is longer than TEXT characters, and append a hash of the whole text, so
+    that different texts stay different."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 class OperationTicket:
-    """An operation that was begun here. `error`: why it was abandoned, or None."""
+    """An operation that this worker has begun. `error`: Why the operation was abandoned, or None if
+    it was not."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
@@ -52,18 +55,19 @@ class OperationTicket:
 
 
 class Agreement:
-    """The agreement of one worker with the others.
+    """The agreement of one worker with all other workers.
 
-    The program sees each mismatch once: as the error of an abandoned operation that it waits for,
-    or else of the next operation that it begins.
+    The program gets the error of each mismatch once: when it waits for an operation that was
+    abandoned, or, if no operation was abandoned, when it begins the next operation.
 
     Args:
         waits: As for AgreementStateMachine.
-        say: Sends a frame to the coordinator; None if there is one worker.
-        give_up: Abandons all sums in progress; called before their `dropped`.
+        say: Sends a frame to the coordinator. None if there is only one worker.
+        give_up: Abandons all sums in progress. Called before the `dropped` callbacks of the sums.
         failed: Called with the error that ends the summation.
 
-    Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
+    Invariants, under `order`: an open ticket belongs to this epoch; a ticket with `_ready` is not
+    agreed on yet."""
 
     def __init__(
         self,
@@ -81,14 +85,14 @@ class Agreement:
         self.epoch = 0
         self._open: dict[int, OperationTicket] = {}
         self._counts: Counter[str] = Counter()  # operations begun in this epoch, by identity
-        self._settled: set[tuple[str, str]] = set()  # identity, signature: agreed on
-        self._threads: dict[int, OperationTicket] = {}  # waiting thread -> the ticket
-        self._begun = 0.0  # when the last operation was begun
-        # A mismatch that the program has not seen yet; operations that it begins are abandoned.
+        self._settled: set[tuple[str, str]] = set()  # (identity, signature) that are agreed on
+        self._threads: dict[int, OperationTicket] = {}  # waiting thread -> ticket it waits for
+        self._begun = 0.0  # time when the last operation was begun
+        # A mismatch that the program has not seen yet. Operations begun meanwhile are abandoned.
         self._unseen: DifferError | None = None
-        self._given_up = False  # an operation was abandoned, whose error shows the mismatch
-        # A mismatch that is held back until a deadline, so that operations which are agreed, and
-        # may be finished at other workers, can finish here too.
+        self._given_up = False  # whether an abandoned operation shows the mismatch as its error
+        # A mismatch that is held back until a deadline. Operations that are agreed on may have
+        # finished at other workers already, and so get time to finish here.
         self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
@@ -97,8 +101,17 @@ class Agreement:
             self._watcher.start()
 
     def begin(self, identity: str, signature: str, each: bool = False) -> OperationTicket:
-        """Begin an operation. Raises the error that has ended the summation, or once a DifferError
-        after a mismatch for which no operation of this worker was abandoned."""
+        """Begin an operation.
+
+        Args:
+            each: Whether workers must agree on this operation even if they have agreed on its
+                identity and signature before.
+
+        Raises:
+            DifferError: Workers differed, and no operation of this worker was abandoned. Raised
+                once for each mismatch.
+            BaseException: The error that has ended the summation.
+        """
         with self.order:
             if self._error is not None:
                 raise self._error
@@ -127,14 +140,14 @@ class Agreement:
         return ticket
 
     def mark_seen(self) -> None:
-        """Note that the program has seen the last mismatch, so that it can begin operations."""
+        """Note that the program has seen the last mismatch, so that it can begin operations
+        again."""
         with self.order:
             self._unseen, self._given_up = None, False
 
     def resume(self) -> None:
-        """Note that the program has started over, and so has seen the error of an abandoned
-        operation. Blocks while a mismatch is being handled. Does nothing if no operation was
-        abandoned."""
+        """Note that the program has started over because an abandoned operation raised an error.
+        Blocks while a mismatch is being handled. Does nothing if no operation was abandoned."""
         with self.order:
             if self._given_up:
                 self.mark_seen()
@@ -145,8 +158,9 @@ class Agreement:
         ready: Callable[[], None],
         dropped: Callable[[BaseException], None],
     ) -> None:
-        """Call `ready` once all workers agree, with `order` held. Call `dropped` with the error if
-        the operation is abandoned, which can happen after `ready` too, until `done`."""
+        """Call `ready`, with `order` held, once all workers agree on the operation. If the
+        operation is abandoned, call `dropped` with the error: this can happen until `done` is
+        called, even after `ready` was called."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -185,7 +199,8 @@ class Agreement:
 
     @contextmanager
     def waiting(self, ticket: OperationTicket) -> Iterator[None]:
-        """Declare that the calling thread is blocked on an operation and begins nothing else."""
+        """Declare that the calling thread is blocked on an operation in the body, and begins no
+        other operation."""
         mine = threading.get_ident()
         with self.order:
             self._threads[mine] = ticket
@@ -198,7 +213,8 @@ class Agreement:
                     self.mark_seen()
 
     def fail(self, error: BaseException) -> None:
-        """End the summation: nothing can be begun, and operations not agreed on are abandoned."""
+        """End the summation: no operation can be begun, and all operations that are not agreed on
+        are abandoned."""
         with self.order:
             self._error = self._error or error
             for ticket in list(self._open.values()):
@@ -225,10 +241,10 @@ class Agreement:
                         (self.epoch, (identity, use), self._counts[identity] > use, place),
                     )
                 case _:
-                    pass  # of an earlier epoch
+                    pass  # the frame belongs to an earlier epoch
 
     def lost(self, error: PeerError) -> None:
-        """Handle the loss of the coordinator. Operations that are agreed can still finish."""
+        """Handle the loss of the coordinator. Operations that are agreed on can still finish."""
         with self.order:
             self._error = self._error or error
             unagreed = any(not ticket.agreed.is_set() for ticket in self._open.values())
@@ -252,7 +268,8 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle a mismatch that was held back, if it is time. Under `order`."""
+        """Handle the mismatch that was held back, once its deadline has passed or no operation that
+        is agreed on is open. Called under `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)
@@ -273,7 +290,7 @@ class Agreement:
     # waits
 
     def _blocked(self) -> OperationTicket | None:
-        """Return the operation that this worker is blocked on, if any. Under `order`."""
+        """Return the operation on which this worker is blocked, or None. Called under `order`."""
         if len(self._threads) != 1 or time.monotonic() - self._begun < STALL_S:
             return None
         (ticket,) = self._threads.values()

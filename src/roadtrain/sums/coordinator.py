@@ -1,13 +1,13 @@
-"""Coordinator: runs in the process of worker 0, with a link from each worker of a run. The links
-carry only small frames, so that these never queue behind gradients.
+"""Coordinator: runs in the process of worker 0, with a link from each worker of a run. These links
+carry no gradients, so their small frames never wait behind gradients.
 
     worker: Say Stall Has     --> sums/protocol/agreement.py  --> Agreed AskBegun Mismatch Failed
     worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
-It checks that all workers begin the same operations, and decides which spare hosts sum. It notices
-that a worker has left by the end of its link, whose other end is a CoordinatorLink
-(coordinator_link.py). Frames are sent in the order of the decisions. Does NOT sum, does NOT restart
-workers.
+The coordinator checks that all workers begin the same operations, and decides which spare hosts
+sum. When the link of a worker ends, the worker has left. The worker's end of the link is a
+CoordinatorLink (coordinator_link.py). Frames are sent in the order of the decisions. Does NOT sum,
+does NOT restart workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ STALL_LIMIT = 4 << 20  # bytes of the payload of a Stall
 
 
 class SumGroup:
-    """A group of workers (`ranks`) that sum with each other, and their spare hosts."""
+    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for
+    them."""
 
     def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
         self.coordinator, self.ranks = coordinator, ranks
@@ -53,7 +54,7 @@ class SumGroup:
 
     @property
     def spares(self) -> dict[str, int]:
-        """The spare hosts in use: address -> number of the reducer."""
+        """The spare hosts in use, as address -> number of the host's reducer."""
         with self._lock:
             return {address: number for number, (address, _) in self.machine.spares.items()}
 
@@ -74,7 +75,7 @@ class SumGroup:
             for change in actions:
                 if isinstance(change, Change):
                     for _, address, _ in change.added:
-                        self.coordinator.report(f"spare host {address} sums from now on")
+                        self.coordinator.report(f"spare host {address} begins to sum")
             self._carry_out(actions)
 
     def _carry_out(self, actions: Sequence[MembershipAction]) -> None:
@@ -94,8 +95,9 @@ class Coordinator(HostedSession[WorkerConnection]):
 
     Args:
         waits: As for AgreementStateMachine.
-        groups: Ranks that sum with each other and use spare hosts; at most one group per worker.
-        spares: The spare hosts at the start.
+        groups: The groups that use spare hosts: the ranks that sum with each other. A worker is in
+            at most one group.
+        spares: The spare hosts that are used at the start.
     """
 
     payloads = {sum_frames.STATE: STATE_LIMIT, sum_frames.STALL: STALL_LIMIT}
@@ -126,7 +128,7 @@ class Coordinator(HostedSession[WorkerConnection]):
         if kind in (sum_frames.REDUCER_LOST, sum_frames.STATE):
             group = self._group_of.get(worker.rank)
             if group is None:
-                raise WireError(f"worker {worker.rank} uses no spare hosts, but sent kind {kind}")
+                raise WireError(f"worker {worker.rank} has no spare hosts, but sent frame {kind}")
             if kind == sum_frames.REDUCER_LOST:
                 group.lost_reducer(*fields)
             else:
@@ -188,7 +190,7 @@ class Coordinator(HostedSession[WorkerConnection]):
             worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
 
     def close(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for the workers to leave, then close their links."""
+        """Wait for the workers to leave, for at most `wait_s`. Then close all links."""
         with self.lock:
             self.lock.wait_for(lambda: self.connections.keys() <= self.lost_ranks, wait_s)
         for worker in self.everyone():

@@ -1,5 +1,5 @@
-"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). It passes
-frames to the worker's agreement and sums.
+"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames of the
+coordinator are passed to the worker's agreement and sums.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The Receiver of the link. `agreement` and `sums` are set before `linked` is called; `sums`
-    stays None if this worker does not use spare hosts."""
+    """The Receiver of a worker's link to the coordinator. The owner sets `agreement` and `sums`
+    before it calls `linked`. If the worker does not use spare hosts, `sums` stays None."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
@@ -29,15 +29,16 @@ class CoordinatorLink:
         self._lock = threading.Lock()  # keeps frames in order
 
     def linked(self, link: Link) -> None:
-        """Set the link. Called once. Raises PeerError."""
+        """Set the link, and send the frames that `say` has kept. Called once. Raises PeerError."""
         with self._lock:
             self._link = link
             for kind, header, payload in self._early:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """Send a frame. Queries may arrive, and spare hosts may die, before `linked` is called; the
-        frame is sent then. Raises PeerError."""
+        """Send a frame to the coordinator. If `linked` was not called yet, the frame is kept until
+        `linked` is called: the coordinator may ask, and spare hosts may die, before that. Raises
+        PeerError."""
         header = m.encode(fields)
         with self._lock:
             if self._link is None:
@@ -53,7 +54,7 @@ class CoordinatorLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.CHANGE:
-            raise WireError(f"received {nbytes} bytes with a frame of kind {kind}")
+            raise WireError(f"a frame of kind {kind} has a payload of {nbytes} bytes, expected 0")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -78,7 +79,8 @@ class CoordinatorLink:
                 raise WireError(f"a coordinator sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
-        """Fail the sums too if they use spare hosts, as changes of these need a coordinator."""
+        """Handle the end of the link. Sums that use spare hosts fail too, because the coordinator
+        is needed to change the spare hosts."""
         if not self._closed:
             self.agreement.lost(error)
             if self.sums is not None:

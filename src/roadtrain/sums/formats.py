@@ -3,7 +3,8 @@
     gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
     (network) -> decode
 
-Workers and reducers keep the residuals (error feedback). Lossy, so off by default (Rule 2).
+Workers and reducers keep the residuals (error feedback). The formats lose precision, so none is
+used unless the user chooses it (Rule 2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from roadtrain.sums import quantize
 
 
 class _HalfPrecision(Codec):
-    """bf16, fp16: every value is rounded to the nearest."""
+    """bf16, fp16: every value is rounded to the nearest value of the format."""
 
     feedback, dtype = False, ""
 
@@ -44,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: the sign of every value, and the mean magnitude of all."""
+    """onebit: the sign of every value, and the mean magnitude of all values."""
 
     name = "onebit"
 
@@ -59,15 +60,15 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS (2, 4, 8): every value is rounded up or down to a level at random, so that the
-    mean is exact."""
+    """dither:BITS, where BITS is 2, 4 or 8: every value is rounded at random to the next level
+    above or below, so that the expected value is exact."""
 
     name = "dither"
 
     def __init__(self, argument: str) -> None:
         self.bits = int(argument)
         if self.bits not in (2, 4, 8):
-            raise ValueError("needs 2, 4 or 8 bits a value")
+            raise ValueError("needs 2, 4 or 8 bits per value")
 
     def nbytes(self, n: int) -> int:
         return 4 + -(-n * self.bits // 8)
@@ -85,13 +86,13 @@ FORMATS: dict[str, type[Codec]] = {}
 
 
 def register(kind: type[Codec]) -> type[Codec]:
-    """Register a codec class under its `name`, in this process. Usable as a decorator.
+    """Register a codec class under its `name` in this process. Can be used as a decorator.
 
     Args:
         kind: A subclass of Codec.
 
     Returns:
-        `kind`.
+        The class `kind`.
     """
     FORMATS[kind.name] = kind
     format_of.cache_clear()
@@ -100,11 +101,11 @@ def register(kind: type[Codec]) -> type[Codec]:
 
 @lru_cache
 def format_of(text: str) -> Codec:
-    """Make the codec for NAME or NAME:ARGUMENT. Raises ConfigError."""
+    """Return the codec for a format NAME or NAME:ARGUMENT. Raises ConfigError."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         raise ConfigError(
-            f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
+            f"there is no format {text!r}, the formats are {', '.join(sorted(FORMATS))}",
             hint=did_you_mean(name, FORMATS)
             or "register your own class on every host (roadtrain serve --sum --formats MODULE)",
         )
@@ -119,12 +120,13 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed that differs between encodings, but not between runs."""
+    """Return a seed that is different for different `numbers`, and the same in every run."""
     return hash(numbers) & (1 << 64) - 1  # Python's hash of integers is not randomized
 
 
 def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
-    """Decode received bytes. Raises WireError if they are malformed."""
+    """Decode received bytes of the format `text` into `out`. Raises WireError if they are
+    malformed."""
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
@@ -132,6 +134,12 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """Encode values: float32 [n] to out: nbytes(n) bytes. See `encode_with_feedback`."""
+    """Encode `values` in the format `text` with error feedback (`encode_with_feedback`).
+
+    Args:
+        values: float32 [n].
+        residual: float32 [n], the errors of earlier encodings; None without error feedback.
+        out: Destination, of the codec's `nbytes(n)` bytes.
+    """
     raw = np.frombuffer(out, np.uint8)
     encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)

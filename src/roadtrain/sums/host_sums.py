@@ -1,4 +1,4 @@
-"""HostSums: two-level sums, inside a host with several workers first, then between hosts.
+"""HostSums: sums in two levels. The workers of a host sum first; then the hosts sum their sums.
 
     worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
 
@@ -19,14 +19,18 @@ from roadtrain.sums.worker_sums import WorkerSums
 
 
 class CrossHostSums:
-    """Sums the host's sums with those of other hosts; called by the host's reducer (reducer.py)
-    before it answers its workers. `how`: tensor -> (priority, format) between hosts, set before
-    the tensor is pushed."""
+    """Sums this host's sums with the sums of other hosts. The host's reducer (reducer.py) calls the
+    object before it answers its workers.
+
+    Attributes:
+        how: Maps each tensor to the (priority, format) of its sum between hosts. An entry is set
+            before the tensor is pushed.
+    """
 
     def __init__(self, sums: WorkerSums) -> None:
         self._sums, self.how = sums, dict[int, tuple[int, str]]()
         self._outs: dict[tuple[int, int], Buffer] = {}
-        self._lock = threading.Lock()  # so that nothing begins during or after `give_up`
+        self._lock = threading.Lock()  # so that no sum begins during `give_up`
 
     def __call__(
         self,
@@ -38,7 +42,7 @@ class CrossHostSums:
     ) -> None:
         with self._lock:
             if where[0] not in self.how:
-                return  # abandoned
+                return  # the sum was abandoned
             priority, format = self.how[where[0]]
             out = self._outs.get(where)
             if out is None or out.nbytes < len(total):
@@ -64,10 +68,9 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The summation of one worker. `near` sums its tensors, inside the host if it has several
-    workers; `above` is set if this worker then sums with other hosts. Closing `ends` ends it."""
+    """The connection of one worker to the summation service."""
 
-    near: WorkerSums
-    above: CrossHostSums | None
+    near: WorkerSums  # sums this worker's tensors: inside the host, if there are two levels
+    above: CrossHostSums | None  # sums with other hosts, if this worker does so in a second level
     agreement: Agreement
-    ends: ExitStack
+    ends: ExitStack  # closing it ends the summation

@@ -1,8 +1,9 @@
-"""Hardware topology of this host, from /sys: NUMA nodes, and the PCIe path, link and NUMA node of
-each accelerator, each network card and the disks under given directories.
+"""Hardware topology of this host, read from /sys: the NUMA nodes, and the PCIe path, link and NUMA
+node of each accelerator, of each network card, and of the disks under given directories.
 
-It determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe` prints it.
-On virtual machines much of it is missing; gaps are listed and are no errors. Does NOT measure.
+The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
+prints it. On virtual machines many facts are missing: they are listed, and are not errors. Does NOT
+measure.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ NVIDIA = "0x10de"
 # prefixes of PCI classes: display controllers and accelerators; network controllers
 ACCELERATORS, CARDS = ("0x03", "0x12"), ("0x02",)
 FUNCTION = re.compile(r"[0-9a-f]{4,}(:[0-9a-f]{2}){2}\.[0-7]")
-# a function without a PCIe link has other widths (0, 63, 255)
+# a PCI function without a PCIe link reports widths that this does not match (0, 63, 255)
 LINK = re.compile(r"(\d+(?:\.\d+)? GT/s).* x(1|2|4|8|12|16|32)")
 UNKNOWN = "unknown"
 
 
 def _read(path: Path) -> str:
-    """Read a file of /sys; UNKNOWN if that fails."""
+    """Read a file of /sys. Returns UNKNOWN if reading fails."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -46,7 +47,7 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces that have a device, which virtual ones have not."""
+    """List the network interfaces of hardware devices. Virtual interfaces have no device."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 
@@ -54,11 +55,11 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
     """Find the network cards of this host.
 
     Returns:
-        The cards that report a rate, as in a cluster.toml, and a list of missing facts.
+        The cards that report a rate, in the form of a cluster.toml; and a list of missing facts.
     """
     found, missing = [], []
     for path in interfaces(root):
-        if (mbit := _read(path / "speed")).isdigit() and int(mbit):  # -1: it does not know
+        if (mbit := _read(path / "speed")).isdigit() and int(mbit):  # "-1" if unknown
             kind = "infiniband" if _read(path / "type") == "32" else "ethernet"
             found.append({"kind": kind, "rate": f"{mbit}Mbit/s"})
         else:
@@ -68,20 +69,20 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 
 def roots_here() -> list[int]:
     """Choose the workers of this host that sum, by the PCIe topology of its accelerators and
-    network cards. Empty, which means all workers, if there are no accelerators."""
+    network cards. If there are no accelerators, return an empty list, which stands for all
+    workers."""
     return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
 
 @dataclass(frozen=True)
 class _Device:
-    """A device. `path`: the PCI functions that lead to it. `link`, `most`: its current PCIe link,
-    and its maximum."""
+    """An accelerator, network card or disk. Unknown values are UNKNOWN."""
 
     name: str
-    path: str
-    node: str
-    link: str
-    most: str
+    path: str  # the PCI functions from the root port to the device
+    node: str  # NUMA node
+    link: str  # the current speed and width of the PCIe link
+    most: str  # the greatest speed and width of the link
 
     def lines(self) -> list[str]:
         """Describe the device."""
@@ -98,12 +99,13 @@ class _Device:
         return [name for name, value in facts.items() if UNKNOWN in value]
 
     def is_far_from(self, other: _Device) -> bool:
-        """Return whether the devices are known to be on different NUMA nodes."""
+        """Return whether it is known that this device and `other` are on different NUMA nodes."""
         return UNKNOWN not in (self.node, other.node) and self.node != other.node
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Describe a device. `path`: its resolved path in /sys, or that of a child device."""
+    """Read the facts about a device. `path`: The resolved path in /sys of the device, or of a child
+    device."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [
@@ -122,13 +124,15 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the disks below a block device: those of an array or volume, or the device itself."""
+    """Return the disks of which an array or a volume consists. For any other block device, return
+    the device itself."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 
 
 def topology(directories: Sequence[str | Path], root: Path = SYS) -> tuple[list[str], list[str]]:
-    """Describe the topology of this host, with the disks under `directories`, which must exist.
+    """Describe the topology of this host, including the disks under `directories`. The directories
+    must exist.
 
     Returns:
         Lines to print, and a list of missing facts.

@@ -1,10 +1,11 @@
 """Quantization to a few bits: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al.
 2017), packed.
 
-One bit (`pack_signs`): the sign of each element, and one mean magnitude for all. Dithering
-(`pack_levels`): one of 2 L + 1 levels from -max |x| to max |x|, rounded up or down at random so
-that the mean is exact. The random numbers are a hash of `seed` and the element's index, so the same
-call gives the same bits anywhere (Rule 1). If any value is not finite, all decoded values are NaN.
+One bit (`pack_signs`) keeps the sign of each element, and one mean magnitude for all elements.
+Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|; it
+rounds up or down at random, so that the expected value is exact. The random numbers are a hash of
+`seed` and the element's index, so the same call gives the same bits on every host (Rule 1). If any
+value is not finite, all decoded values are NaN.
 
 Arrays must be contiguous: float32 [N] and uint8. Single-threaded, allocates nothing.
 """
@@ -20,8 +21,8 @@ from roadtrain.kernels.cast import kernel
 
 @kernel
 def pack_signs(x: Any, bits: Any) -> Any:
-    """Pack the signs into bits: uint8 [(N + 7) / 8], element i in bit i mod 8 of byte i / 8.
-    Returns the mean magnitude."""
+    """Write the sign of element i to bit i mod 8 of byte i / 8 of `bits`, an array uint8
+    [(N + 7) / 8]. Returns the mean magnitude of all elements."""
     total = np.float64(0)
     for at in range(0, x.size, 8):
         byte = np.uint8(0)
@@ -41,7 +42,7 @@ def unpack_signs(bits: Any, scale: Any, out: Any) -> Any:
 
 @kernel
 def largest(x: Any) -> Any:
-    """Return the largest magnitude; NaN if any element is not finite."""
+    """Return the largest magnitude, or NaN if any element is not finite."""
     most = np.float32(0)
     for i in range(x.size):
         if not np.isfinite(x[i]):
@@ -52,8 +53,8 @@ def largest(x: Any) -> Any:
 
 @kernel
 def pack_levels(x: Any, most: Any, width: Any, seed: Any, packed: Any) -> Any:
-    """Pack the levels: packed has `width` (2, 4 or 8) bits per element, its level plus L, where
-    L = 2^(width - 1) - 1. `most`: the largest magnitude."""
+    """Write the level of each element plus L to `packed`, in `width` (2, 4 or 8) bits per element.
+    L is 2^(width - 1) - 1. `most`: The largest magnitude of all elements."""
     top = np.float64((1 << (width - 1)) - 1)
     # In float64, because in float32 the quotient overflows if `most` is subnormal.
     scale = top / np.float64(most) if most > 0 else np.float64(0)

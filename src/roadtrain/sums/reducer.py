@@ -4,7 +4,7 @@ spare host (BytePS's summation service). It keeps no parameters, no optimizer st
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-Buffers are allocated when a part arrives for the first time and reused in every round, until the
+A buffer is allocated when a part arrives for the first time. It is reused in every round, until the
 part is assigned to another reducer. Encoded parts (formats.py) are decoded one by one, and their
 sum is encoded. One thread adds; links have their own threads. protocol/reducer.py makes the
 decisions. Does NOT know layers or models, does NOT divide by the number of workers.
@@ -40,15 +40,16 @@ from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMach
 from roadtrain.transport.link import Link
 
 Where = tuple[int, int]  # tensor, first element
-# Sums this host's sum with those of other hosts. Arguments: where, dtype, this host's sum, callback
-# for the total, callback for an error.
+# A function that sums this host's sum with the sums of other hosts. Arguments: where, dtype, this
+# host's sum, callback for the total, callback for an error.
 Above = Callable[
     [Where, str, memoryview, Callable[[memoryview], None], Callable[[BaseException], None]], None
 ]
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the size of a part on the wire. Raises WireError for an unknown format."""
+    """Return the number of bytes of a part on the wire. `summed`: As in Arrived. Raises WireError
+    for an unknown format."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -75,7 +76,7 @@ class _ReducerConnection(WorkerConnection):
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
-                f"a reducer received an invalid frame: kind {kind}, {nbytes} bytes, {fields[3:]}"
+                f"a frame of kind {kind} with fields {fields[3:]} cannot have {nbytes} bytes"
             )
         where = fields.key, fields.start
         buffer = self.buffers.get(where)
@@ -90,9 +91,10 @@ class Reducer(HostedSession[_ReducerConnection]):
 
     Args:
         rule: "sum" or "accumulate" (protocol/reducer.py).
-        reserve: Reserves bytes of the host's budget; raises BudgetError.
-        forget: Called once, when the last worker has left or the reducer failed.
-        above: Adds the sums of other hosts before the workers get the total.
+        reserve: Reserves bytes of the host's budget. Raises BudgetError.
+        forget: Called once, when the last worker has left or the reducer has failed.
+        above: Adds the sums of other hosts to a sum before the workers get the total. None if this
+            host does not sum with other hosts.
     """
 
     connection_class = _ReducerConnection
@@ -126,14 +128,15 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer, in place of `instead`. Raises BudgetError."""
+        """Allocate a buffer. It replaces the buffer `instead`, whose bytes become free in the
+        budget. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
 
     def _take(self, nbytes: int) -> None:
         with self.lock:
-            if not self.over:  # else everything has been released
+            if not self.over:  # at the end, all bytes were given back to the budget
                 self._reserve(nbytes)
                 self.reserved += nbytes
 
@@ -162,16 +165,20 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._end_if_lost()
 
     def _sum_soon(self, worker: _ReducerConnection, part: Arrived, complete: PartRound) -> None:
-        """Queue a complete round for the thread that adds. Under the lock."""
+        """Queue a complete round for the thread that adds. Called under the lock."""
         alone = self.rule == "accumulate"
         workers = [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
         views = [each.buffers[part.key, part.start].view for each in workers]
         self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Release the buffers of parts that are not in use, after a worker's parts were assigned to
-        other reducers, or were abandoned (`given_up`) and get other keys. Other references keep a
-        buffer alive while it is read."""
+        """Release the buffers that a worker may not need any more: those of parts that are not in
+        use. A buffer that is still being read is kept alive by its readers.
+
+        Args:
+            given_up: Whether the worker has abandoned its parts, and will use other keys. If False,
+                some of its parts were assigned to other reducers.
+        """
         with self.lock:
             if given_up:
                 self._machine.give_up(worker.rank)
@@ -188,8 +195,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
-        """Return the workers that others wait for: name -> (seconds since its last frame, what is
-        missing)."""
+        """Return the workers for which other workers wait, as name -> (seconds since the worker's
+        last frame, what is missing)."""
         with self.lock:
             missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
@@ -202,8 +209,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         }
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Handle the loss of a worker. The reducer ends once another worker waits for it, or when
-        all have left: at the end of a job the workers leave one after the other."""
+        """Handle the loss of a worker. The reducer ends once another worker waits for a part of the
+        lost worker, or when all workers have left. It does not end at once, because at the end of a
+        job the workers leave one after another."""
         with self.lock:
             self._left[rank] = error
         self._end_if_lost()
@@ -211,7 +219,7 @@ class Reducer(HostedSession[_ReducerConnection]):
             self.end(LostError(f"worker {rank} has left: {error}"))
 
     def _end_if_lost(self) -> None:
-        """End if a worker waits for a part of a worker that has left (Rule 5)."""
+        """End the reducer if a worker waits for a part of a worker that has left (Rule 5)."""
         with self.lock:
             if not self._left:
                 return
@@ -250,7 +258,8 @@ class Reducer(HostedSession[_ReducerConnection]):
             rank, itemsize = next(iter(complete.summed.items()))
             have = [worker for worker in workers if worker.rank in complete.summed]
             lack = [worker for worker in workers if worker.rank not in complete.summed]
-            # copied, because a worker that has the sum continues and refills its buffer
+            # copied, because a worker that has the sum goes on, and its next part is received into
+            # this buffer
             payload = result[: n * itemsize]
             payload[:] = views[rank][: n * itemsize]
             self._send(lack, part, payload, True)
@@ -266,7 +275,7 @@ class Reducer(HostedSession[_ReducerConnection]):
             sum_in_order(total, grads)
         else:
             sum_in_order(total, [(total, "fp32"), *grads])
-            # copied, because the next part may be added while this is being sent
+            # copied, because the next part may be added while the payload is being sent
             payload = memoryview(bytearray(payload))
         if raw != "fp32":
             payload = cast_in_place(payload, n, "fp32", raw).view(np.uint8).data
@@ -285,7 +294,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         with self.lock:
             found = self._results.get(where)
         if found is None:
-            found = self.buffer(nbytes)  # zeros, the initial value of `accumulate`
+            found = self.buffer(nbytes)  # all zeros, with which `accumulate` begins
             with self.lock:
                 self._results[where] = found
         return found.view
@@ -313,7 +322,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         payload: memoryview | None,
         summed: bool,
     ) -> None:
-        """Send a sum, or without a payload the notice that all workers have it."""
+        """Send a sum to `workers`. If `payload` is None, send the notice that all workers have the
+        sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for worker in workers:
             with suppress(PeerError):  # handled by `one_left`
@@ -323,7 +333,8 @@ class Reducer(HostedSession[_ReducerConnection]):
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Decode the parts one after another: the first into `total`, the others into a buffer."""
+    """Decode the parts one after another. The first part is decoded into `total`, and each later
+    part into the same buffer. Yields (values, dtype)."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

@@ -1,18 +1,19 @@
-"""connect_sums: sum the gradients of a data group by the summation service, that is by reducers of
-the workers and of spare hosts, which may be added and removed during training.
+"""connect_sums: sums the gradients of a data group by the summation service. Reducers of workers
+and of spare hosts add them. Spare hosts may be added and removed during training.
 
     gradient -> reducers (shares in protocol/shares.py) -> the whole sum
 
-Each worker sends a gradient once and receives its sum once; a worker's reducer also receives and
-returns its share of the other workers' gradients. Each worker keeps the whole state and updates all
-of it on its device, as planned and simulated for the placements `summation` and `parameter-server`
-(Rule 7). Updating only a share per worker and gathering the values would need less work and memory,
-but M (n - 1) / n more bytes each way.
+Each worker sends a gradient once and receives the gradient's sum once. A worker's reducer also
+receives its share of the other workers' gradients, and returns the sums. Each worker keeps the
+whole state and updates all of it on its device, as the planner and the simulator assume for the
+placements `summation` and `parameter-server` (Rule 7). If each worker updated only a share of the
+state and gathered the rest, it would need less work and memory, but M (n - 1) / n more bytes each
+way.
 
-The bits are those of sums without reducers if each host has one worker, or if all workers are on
-one host (sums run in the order of the ranks). Otherwise the workers of each host are summed first,
-and that is reported (Rule 6). Does NOT know layers or steps. Several stages (pp, tp) are refused in
-ParallelOptions.
+If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
+without reducers: gradients are added in the order of the ranks. Otherwise the workers of each host
+are summed first, which is reported (Rule 6). Does NOT know layers or steps. Several stages (pp, tp)
+are refused in ParallelOptions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from roadtrain.transport.address import token_of
 
 
 class JobRanks(Protocol):
-    """Collectives of small messages among all ranks of a job (stages/control_links.py)."""
+    """The interface of collectives that exchange small messages among all ranks of a job
+    (stages/control_links.py)."""
 
     @property
     def rank(self) -> int: ...
@@ -51,13 +53,14 @@ def connect_sums(
     """Connect this rank to the service. Collective.
 
     Args:
-        reducers: Addresses of spare hosts, or the file that lists them.
-        alone: Workers sum only while there is no spare host.
+        reducers: Addresses of spare hosts, or the path of a file that lists the addresses.
+        alone: Whether spare hosts alone sum. If True, the workers' reducers sum nothing while there
+            is a spare host.
         hosts: Host of each rank.
-        address: Address of this host, as the other ranks reach it.
+        address: Address at which the other ranks reach this host.
 
     Returns:
-        The GradientSum (stages/gradient_sum.py) of this rank; None if there is one rank.
+        The GradientSum (stages/gradient_sum.py) of this rank, or None if there is only one rank.
 
     Raises:
         ConfigError: The options or the list of spare hosts are invalid.
@@ -69,7 +72,7 @@ def connect_sums(
     spare_hosts = SpareHosts(reducers, None, token_of(token_file))
     there = ranks.same(spare_hosts.now, "the reducers")
     source = f" ({reducers})" if isinstance(reducers, str) else ""
-    beside = "workers only while there are none" if alone else "and so do the workers"
+    beside = "workers only if there is no spare host" if alone else "and so do the workers"
     report(f"reducers: {', '.join(there) or 'none yet'}{source} sum gradients, {beside}")
     if len(set(hosts)) < len(hosts) and len(set(hosts)) > 1:
         report(

@@ -1,8 +1,8 @@
-"""SpareHosts: the user's list of hosts that sum but do not compute; `watch`: changes of the list
-during training.
+"""SpareHosts: the user's list of hosts that sum but do not train. `watch` follows the list during
+training.
 
-Worker 0 reads the list every second, checks whether new hosts answer, and has the coordinator add
-or remove hosts. Does NOT start them.
+Worker 0 reads the list every second and checks whether new hosts answer. The coordinator then adds
+or removes hosts. Does NOT start hosts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SpareHosts:
     """The user's spare hosts.
 
     Args:
-        spares: Addresses, or the path of a file that lists them and may change.
-        rates: Relative link rates of the addresses; None: all are equal.
-        token: Token of the spare hosts, from which that of the workers is derived.
+        spares: Addresses, or the path of a file that lists addresses and may change.
+        rates: Relative link rates of the addresses. If None, all rates are equal.
+        token: Token of the spare hosts. The token for links between workers is derived from it.
         tls: TLS options for links to spare hosts and between workers of different hosts.
     """
 
@@ -48,13 +48,13 @@ class SpareHosts:
         )
 
     def now(self) -> dict[str, float]:
-        """Return the current list: address -> rate. Raises ConfigError."""
+        """Return the current list as a dict, address -> rate. Raises ConfigError."""
         if isinstance(self.spares, str):
             return self._read(Path(self.spares))
         rates = self.rates or [1.0] * len(self.spares)
         if len(rates) != len(self.spares):
             raise ConfigError(
-                f"{len(rates)} rates for {len(self.spares)} spare hosts", hint="give one for each"
+                f"{len(rates)} rates for {len(self.spares)} spare hosts", hint="give a rate to each"
             )
         return {spare: rate for spare, rate in zip(self.spares, rates) if address_of(spare)}
 
@@ -66,7 +66,7 @@ class SpareHosts:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read the spare hosts in {path}: {error}",
-                hint="write one line for each: HOST:PORT, then its rate if it is not 1",
+                hint="write a line per host: HOST:PORT, then the host's rate if it is not 1",
             ) from error
         for address, rate in found.items():
             address_of(address)
@@ -75,15 +75,15 @@ class SpareHosts:
 
 
 def watch(hosts: SpareHosts, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
-    """Watch the list in a thread: offer new hosts that answer to the coordinator, and remove hosts
-    that are no longer listed. Returns a function that ends the thread."""
-    # address -> time of the next attempt, wait after it
+    """Watch the list in a thread. A new host that answers is offered to the coordinator, and a host
+    that is no longer listed is removed. Returns a function that ends the thread."""
+    # address -> (time of the next attempt, seconds from that attempt to the following one)
     over, attempts = threading.Event(), dict[str, tuple[float, float]]()
-    silent = dict[str, str]()  # address -> the last reported reason why it does not answer
+    silent = dict[str, str]()  # address -> last reported reason why the host does not answer
 
     def due(address: str) -> bool:
-        """Return whether to try a host now. Waits grow, as an unstable host costs more than it
-        contributes."""
+        """Return whether to try a host now. The waits between attempts grow, because an unstable
+        host costs more than it contributes."""
         at, wait_s = attempts.get(address, (0.0, RETRY_S))
         if found := time.monotonic() >= at:
             attempts[address] = time.monotonic() + wait_s, min(2 * wait_s, MOST_RETRY_S)

@@ -44,7 +44,7 @@ class SumHeader(NamedTuple):
     key: int  # of the tensor
     start: int  # first element of the part
     round: int
-    summed: bool  # the sum was pushed by a worker: the payload is not encoded
+    summed: bool  # whether a worker pushed this sum; the payload is not encoded then
 
 
 class ReducerLostHeader(NamedTuple):
@@ -68,7 +68,7 @@ class SayHeader(NamedTuple):
     identity: str  # of the operation
     use: int  # number of earlier operations with this identity in the epoch
     signature: str
-    each: bool  # agreed every time
+    each: bool  # see Operation.each
 
 
 class StallHeader(NamedTuple):
@@ -79,7 +79,7 @@ class HasHeader(NamedTuple):
     epoch: int
     place: tuple[str, int]  # identity and use, from the AskBegun
     begun: bool
-    blocked: list[tuple[str, int]]  # the operation that blocks the worker: none or one
+    blocked: list[tuple[str, int]]  # the operation that blocks the worker, or an empty list
 
 
 class AgreedHeader(NamedTuple):
@@ -95,7 +95,7 @@ class AskBegunHeader(NamedTuple):
 
 
 class MismatchHeader(NamedTuple):
-    epoch: int  # the new one
+    epoch: int  # the new epoch
     why: str
 
 
@@ -127,11 +127,11 @@ class SumHello(NamedTuple):
     rule: str  # of the sum, or coordinator.TO_COORDINATOR
 
 
-# Payload of a State: tensor -> (last round begun, whether it is complete). Payload of a Change:
-# tensor -> (last round that any worker has begun, first round that any worker lacks).
+# Payload of a State: tensor -> (last round begun, whether this round is complete). Payload of a
+# Change: tensor -> (last round that any worker has begun, first round that any worker lacks).
 Rounds = dict[int, tuple[int, int]]
-# Payload of a Stall: all operations that a worker waits for, and the one that blocks its thread
-# (none or one). Each is (identity, use, signature).
+# Payload of a Stall: a list of all operations that a worker waits for, and a list with the
+# operation that blocks its thread, if there is one. Each operation is (identity, use, signature).
 Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
 
 SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
@@ -140,7 +140,7 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Decode the payload of a State or a Change."""
+    """Decode the payload of a State or a Change, a dict from tensors to rounds (`Rounds`)."""
     return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 

@@ -1,5 +1,5 @@
-"""Reducers: the reducers of all jobs on a worker's host or a spare host, within one budget;
-`serve_sums`: the process of a spare host (`roadtrain serve --sum`).
+"""Reducers: the reducers of all jobs on a worker's host or a spare host, which share one budget.
+`serve_sums` is the process of a spare host (`roadtrain serve --sum`).
 
     listener: a link and its greeting --> Reducers.accept --> the job's Reducer (reducer.py), the
     coordinator (at worker 0), or the answer to a status request
@@ -28,19 +28,19 @@ END_S = 10.0  # timeout for threads to end
 
 
 class Reducers:
-    """The reducers of all jobs on one host. Their buffers use at most `nbytes` in total."""
+    """The reducers of all jobs on one host. The buffers of all reducers use at most `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Reducer] = {}
         self.coordinator: Coordinator | None = None  # only at worker 0
-        self.above: Above | None = None  # only if this host's sums are summed with other hosts'
+        self.above: Above | None = None  # set if this host's sums are summed with other hosts
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept a link: of a worker, whose job gets a reducer if it has none, or for a status
-        request. Raises WireError, BusyError."""
+        """Accept a link of a worker or of a status request. If the worker's job has no reducer yet,
+        create one. Returns the Receiver of the link. Raises WireError, BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
@@ -51,7 +51,7 @@ class Reducers:
                 raise self.coordinator.busy()
             return self.coordinator.join(rank, link)
         if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
-            raise WireError(f"invalid greeting of worker {rank} of {workers}, rule {rule!r}")
+            raise WireError(f"invalid greeting: worker {rank} of {workers}, rule {rule!r}")
         with self._lock:
             reducer = self.jobs.get(session)
             if reducer is None:
@@ -61,8 +61,8 @@ class Reducers:
                 self.jobs[session] = reducer
         if (reducer.workers, reducer.rule) != (workers, rule):
             raise WireError(
-                f"worker {rank} expects {workers} workers with rule {rule}, the others expect"
-                f" {reducer.workers} with {reducer.rule}"
+                f"worker {rank} expects {workers} workers and rule {rule}, but the first worker"
+                f" expected {reducer.workers} and rule {reducer.rule}"
             )
         return reducer.join(rank, link)
 
@@ -81,8 +81,8 @@ class Reducers:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
                     f"reducers of {len(self.jobs)} job(s) need {show_bytes(self._used + nbytes)} of"
-                    f" buffers, the budget is {show_bytes(self.nbytes)}",
-                    hint="raise its budget, or give the job more spare hosts",
+                    f" buffers, but the budget is {show_bytes(self.nbytes)}",
+                    hint="raise the budget, or give the job more spare hosts",
                 )
             self._used += nbytes
 
@@ -98,7 +98,8 @@ class Reducers:
             self._lock.notify_all()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Wait up to `wait_s` for the workers of all jobs to leave, then end all reducers."""
+        """Wait for the workers of all jobs to leave, for at most `wait_s`. Then end all
+        reducers."""
         if self.coordinator is not None:
             self.coordinator.close(wait_s)
         with self._lock:
@@ -117,11 +118,14 @@ def serve_sums(
     module: str | None,
     report: Callable[[str], None] = print,
 ) -> int:
-    """Run `roadtrain serve HOST:PORT --sum`: sum gradients until interrupted.
+    """Run `roadtrain serve HOST:PORT --sum`: sum gradients until the process is interrupted.
 
     Args:
-        budget: Memory for buffers, such as "8GiB"; None: half of the free memory.
+        budget: Memory for buffers, such as "8GiB". If None, half of the free memory is used.
         module: Name of a module to import, which registers the user's own formats.
+
+    Returns:
+        The exit code of the command.
     """
     nbytes = budget_of(budget)
     if module is not None:
@@ -129,7 +133,7 @@ def serve_sums(
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"--formats {module}: {error}", hint="is its directory in PYTHONPATH?"
+                f"--formats {module}: {error}", hint="add the module's directory to PYTHONPATH"
             ) from error
     reducers = Reducers(nbytes)
     listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)

@@ -5,15 +5,17 @@ divided into groups that sum with each other (worker_places.py), and connect.
     (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
     spare hosts (spare_hosts.py)
 
-After that, `HostSums` (host_sums.py) sums memory and TensorSums (tensor_sums.py) torch tensors.
-Reducers are in reducer.py and, on spare hosts, sum_server.py; the state machines are in protocol/.
+Once the workers are connected, `HostSums` (host_sums.py) sums memory, and TensorSums
+(tensor_sums.py) sums torch tensors. Reducers are in reducer.py, the process of a spare host is in
+sum_server.py, and the state machines are in protocol/.
 
-NOTE no secrets. Messages of `gather` (usually a torch process group) are not encrypted, so no token
-is sent with them. Workers of one host connect through Unix sockets, which check the user. Workers
-of several hosts authenticate with a token that is derived from the one in each worker's token file.
-Without a token they use loopback addresses only.
+NOTE no secrets. Messages of `gather` (usually a torch process group) are not encrypted, so they
+contain no token. Workers of one host connect through Unix sockets, which check the user. Workers of
+several hosts authenticate with a token that is derived from the token in each worker's token file.
+If there is no token, only loopback addresses are used.
 
-Assumes a `gather` for a few bytes among all workers, used only at the start. Does NOT know torch.
+Assumes a function `gather` that exchanges a few bytes among all workers, and is called only at the
+start. Does NOT know torch.
 """
 
 from __future__ import annotations
@@ -56,35 +58,38 @@ from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import MIB
 
 LEAVE_S = 10.0  # timeout at the end for the other workers to leave
-NEAR_PART = 4 * MIB  # bytes of a part inside a host; between hosts each such part is a tensor
+# Bytes of a part inside a host. The sum of each such part is a tensor in the sums between hosts.
+NEAR_PART = 4 * MIB
 SILENCE_S = 3.0  # a spare host that is silent for longer counts as lost
 
 T = TypeVar("T", bound=msgspec.Struct)
-Gather = Callable[[bytes], list[bytes]]  # all-gather: own message -> those of all workers, by rank
+# An all-gather: takes this worker's message, and returns the messages of all workers by rank.
+Gather = Callable[[bytes], list[bytes]]
 
 
 @dataclass(frozen=True)
 class SumSetup:
-    """Options of one worker."""
+    """The options with which one worker connects to the summation service."""
 
     rank: int
     workers: int
-    inside: bool  # sum inside each host before summing between hosts
+    inside: bool  # whether to sum inside each host before summing between hosts
     rule: str  # "sum" or "accumulate" (protocol/reducer.py)
-    address: str  # address of this host, as other hosts reach it
+    address: str  # address at which other hosts reach this host
     nbytes: int  # budget of this worker's reducers
     deadline_s: float
-    rates: Sequence[float] | None = None  # of the workers' links; None: all are equal
-    roots: Sequence[int] | None = None  # workers of a host that sum; None: by its topology
-    separate: bool = False  # workers sum only while there is no spare host
-    report: Callable[[str], None] = print  # at worker 0: gets changes of spare hosts
+    rates: Sequence[float] | None = None  # rates of the workers' links; None if all are equal
+    # workers of this host that sum; if None, the topology of the host determines them
+    roots: Sequence[int] | None = None
+    separate: bool = False  # while there is a spare host, the workers' reducers sum nothing
+    report: Callable[[str], None] = print  # called at worker 0 with changes of spare hosts
 
 
 def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSums:
-    """Connect this worker with the others. All workers call it.
+    """Connect this worker with all other workers. All workers must call this function.
 
     Raises:
-        ConfigError: The options are invalid, or workers have different ones.
+        ConfigError: The options are invalid, or differ between workers.
         PeerError: A worker or a spare host cannot be reached.
     """
     hellos = _gathered(gather, _hello(spare_hosts, setup))
@@ -112,20 +117,21 @@ def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSum
             worker.link_coordinator(link, agreement, outer if elastic else None)
         if worker.far.coordinator is not None and elastic:
             ends.callback(watch(spare_hosts, worker.far.coordinator, worker.spare))
-        gather(b"")  # barrier: all are linked, so the loss of a worker is noticed and named
+        gather(b"")  # barrier: all workers are linked, so the loss of a worker is noticed
         return HostSums(near, above, agreement, ends.pop_all())
 
 
 def _gathered(gather: Gather, mine: T) -> list[T]:
-    """All-gather a struct, by rank."""
+    """All-gather a struct. Returns the structs of all workers by rank."""
     return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 
 def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
-    """Make this worker's greeting. Raises ConfigError, also if the address does not resolve."""
+    """Make this worker's greeting. Raises ConfigError if options are invalid or the address does
+    not resolve."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
-        raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="one for each")
+        raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="give each one")
     spares = spare_hosts.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
     try:
@@ -148,7 +154,8 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
 
 
 class _JoiningWorker:
-    """The state of `connect`. `names`: the workers' hosts, by rank."""
+    """A worker while it connects: the state of the function `connect`. `names`: The host of each
+    worker."""
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class _JoiningWorker:
         self.places: list[WorkerAddress] = []  # by rank
 
     def listen(self) -> WorkerAddress:
-        """Listen for links to this worker's reducers. Returns their addresses."""
+        """Listen for links to this worker's reducers. Returns the addresses of the reducers."""
         where, options = "", self.options
         if len(set(self.names)) > 1:
             address = self.setup.address, 0
@@ -190,8 +197,9 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """Set up the reducers, and at worker 0 the coordinator. `twice`: gradients are summed
-        inside hosts and then between hosts, so each half gets half of the budget."""
+        """Set the budgets of the reducers, and create the coordinator at worker 0. If `twice`,
+        gradients are summed inside hosts and then between hosts, so the reducers of either stage
+        get half of the budget."""
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)
@@ -208,8 +216,8 @@ class _JoiningWorker:
     def sum_between_hosts(
         self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
     ) -> WorkerSums | None:
-        """Connect the sums with other hosts, or of all workers. Returns None if this worker is in
-        no group."""
+        """Connect this worker with its group: with other hosts, or with all workers if there is
+        only one stage. Returns None if this worker is in no group."""
         rank, start = self.setup.rank, self.start
         number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
         if number is None:
@@ -276,14 +284,15 @@ class _JoiningWorker:
     def link_coordinator(
         self, link: CoordinatorLink, agreement: Agreement, sums: WorkerSums | None
     ) -> None:
-        """Connect to the coordinator. `sums`: the sums that use spare hosts, if any."""
+        """Connect to the coordinator. `sums`: The sums that use spare hosts, or None."""
         link.agreement, link.sums = agreement, sums
         hello = self.start.session, self.setup.rank, self.setup.workers, TO_COORDINATOR
         link.linked(link_to(link, self._address(0), self.far.accept, hello, self.options))
         self.ends.callback(link.close)
 
     def _address(self, rank: int) -> Address | str | None:
-        """Return the address of a worker's reducers between hosts; None for this worker."""
+        """Return the address of a worker's reducers for sums between hosts, or None if the worker
+        is this one."""
         if rank == self.setup.rank:
             return None
         place = self.places[rank]
@@ -291,7 +300,7 @@ class _JoiningWorker:
         return place.far if same else address_of(place.address)
 
     def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
-        """Number the spare hosts. All groups have the same size, so the numbers are the same in
-        all groups."""
+        """Number the spare hosts, beginning after the workers of a group. The numbers are the same
+        in all groups, because all groups have the same size."""
         first = len(groups[0]) if groups else 0
         return tuple((first + i, *spare) for i, spare in enumerate(self.start.spares.items()))

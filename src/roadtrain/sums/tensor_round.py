@@ -1,4 +1,5 @@
-"""One round of summing a tensor at a worker: its parts, the missing sums, and encoding.
+"""One round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
+encoding of parts.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
 
@@ -19,15 +20,22 @@ from roadtrain.sums import formats
 
 
 class TensorCodec:
-    """The encoding of one tensor: its residual, and the encoded parts of the last round."""
+    """The encoding of one tensor. Holds the tensor's residual, and its encoded parts of the last
+    round."""
 
     def __init__(self, format: str, elements: int) -> None:
         self.format, self.codec = format, formats.format_of(format)
         self.residual = np.zeros(elements, np.float32) if self.codec.feedback else None
-        self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
+        self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> (round, bytes)
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Encode a part, once per round, so that a part that is pushed again has the same bytes."""
+        """Return the encoded bytes of a part. Each part is encoded once per round, so a part that
+        is pushed again has the same bytes.
+
+        Args:
+            start: First element of the part.
+            number: The round.
+        """
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
@@ -39,7 +47,8 @@ class TensorCodec:
 
 @dataclass(eq=False)
 class TensorRound:
-    """One round of a tensor."""
+    """The state of one round of summing a tensor at a worker. `key`, `grad`, `out`, `dtype` and
+    `done` are the arguments of `WorkerSums.sum`."""
 
     key: int
     grad: memoryview
@@ -47,11 +56,11 @@ class TensorRound:
     dtype: str
     done: Callable[[], None]
     urgency: tuple[int, int]  # priority, number of the call
-    parts: Sequence[tuple[int, int]]  # (first element, end)
+    parts: Sequence[tuple[int, int]]  # (first element, element after the last) of each part
     codec: TensorCodec | None
-    round: int = 0  # 0: not begun
+    round: int = 0  # 0 until the round begins
     waits: set[int] = field(default_factory=set)  # parts whose sum has not arrived
-    sent: dict[int, int] = field(default_factory=dict)  # part -> reducer to which it was pushed
+    sent: dict[int, int] = field(default_factory=dict)  # part -> reducer that got the part
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -59,8 +68,9 @@ class TensorRound:
         return self.dtype if self.codec is None else self.codec.format
 
     def number(self, start: int) -> int:
-        """Return the number of the part that begins at `start`, -1 if there is none. ~start stands
-        for a part that goes to a replacement (Map.moved)."""
+        """Return the number of the part that begins at element `start`, or -1 if no part does.
+        `start` may be inverted (~start), which marks parts that go to a replacement of a removed
+        reducer (Map.moved)."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
@@ -74,7 +84,7 @@ class TensorRound:
         return np.frombuffer(self.of(memory, number), np.float32)
 
     def pushed(self, number: int, rank: int) -> memoryview:
-        """Return a part as worker `rank` sends it."""
+        """Return the bytes that worker `rank` sends for a part."""
         if self.codec is None:
             return self.of(self.grad, number)
         start = self.parts[number][0]

@@ -1,8 +1,8 @@
 """TensorSums: sums of torch tensors over all connected workers (sums.py). Each sum is a future on
 the tensor's device.
 
-Tensors on an accelerator are copied to pinned memory and back; a thread waits for these copies.
-Does NOT divide by the number of workers, does NOT know models or process groups.
+A tensor on an accelerator is copied to pinned memory, and its sum is copied back. A thread waits
+for these copies. Does NOT divide by the number of workers, does NOT know models or process groups.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """The sum of a tensor, in progress. `ticket`: its operation in the agreement."""
+    """The sum of a tensor, in progress. `ticket`: The operation in `agreement` for this sum."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
     agreement: Agreement
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum. Unlike `future.wait`, this lets deadlocks between workers be found.
+        """Wait for the sum. If workers wait for each other in a cycle, this is detected, which
+        `future.wait` does not do.
 
         Returns:
-            The sum, with dtype, shape and device of the tensor.
+            The sum, with the dtype, shape and device of the tensor.
 
         Raises:
             DifferError: The workers do not sum the same tensors.
@@ -52,7 +53,8 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class TensorSums:
-    """Sums tensors over all workers. Ends on `close`, or when it is garbage-collected.
+    """Sums tensors over all workers. The summation ends when this object is closed or garbage-
+    collected.
 
     Args:
         sums: The connection to the other workers.
@@ -62,9 +64,10 @@ class TensorSums:
     def __init__(self, sums: HostSums, format: str) -> None:
         self.format, self._end = format, sums.ends.close
         self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
-        self._results: dict[int, torch.Tensor] = {}  # by key; cleared in a new epoch
-        self._host: dict[int, torch.Tensor] = {}  # likewise: pinned copies of tensors on a device
-        self._epoch = 0  # epoch of the agreement, to which the buffers belong
+        self._results: dict[int, torch.Tensor] = {}  # by key; cleared when a new epoch begins
+        # pinned copies of tensors on a device, by key; cleared when a new epoch begins
+        self._host: dict[int, torch.Tensor] = {}
+        self._epoch = 0  # the agreement's epoch to which the buffers belong
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
         weakref.finalize(self, self._end)
@@ -82,17 +85,18 @@ class TensorSums:
         """Begin the sum of a tensor over all workers.
 
         Args:
-            number: Identifies the result buffer. A sum is valid until the same number is summed
-                again, and must not be written to.
+            number: Number of the result buffer. A sum must not be written to, and is valid until
+                `sum` is called again with the same number.
             identity: Name of the operation, which must be the same on all workers.
-            tensor: fp32, bf16 or fp16, contiguous. Must not be changed until the sum is complete.
-            detail: Further text that must be the same on all workers, besides dtype and shape.
+            tensor: A contiguous tensor of fp32, bf16 or fp16. Must not be changed until the sum is
+                complete.
+            detail: Text that must be the same on all workers, as the dtype and shape must be.
             priority: Sums with smaller priorities are sent first.
-            format: Wire format in place of the default, for fp32.
+            format: Wire format of an fp32 tensor. If empty, the default is used.
 
         Returns:
-            The sum in progress. It raises DifferError, soon and on all workers, if the workers do
-            not sum the same; other sums may follow.
+            The sum in progress. If the workers do not sum the same tensors, waiting for it raises
+            DifferError on all workers. Other sums may be begun after such an error.
 
         Raises:
             ConfigError: The dtype cannot be summed.
@@ -100,7 +104,7 @@ class TensorSums:
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in TRAINABLE:
             raise ConfigError(
-                f"{identity} is {tensor.dtype}, only {', '.join(TRAINABLE)} can be summed"
+                f"{identity} has {tensor.dtype}, but only {', '.join(TRAINABLE)} can be summed"
             )
         if self._sums.error is not None:
             raise self._sums.error
@@ -137,7 +141,7 @@ class TensorSums:
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
-        # on the stream of `copy_`, which need not be on the current device
+        # on the stream that `copy_` uses: the tensor's device may not be the current device
         event.record(torch.cuda.current_stream(tensor.device))
         stream = torch.cuda.Stream(tensor.device)
 
@@ -153,29 +157,29 @@ class TensorSums:
         self._copied.put((event, partial(begin, host, back), back))
 
     def agree(self, identity: str, signature: str) -> None:
-        """Wait until all workers have called this with the same arguments.
+        """Wait until all workers have called `agree` with the same arguments.
 
         Args:
             identity: Name of the operation.
             signature: Details that must be the same on all workers.
 
         Raises:
-            DifferError: On all workers, if the signatures differ.
-            DeadlineError: Another worker did not call it in time.
+            DifferError: The signatures differ. Raised on all workers.
+            DeadlineError: Another worker did not call `agree` in time.
             LostError: A worker has left.
         """
         self._agreement.agree(identity, signature)
 
     def resume(self) -> None:
-        """Note that the program has started over after a DifferError. Needed if it waits for the
-        futures themselves and not with `TensorSum.wait`."""
+        """Note that the program has started over after a DifferError. A program must call this if
+        it waits for the futures directly instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum or raise the error. As a `then` callback this works for DDP too, which
-        takes an exception set with `set_exception` for a value."""
+        """Return the sum or raise the error. This is a `then` callback, because DDP takes an
+        exception that is set with `set_exception` for a value."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -202,7 +206,11 @@ class TensorSums:
         grad: torch.Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Sum once all workers have begun the same operation."""
+        """Begin the sum once all workers have begun the same operation.
+
+        Args:
+            how: The priority, and the wire format between hosts.
+        """
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
 
         def complete() -> None:
@@ -222,7 +230,8 @@ class TensorSums:
     def _buffer(
         kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
     ) -> torch.Tensor:
-        """Return the buffer of a key, allocated on first use."""
+        """Return the buffer of `key` in `kept`. If there is none of the size and dtype of `like`,
+        allocate one."""
         if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
         return kept[key]
@@ -233,8 +242,8 @@ class TensorSums:
         return self._sums.error
 
     def close(self) -> None:
-        """End the summation, after waiting a few seconds for other workers to leave, which may
-        still need this one's reducer."""
+        """End the summation. First wait a few seconds for other workers to leave, because they may
+        still need the reducer of this worker."""
         self._copied.put(None)
         self._end()
 

@@ -1,11 +1,11 @@
-"""The workers' greetings and addresses, exchanged at the start, and the groups that sum with each
-other.
+"""The greetings and addresses that workers exchange at the start, and the groups of workers that
+sum with each other. A root is a worker of a host that sums for the workers of its host.
 
     a host's workers <--(shared memory)--> its roots <--(network)--> the same roots of other hosts,
                                                                      spare hosts
 
-If each host has one worker, the first stage is left out. If all workers are on one host and there
-are no spare hosts, the second stage is left out.
+The first stage sums inside each host, and is left out if each host has one worker. The second stage
+sums between hosts, and is left out if all workers are on one host and there are no spare hosts.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from roadtrain.errors import ConfigError
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """A worker's greeting, sent before it listens. The fields up to `rates` are used from worker 0
-    only."""
+    """The greeting that a worker sends before it listens. The fields from `session` to `rates` are
+    used only in the greeting of worker 0."""
 
     session: str  # name of the run
     spares: dict[str, float]  # address -> link rate
-    dynamic: bool  # spare hosts are listed in a file, so more may be added
-    inside: bool  # sum inside each host first
-    rates: list[float]  # of the workers' links
+    dynamic: bool  # whether spare hosts are listed in a file, so more may be added
+    inside: bool  # whether to sum inside each host first
+    rates: list[float]  # rates of the workers' links
     host: str
     has_token: bool
     tls: bool
-    listens: bool  # can accept links: without TLS, or with certificate and CA
+    listens: bool  # can accept links: it has no TLS, or it has TLS with certificate and CA
     loopback: bool  # its address is a loopback address
 
 
 class WorkerAddress(msgspec.Struct, array_like=True):
     """The addresses of a worker's reducers."""
 
-    address: str  # HOST:PORT for workers of other hosts; "" if there are none
+    address: str  # HOST:PORT for workers of other hosts; "" if there are no other hosts
     path: str  # Unix socket for sums inside the host
-    far: str  # Unix socket for the other sums
-    roots: list[int]  # workers of its host that sum; empty: all
-    stated: bool  # the user chose `roots`
+    far: str  # Unix socket for sums between hosts
+    roots: list[int]  # workers of its host that sum; if empty, all sum
+    stated: bool  # whether the user chose `roots`
 
 
 def check_hellos(hellos: Sequence[WorkerHello]) -> None:
-    """Check that the workers' options fit together. As all workers have the same greetings, all
-    raise the same ConfigError."""
+    """Check that the workers' options fit together. All workers have the same list of greetings, so
+    all raise the same ConfigError."""
     first = hellos[0]
     for rank, hello in enumerate(hellos):
         for what, here, there in (
@@ -54,9 +54,9 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
         ):
             if here != there:
                 raise ConfigError(
-                    f"worker 0 has {'a' if here else 'no'} {what}, worker {rank} has "
-                    f"{'one' if there else 'none'}",
-                    hint="give all workers the same",
+                    f"worker 0 has {'' if here else 'no '}{what}, but worker {rank} has"
+                    f" {'' if there else 'no '}{what}",
+                    hint=f"give all workers the same {what}",
                 )
     hosts = len({hello.host for hello in hellos})
     if hosts > 1 and not all(hello.listens for hello in hellos):
@@ -83,8 +83,8 @@ def groups_of(
         names: The host of each worker.
 
     Returns:
-        The ranks of each host, empty if hosts do not sum first; the ranks of each group that sums
-        between hosts.
+        The ranks of each host, or an empty list if there are no sums inside hosts; and the ranks of
+        each group that sums between hosts.
     """
     hosts = [
         [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
@@ -100,8 +100,12 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Return the workers of a host that sum, numbered on the host. The host's first worker decides.
-    Raises ConfigError for invalid roots that the user chose."""
+    """Return the workers of a host that sum, as numbers on the host from 0. The roots that the
+    host's first worker has sent count. Raises ConfigError if the user chose invalid roots.
+
+    Args:
+        own: The ranks of the host's workers.
+    """
     first, everyone = places[own[0]], [*range(len(own))]
     roots = first.roots or everyone
     if not set(roots) <= set(everyone) or len({*roots}) != len(roots):

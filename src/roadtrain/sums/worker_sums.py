@@ -6,9 +6,10 @@ part to its reducer in the order of priorities, and receives the sums.
 
 Parts for the worker's own reducer cross no network. Bytes are sent from `grad` and received in
 `out` without copies, unless they are encoded. Spare hosts may be added and removed
-(sums/protocol/membership.py). Parts that a removed host had not answered are pushed again to
-another reducer, from `grad`, or from `out` by workers that have the sum; so the memory of the last
-two rounds is kept. Every wait has a deadline (Rule 5). Does NOT divide, does NOT know torch.
+(sums/protocol/membership.py). If a removed host has not returned the sum of a part to all workers,
+the part is pushed again to another reducer: workers that have the sum push it from `out`, and the
+other workers push their part from `grad`. So the memory of the last two rounds is kept. Every wait
+has a deadline (Rule 5). Does NOT divide by the number of workers, does NOT know torch.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB
 
-PART_BYTES = 128 * KIB  # of one frame; the bound in the paper is 4 MB
-AHEAD = 2  # parts queued in a link; few, so that urgent parts do not wait behind others
+PART_BYTES = 128 * KIB  # largest part, sent as one frame; the bound in the paper is 4 MB
+AHEAD = 2  # most parts queued in a link; few, so that urgent parts need not wait long
 DIAL_S = 2.0  # timeout to connect to a new spare host
 AGAIN = -(1 << 62)  # priority of sums that other workers lack
 
-# An entry of the queue: priority, number of the call, position within the tensor, key, round,
-# part, whether the sum is pushed in place of the worker's part
+# An entry of the queue: priority, number of the call, position in the order of the tensor's parts,
+# key, round, part, and whether the sum of the part is pushed instead of the worker's part
 Entry = tuple[int, int, int, int, int, int, bool]
 Done = Callable[[], None]
 Accept = Callable[[Link, bytes], Receiver]
@@ -62,17 +63,18 @@ Accept = Callable[[Link, bytes], Receiver]
 class SumOptions:
     """Options of WorkerSums."""
 
-    session: str  # the same for all workers of a run
-    reach: TcpOptions  # of links to the reducers of workers
-    spare: TcpOptions | None = None  # of links to spare hosts; None: `reach`
+    session: str  # name of the run's sums, the same for all workers
+    reach: TcpOptions  # options of links to the reducers of workers
+    spare: TcpOptions | None = None  # options of links to spare hosts; if None, as `reach`
     rule: str = "sum"  # "sum" or "accumulate" (sums/protocol/reducer.py)
     deadline_s: float = 600.0
     part_bytes: int = PART_BYTES
-    separate: bool = False  # workers sum only while there is no spare host
+    separate: bool = False  # while there is a spare host, the workers' reducers sum nothing
 
 
 class _ReducerLink:
-    """The link to a reducer, and its Receiver. `ahead`: parts queued in the link."""
+    """A worker's link to a reducer, and the Receiver of the link. `ahead`: Number of parts that are
+    queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -81,7 +83,7 @@ class _ReducerLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.SUM:
-            raise WireError(f"received {nbytes} bytes with a frame of kind {kind}")
+            raise WireError(f"a frame of kind {kind} has a payload of {nbytes} bytes, expected 0")
         key, start, number, summed = m.header(kind, header)
         place = self.owner.place_of(key, start, number, summed, nbytes)
         if place is None:
@@ -97,7 +99,7 @@ class _ReducerLink:
             if name in ("LostError", "BudgetError"):
                 self.owner.lost(self, error)
             else:
-                self.owner.fail(error)  # a mismatch of workers, which no other reducer could sum
+                self.owner.fail(error)  # workers differ, so no other reducer could sum either
             return
         key, start, number, summed = m.header(sum_frames.SUM, header)
         if payload:
@@ -114,14 +116,14 @@ class WorkerSums:
 
     Args:
         rank: Rank of this worker in the group.
-        reducers: Address of each worker's reducer; a path stands for shared memory, None for the
-            reducer of this process.
-        rates: Rates of the workers' links.
-        spares: The spare hosts at the start.
+        reducers: Address of each worker's reducer. A path stands for a link by shared memory, and
+            None for the reducer of this process.
+        rates: Rates of the workers' links. They determine the reducers' shares of the sums.
+        spares: The spare hosts that are used at the start.
         own: Accepts the link to the reducer of this process.
-        reducer_lost: Reports a lost spare host to the coordinator; None if spare hosts cannot
+        reducer_lost: Reports a lost spare host to the coordinator. None if spare hosts cannot
             change.
-        roots: Workers whose reducers sum, in place of `rates`.
+        roots: Workers whose reducers sum equal shares. If given, `rates` are ignored.
 
     Raises:
         LostError, AuthError, WireError, DeadlineError: A reducer cannot be reached.
@@ -139,34 +141,34 @@ class WorkerSums:
         roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.options = rank, len(reducers), options
-        self.sent_bytes = 0  # excluding the reducer of this process
+        self.sent_bytes = 0  # excluding bytes to the reducer of this process
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.RLock()
         fixed = dict.fromkeys(roots, 1.0)
         self._map = Map(rates, spares, fixed, separate=options.separate)
-        self._tensors: dict[int, TensorRound] = {}  # in progress
-        self._later: list[TensorRound] = []  # to begin after the next change of spare hosts
+        self._tensors: dict[int, TensorRound] = {}  # rounds in progress, by tensor
+        self._later: list[TensorRound] = []  # rounds to begin after the next change of spare hosts
         self._last: dict[int, TensorRound] = {}  # last complete round of each tensor
-        self._rounds: dict[int, int] = {}
+        self._rounds: dict[int, int] = {}  # last round of each tensor that was begun
         self._codecs: dict[tuple[int, str, int], TensorCodec] = {}
         self._queue: list[Entry] = []
-        # Sums that other workers lack, by (key, round, start of the part): whether still in the
-        # queue; and the part's next round, which waits until they have the sum
+        # Sums that other workers lack, by (key, round, start of the part): whether the sum is still
+        # in the queue. `_after` holds the entry for the part's next round until they have the sum.
         self._owed: dict[tuple[int, int, int], bool] = {}
         self._after: dict[tuple[int, int, int], Entry] = {}
         self._calls = itertools.count()
-        # keys that were abandoned; their sums may still arrive and are ignored
+        # keys that were abandoned; sums that still arrive for these keys are ignored
         self._given_up: set[int] = set()
-        self._held = False  # no round begins, until the next change of spare hosts
+        self._held = False  # whether no round may begin until the next change of spare hosts
         self.error: BaseException | None = None  # the error that has ended the sums
         self._reducers: dict[int, _ReducerLink] = {}
         self._dialed: dict[int, _ReducerLink] = {}  # new spare hosts, until the next change
         self._reducer_lost = reducer_lost
         self._closed, self._watcher = threading.Event(), threading.Thread()
         with undone_on_error(self.close):
-            # Spare hosts first: if one refuses all workers, each fails with its error and not with
-            # the loss of another worker.
+            # Spare hosts first: if a spare host refuses all workers, each worker fails with the
+            # error of this host, and not with the loss of another worker.
             for number, text, _ in spares:
                 name = f"spare host {text}"
                 self._reducers[number] = self._reach(number, address_of(text), None, name)
@@ -191,7 +193,8 @@ class WorkerSums:
         except (LostError, DeadlineError, BusyError) as error:
             if self._reducer_lost is None or number not in self._map.spares:
                 raise
-            # a link that is not connected, to be removed: the host died before the start
+            # The host died before the start: take a link that is not connected, until the host is
+            # removed.
             reducer.link = FrameStream(name, how.frame_limit, False, 0.0)
             self.lost(reducer, error)
         return reducer
@@ -207,16 +210,16 @@ class WorkerSums:
         priority: int = 0,
         format: str = "",
     ) -> None:
-        """Begin a sum. All workers call it with the same keys; a key is summed again only after its
-        last sum is done.
+        """Begin a sum. All workers must call `sum` with the same keys. A key may be summed again
+        only after its last sum is done.
 
         Args:
             grad: This worker's tensor. Must not change until the sum is done.
-            out: Destination, as many bytes as `grad`, in other memory. Must not change until the
-                key's next sum is done.
-            done: Called from a thread of a link when `out` has the sum.
+            out: Destination of the sum, of the size of `grad`, in other memory. Must not change
+                until the key's next sum is done.
+            done: Called from a thread of a link when the sum is in `out`.
             priority: Sums with smaller priorities are sent first.
-            format: Wire format, for fp32 (sums/formats.py).
+            format: Wire format of an fp32 tensor (sums/formats.py).
 
         Raises:
             ConfigError: There is no such format.
@@ -224,8 +227,8 @@ class WorkerSums:
         """
         if format and dtype != "fp32":
             raise ConfigError(
-                f"tensor {key} is {dtype}, it cannot be sent as {format}",
-                hint="formats are for fp32",
+                f"tensor {key} has dtype {dtype}, but only fp32 can be sent as {format}",
+                hint="choose no format for this tensor",
             )
         elements = len(grad) // ITEMSIZE[dtype]
         codec = None
@@ -249,7 +252,7 @@ class WorkerSums:
         self._post(posts)
 
     def _begin(self, tensor: TensorRound) -> None:
-        """Begin a tensor's next round: queue all its parts. Under the lock."""
+        """Begin a tensor's next round: queue all parts of the tensor. Called under the lock."""
         key = tensor.key
         self._rounds[key] = tensor.round = self._rounds.get(key, 0) + 1
         tensor.waits.update(range(len(tensor.parts)))
@@ -259,20 +262,22 @@ class WorkerSums:
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
-        """Take the entries to send now, under the lock. If the link of the first entry is full, all
-        wait, although other links may be idle: this keeps the links in step, so that those with a
-        small share do not finish early.
+        """Take the entries to send now from the queue. Called under the lock.
+
+        If the link of the first entry is full, all entries wait, although other links may be idle.
+        This keeps the links in step, so that links with a small share do not finish early.
 
         Returns:
-            (reducer, tensor, part, header's start, round of a sum or 0) of each entry.
+            For each entry: (reducer, tensor, part, `start` for the header, round). The round is
+            that of the sum to push, or 0 if the worker's part is pushed.
         """
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
             tensor = self._tensors.get(key)
             if tensor is None or tensor.round != number:
-                # The round is complete. If a later one is too, no worker lacks this sum, and only
-                # the notice is needed.
+                # The round is complete. If a later round is complete too, no worker lacks this sum,
+                # and only the reducer's notice that all have the sum is needed.
                 tensor = self._last[key]
             start = tensor.parts[part][0]
             if summed and (key, number, start) not in self._owed:
@@ -315,7 +320,8 @@ class WorkerSums:
         self._post(posts)
 
     def _awaited(self, key: int, start: int, number: int) -> tuple[TensorRound, int] | None:
-        """Find the tensor and the part of a sum; None if it was abandoned. Raises WireError."""
+        """Return the tensor and the part to which an arriving sum belongs, or None if the sum was
+        abandoned. Raises WireError if the sum is not in progress."""
         with self._lock:
             tensor = self._tensors.get(key)
             if key in self._given_up:
@@ -331,8 +337,8 @@ class WorkerSums:
     def place_of(
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
-        """Return the destination of a sum; None if it must be decoded or was abandoned. Raises
-        WireError."""
+        """Return the memory in which to receive a sum, or None if the sum must be decoded or was
+        abandoned. Raises WireError."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -341,7 +347,7 @@ class WorkerSums:
         expected = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
         if nbytes != expected:
             raise WireError(
-                f"received {nbytes} bytes of tensor {key} from element {start} on, expected"
+                f"the sum of tensor {key} from element {start} on has {nbytes} bytes, expected"
                 f" {expected}"
             )
         return place if codec is None else None
@@ -365,21 +371,22 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers have a sum that some lacked. The part's next round may be sent."""
+        """Note that all workers now have a sum that this worker had pushed. The part's next round
+        may be sent."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
                 return
             if self._owed.pop(owed, True):
-                raise WireError(f"unexpected notice about round {number} of tensor {key}")
+                raise WireError(f"unexpected notice that all have round {number} of tensor {key}")
             if (entry := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, entry)
             posts = self._next() if self.error is None else []
         self._post(posts)
 
     def give_up(self) -> None:
-        """Abandon all sums in progress, without calling `done`. All workers do so, use other keys
-        from then on, and count rounds from 1 again."""
+        """Abandon all sums in progress, without calling `done`. All workers must do so. For later
+        sums they must use other keys, whose rounds are counted from 1."""
         with self._lock:
             self._given_up |= self._rounds.keys()
             for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
@@ -399,15 +406,15 @@ class WorkerSums:
     # changes of spare hosts
 
     def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
-        """Handle the end of a link. The loss of a worker ends the sums, that of a spare host does
-        not."""
+        """Handle the end of a link. The loss of a worker ends the sums. The loss of a spare host is
+        reported to the coordinator, which removes the host."""
         if reducer.number < self.workers or self._reducer_lost is None:
             self.fail(error)
         else:
             self._reducer_lost(reducer.number, str(error).splitlines()[0])
 
     def dial(self, added: Spares) -> list[int]:
-        """Connect to new spare hosts. Returns those that cannot be reached."""
+        """Connect to new spare hosts. Returns the numbers of the hosts that cannot be reached."""
         refused = []
         for number, text, _ in added:
             how, name = replace(self._spare, retry_s=0.0, connect_s=DIAL_S), f"spare host {text}"
@@ -418,17 +425,17 @@ class WorkerSums:
         return refused
 
     def hold(self) -> dict[int, tuple[int, bool]]:
-        """Begin no round until the next change. Returns the last round of each tensor, and whether
-        its sum is complete."""
+        """Begin no round until `change` is called. Returns the last round of each tensor, and
+        whether the sum of this round is complete."""
         with self._lock:
             self._held = True
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def change(self, change: Change) -> None:
-        """Apply a change and resume."""
+        """Apply a change of the spare hosts, and begin rounds again."""
         for number in change.removed:
             if (reducer := self._reducers.get(number)) is not None:
-                reducer.link.close()  # first, so that it delivers nothing any more
+                reducer.link.close()  # first, so that no more frames arrive on this link
         with self._lock:
             again = [
                 entry
@@ -460,8 +467,8 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the owed sums that all workers have by now, but whose reducer was removed before it
-        sent the notice."""
+        """List the entries of `_owed` that are settled without a notice: all workers have the sum,
+        but its reducer was removed before it sent the notice."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
@@ -471,8 +478,9 @@ class WorkerSums:
         return out
 
     def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
-        """Make queue entries for the parts whose reducer was removed: parts without a sum, and if
-        the round is `lacked`, the sums that arrived."""
+        """Make queue entries for the parts whose reducer was removed. A part without a sum is
+        pushed again. A sum that has arrived is pushed if some worker lacks it, that is if the
+        tensor's round is `lacked`."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):
@@ -491,7 +499,8 @@ class WorkerSums:
     # the end
 
     def _watch(self) -> None:
-        """Fail with a DeadlineError that names the missing sums, after `deadline_s`."""
+        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s`, end all
+        sums with a DeadlineError that names what is missing."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest
@@ -506,7 +515,7 @@ class WorkerSums:
             )
 
     def _waited_for(self, tensor: TensorRound) -> str:
-        """Describe the missing sums. Under the lock."""
+        """Describe the missing sums of a tensor, for a message. Called under the lock."""
         if not tensor.round:
             return "all workers to agree on the spare hosts"
         waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent}

@@ -1,5 +1,5 @@
 """Sums inside the network (LuWu's switch): switches add up the gradients of a job's workers and
-copy parameters to all of them, so every link carries each parameter once each way.
+copy parameters to all workers, so every link carries each parameter once each way.
 
     workers --UDP--> switches --UDP--> the server's fan-in end   fan_in_link.py, switch.py, end.py
     workers <--UDP-- switches <--UDP-- the server's fan-in end

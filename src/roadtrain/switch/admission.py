@@ -32,8 +32,9 @@ SHARED_NBYTES = 4 * READ_NBYTES  # buffers of the packet loop, one set for all j
 # Unsent packets while the send buffer is full: one run going down and one going up
 WAITING_NBYTES = 2 * READ_NBYTES
 COUNTERS_NBYTES = 16 * KIB  # counters of a table and its job, estimated generously
-# A job's receive buffer is at most 1/16 of the budget, its send buffer 1/64; the kernel allocates
-# twice as much. A receive buffer need not hold more than all children may have in flight.
+# A job's receive buffer is at most 1/16 of the budget, and its send buffer 1/64. The kernel
+# allocates twice as much. A receive buffer need not hold more packets than all children together
+# may have in flight.
 RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
 MOST_SEND = 2 * MIB  # so that more memory holds more jobs
@@ -50,11 +51,11 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 
 class SlotQuota:
-    """The memory budget of a switch. Thread-safe. Invariant, under `_lock`: 0 <= `used_nbytes` <=
-    `nbytes`."""
+    """The memory budget of a switch, from which jobs reserve slots. Thread-safe. Invariant, under
+    `_lock`: 0 <= `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError if not even one small job fits in `nbytes`."""
+        """Raises ConfigError if `nbytes` are too few for the smallest job."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
@@ -74,13 +75,13 @@ class SlotQuota:
         return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
 
     def _cost(self, slots: int, receive_nbytes: int) -> int:
-        """Return the memory that a job needs, in bytes."""
+        """Return the number of bytes of memory that a job needs."""
         of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
     def free_slots(self) -> int:
-        """The slots that the next job can have with any number of children."""
+        """The number of slots that the next job can have, whatever its number of children."""
         left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
@@ -88,7 +89,7 @@ class SlotQuota:
         """Reserve slots for a job.
 
         Raises:
-            BusyError: Other jobs use the slots; they may become free.
+            BusyError: Other jobs use the slots, which may become free.
             BudgetError: The switch is too small for so many slots.
         """
         cost = self._cost(slots, self.receive_nbytes(slots, children))
@@ -96,8 +97,8 @@ class SlotQuota:
             if slots > self.free_slots:
                 ever = SHARED_NBYTES + self._cost(slots, self._most_receive) <= self.nbytes
                 raise (BusyError if ever else BudgetError)(
-                    f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
-                    f" {self.used_slots} are in use",
+                    f"job {job} asks this switch for {slots} slots, but only {self.free_slots} are"
+                    f" free ({self.used_slots} are in use)",
                     hint="reduce the window in the job's fan_in, give the switch more --memory, or"
                     " stop another job",
                 )
@@ -117,11 +118,12 @@ def job_socket(
     quota: SlotQuota,
     report: Report,
 ) -> DatagramSocket:
-    """Open a socket at the port that the job had before, or else at a free one.
+    """Open a socket at the port that the job asks for, because it had this port before its link was
+    lost. If the job asks for no port, open the socket at a free port.
 
     Args:
         switch: Host and TCP port of this switch.
-        used: Ports in use -> name of the job that uses it.
+        used: Maps each port in use to the name of the job that uses it.
 
     Raises:
         BusyError: The job's port is in use, or no port is free.
@@ -138,13 +140,13 @@ def job_socket(
 
     if hello.port in used:
         raise BusyError(f"port {hello.port} of this switch is in use by job {used[hello.port]}")
-    # Each job starts the search at another port, so that after a restart its own is likely free.
+    # Jobs search from different ports on, so that a job's old port is likely free after a restart.
     ports = [switch[1] + 1 + (hello.job + i) % MOST_JOBS for i in range(MOST_JOBS)]
     if hello.port:
         if hello.port not in ports:
             raise WireError(
-                f"job {hello.session} asks for port {hello.port}, this switch has {min(ports)} to"
-                f" {max(ports)}"
+                f"job {hello.session} asks for port {hello.port}, but this switch has ports"
+                f" {min(ports)} to {max(ports)}"
             )
         try:
             return socket_at(hello.port)
@@ -152,11 +154,11 @@ def job_socket(
             raise BusyError(str(error)) from None
     for port in ports:
         if port not in used and port < 1 << 16:
-            with suppress(ConfigError):  # another process has it
+            with suppress(ConfigError):  # another process uses this port
                 return socket_at(port)
     raise BusyError(
         f"no UDP port from {min(ports)} to {max(ports)} is free, {len(used)} are in use by jobs",
-        hint="use another switch, or another port of it with free ports above",
+        hint="use another switch, or run this switch at a TCP port with free ports above it",
     )
 
 
@@ -168,7 +170,8 @@ def job_table(
     parent: Address,
     report: Report,
 ) -> Table:
-    """Make the job's table in the device; if there is none or it fails, in this process."""
+    """Make the job's table in the device. If there is no device, or if the device fails, make the
+    table in this process."""
     if device is not None:
         try:
             return device.table(hello, port, key, parent)

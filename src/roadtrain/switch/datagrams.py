@@ -1,16 +1,17 @@
-"""Datagrams: a UDP socket that sends and receives runs of packets of equal length in one call.
+"""DatagramSocket: a UDP socket that sends and receives runs of packets of equal length in one call.
 
     socket = DatagramSocket(("10.0.0.3", 0), receive_nbytes=8 * MIB, send_nbytes=4 * MIB)
     socket.send(packets, 1456, ("10.0.0.4", 7001))      # packet i = packets[i * 1456 : ...]
     nbytes, segment, source = socket.receive(buffer, 0.5)
 
-The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If it
-cannot split, that is reported once and packets are sent one by one. Losses (an absent peer, a full
-queue, a firewall) raise no error; `unsent` and `drops` count those that this host knows of.
+The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If the
+kernel cannot split runs, this is reported once, and packets are sent one by one. Lost packets (an
+absent peer, a full queue, a firewall) raise no error; `unsent` and `drops` count the losses that
+this host knows of.
 
-Multicast (IPv4 only): a socket with a `group` receives only the datagrams of that group, on the
-interface of its address. Any socket can send to a group, on the interface of its address; TTL is 1,
-and sockets of this host receive the datagrams too.
+Multicast (IPv4 only): a socket with a `group` receives only the datagrams of the group, on the
+interface of the socket's address. Any socket can send to a group, on the interface of the socket's
+address. The TTL is 1, and sockets of this host receive the datagrams too.
 
 One thread may send while another receives. Linux only. Does NOT authenticate senders.
 """
@@ -91,8 +92,8 @@ class DatagramSocket:
         self._users, self._changed, self._over = 0, threading.Condition(), False
         self._number_of = functools.lru_cache(MOST_NAMES)(self.number_of)
         self._segments = True  # whether the kernel splits runs
-        # Datagrams that the kernel dropped because the receive buffer was full. Updated when a
-        # later datagram is received; a coalesced run counts once.
+        # Number of datagrams that the kernel dropped because the receive buffer was full. It is
+        # updated when a later datagram is received. A coalesced run counts as one datagram.
         self.drops = 0
         self.unsent = 0  # packets that the kernel refused to send
         try:
@@ -171,7 +172,8 @@ class DatagramSocket:
                 raise LostError("the datagram socket was closed")
 
     def fileno(self) -> int:
-        """Return the descriptor, for select and epoll. Only its owner, which closes it, may."""
+        """Return the descriptor, for select and epoll. Only the thread that closes the socket may
+        call this, because the descriptor is invalid after `close`."""
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
@@ -240,8 +242,8 @@ class DatagramSocket:
                 at += step
 
     def _send_part(self, part: memoryview, segment: int, to: Address) -> bool:
-        """Send or lose a part of a run. Returns False if the kernel cannot split it: then it must
-        be sent packet by packet."""
+        """Send a part of a run, or count it as lost. Returns False if the kernel cannot split the
+        part, which must then be sent packet by packet."""
         joined = len(part) > segment
         control = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
         deadline = time.monotonic() + SEND_S
@@ -278,7 +280,7 @@ class DatagramSocket:
         needed, mtu = segment + HEADERS_NBYTES[self._family], self._mtu(to)
         if mtu < needed:
             raise ConfigError(
-                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, the path has {mtu}",
+                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, but it is {mtu} bytes",
                 hint=f"run `ip link set DEVICE mtu {needed}` on every host of the path",
             )
 
@@ -315,7 +317,7 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Set a buffer size. Without CAP_NET_ADMIN the kernel's limit applies, which is reported.
+        """Set a buffer size. Without CAP_NET_ADMIN, the kernel limits the size, which is reported.
         Returns the size that the kernel has set."""
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
@@ -327,7 +329,7 @@ class DatagramSocket:
         if got < nbytes:
             limit = "rmem_max" if forced == SO_RCVBUFFORCE else "wmem_max"
             self._report(
-                f"datagrams: the kernel's {name} buffer has {got} bytes, {nbytes} were requested"
+                f"datagrams: the kernel's {name} buffer has {got} bytes instead of {nbytes}"
                 f" (sysctl -w net.core.{limit}={nbytes} raises the limit)"
             )
         return got
@@ -361,8 +363,8 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
 
 
 def _named(raw: Sequence[object]) -> Address:
-    """Convert a socket address to (host, port). A link-local IPv6 address keeps its interface, as
-    HOST%INDEX."""
+    """Convert a socket address to (host, port). For a link-local IPv6 address, the host is written
+    as HOST%INDEX, with the index of the interface."""
     host, port = str(raw[0]), int(str(raw[1]))
     if len(raw) == 4 and raw[3] and "%" not in host:
         host = f"{host}%{raw[3]}"

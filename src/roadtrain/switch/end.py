@@ -6,13 +6,14 @@ a host for its workers.
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
-To the server, all participants together look like one relay, which pushes sums in fp32;
-switch/protocol/fan_in.py makes the decisions. The job is first registered at the switches
-(Registration); then each participant gets a FAN_IN frame, with which it can take part. The FanInEnd
-and its ServerSession end together.
+To the server, all participants together look like one relay, which pushes sums in fp32. The state
+machine in switch/protocol/fan_in.py makes the decisions. First the job is registered at the
+switches (Registration). Then each participant gets a FAN_IN frame, which contains what it needs to
+take part. The FanInEnd and its ServerSession end together.
 
-Threads: those of the links; one that sends packets; one that receives packets and runs timers; one
-that keeps the links to the switches. Does NOT decide, restart switches, or persist anything.
+Links have their own threads. Besides these, one thread sends packets, one thread receives packets
+and runs timers, and one thread keeps the links to the switches. Does NOT decide, restart switches,
+or persist anything.
 """
 
 from __future__ import annotations
@@ -81,12 +82,13 @@ from roadtrain.units import round_up, show_bytes
 END_S = 10.0  # timeout for the threads to end
 UP_S = 60.0  # timeout for the link inside this process
 CHECK_S = 0.25  # interval between checks for stragglers
-STUCK_S = 1.0  # a round without progress for so long counts as stuck
+STUCK_S = 1.0  # a round that makes no progress for longer counts as stuck
 DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
-    """The connection of a participant. Its gradients are only announced here."""
+    """The connection of a participant. Gradients are only announced on this connection; their
+    packets come over UDP."""
 
     session: FanInEnd
 
@@ -114,15 +116,15 @@ class FanInConnection(ParameterConnection):
 
 
 class FanInEnd(IntermediarySession):
-    """The fan-in end of a job. Raises ConfigError for an invalid plan, LostError if there is no
-    route to the root switch.
+    """The fan-in end of a job. Raises ConfigError if the plan is invalid, and LostError if there is
+    no route to the root switch.
 
     Invariants, under `lock`: `_ports` has all switches or none; `_maxima` has the rounds whose
-    exponents have arrived and whose gradients are not granted."""
+    exponents have arrived and whose gradients are not granted yet."""
 
     name = "fan-in"
     connection_class = FanInConnection
-    machine: FanInStateMachine  # once the layout is known
+    machine: FanInStateMachine  # set once the layout is known
 
     def __init__(
         self, greeting: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
@@ -138,10 +140,10 @@ class FanInEnd(IntermediarySession):
         self._ports: dict[str, int] = {}  # UDP ports of the switches, once all are ready
         self._lateness = Lateness(self.workers, self.plan.root.address)
         self._checked = time.monotonic()
-        self._sent_silent = False  # the participants' last PROGRESS named a silent one
+        self._sent_silent = False  # whether the last PROGRESS to participants named a straggler
         self._apart = 0  # `machine.apart` at the last check
-        self._sender: PacketSender | None = None  # once its destination is decided
-        self._beat = NOTHING  # the first heartbeat, until then
+        self._sender: PacketSender | None = None  # set once its destination is decided
+        self._beat = NOTHING  # the heartbeat that arrived before `_sender` was set
         self._job, self._nonce = secrets.randbits(32), secrets.token_bytes(16)
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
@@ -150,7 +152,7 @@ class FanInEnd(IntermediarySession):
         self._socket = DatagramSocket(
             (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=host.report
         )
-        self._to_root: Address = self._root  # gets the port of this job later
+        self._to_root: Address = self._root  # the job's port at the switch is filled in later
         multicast = self.plan.multicast == "auto"
         self._group = trial.group_of(self._job, home) if multicast else None
         self._trial = trial.MulticastTrial(self.workers) if self._group else None
@@ -192,7 +194,7 @@ class FanInEnd(IntermediarySession):
         return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Return whether a participant belongs to this start of the job."""
+        """Return whether a participant belongs to the same start of the job as this fan-in end."""
         ours = self.first.hello
         return (hello.session, hello.workers, hello.local) == (
             ours.session,
@@ -207,8 +209,8 @@ class FanInEnd(IntermediarySession):
         )
 
     def accept(self, link: Link, greeting: switch_frames.FanInHello) -> ParameterConnection:
-        """Add a participant; the first one also connects to the server. Raises ForeignError if its
-        greeting contradicts the first participant's."""
+        """Add a participant. For the first participant, also connect to the server. Raises
+        ForeignError if the greeting contradicts that of the first participant."""
         check_same(self.first, greeting)
         with self.lock:
             worker = self.join(greeting.hello.rank, link)
@@ -247,8 +249,8 @@ class FanInEnd(IntermediarySession):
     # memory
 
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
-        """Allocate the buffers, now that the layout is known. Returns the bytes that this end uses
-        of the server's `nbytes`."""
+        """Allocate the buffers. Called once the layout is known. Returns how many of the server's
+        `nbytes` this fan-in end uses."""
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
@@ -308,7 +310,7 @@ class FanInEnd(IntermediarySession):
                 self._trial.answered(rank, reached)
 
     def _try_group(self, now: float) -> None:
-        """Run the multicast trial, until its verdict."""
+        """Send trial packets to the multicast group, and act on the verdict of the trial."""
         with self.lock:
             trying, group = self._trial, self._group
             if trying is None or group is None or not self._ports:
@@ -325,7 +327,7 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: parameters are copied by {by}: {trying}")
 
     def _send_to(self, to: Address) -> None:
-        """Send parameters to this address from now on. Under `lock`."""
+        """Begin to send parameters, to the address `to`. Called under `lock`."""
         self._sender = sender = PacketSender(
             self._socket,
             to,
@@ -341,8 +343,9 @@ class FanInEnd(IntermediarySession):
     # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """Select the packets of the root. A packet recorded on its way to a switch and replayed
-        here has a valid tag too, but another sender."""
+        """Select the packets that the root switch sent. A packet that was recorded on its way to a
+        switch and replayed to this host has a valid tag too, but its header names another
+        sender."""
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
@@ -404,14 +407,14 @@ class FanInEnd(IntermediarySession):
         self._apart = apart
         if lost:
             self.host.report(
-                "fan-in: multicast stopped working: the switches copy parameters from now on"
+                "fan-in: multicast stopped working, so the switches copy the parameters now"
             )
         for line in self._lateness.update(late, now, left, here):
             self.host.report(f"fan-in: {line}")
 
     def _send_silent(self) -> None:
-        """Tell each participant which switches or participants it waits for; it shows that in its
-        error messages."""
+        """Tell each participant for which switches or participants it waits. The participant's
+        error messages then name them."""
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()
@@ -428,8 +431,9 @@ class FanInEnd(IntermediarySession):
         self._sent_silent = bool(absent or late)
 
     def _group_is_lost(self) -> bool:
-        """Send to the root switch instead if multicast stopped working, for example because network
-        switches forgot the group's members. Returns whether that happened. Under `lock`."""
+        """If multicast has stopped working, for example because network switches forgot the group's
+        members, send to the root switch instead. Returns whether this happened. Called under
+        `lock`."""
         sender = self._sender
         if sender is None or sender.to != self._group or not sender.stuck:
             return False
@@ -480,7 +484,7 @@ class FanInEnd(IntermediarySession):
     def _push(self, action: PushRound) -> None:
         chunk, view = self._chunks[action.chunk], self._sums[action.buffer].view
         nbytes = 4 * chunk.numel
-        if self._all == 1:  # from a single worker the server expects the chunk's dtype
+        if self._all == 1:  # the server expects the chunk's dtype from a single worker
             cast_in_place(view, chunk.numel, "fp32", chunk.dtype)
             nbytes = chunk.weights_nbytes
         whole = view[: round_up(nbytes, PAGE)]
@@ -544,8 +548,8 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP side and the link to the server. `over` is set, so `_send_to` starts no
-        more threads."""
+        """Close the UDP side and the link to the server. `over` is set already, so `_send_to`
+        starts no more threads."""
         with self.lock:
             sender = self._sender
         if sender is not None:

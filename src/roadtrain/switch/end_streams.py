@@ -1,10 +1,10 @@
-"""The two streams at the fan-in end: map packet numbers to bytes. No threads, no I/O.
+"""The two streams at the fan-in end, which map packet numbers to bytes. No threads, no I/O.
 
-Incoming: exponents and gradients. Sums are converted to fp32 in the buffers that wait for them.
+Incoming: exponents and gradients. Sums are converted to fp32 in their destination buffers.
 
     expect (numbers were granted) -> take (packets) -> take -> ... -> the complete run
 
-`take` must be called by one thread. Does NOT decide who sends, or when.
+`take` must always be called by the same thread. Does NOT decide which participant sends, or when.
 
 Outgoing: parameters and maxima, kept until all workers have them.
 
@@ -40,7 +40,8 @@ MODULUS = 1 << 32  # of versions and rounds in a packet
 
 @dataclass(frozen=True)
 class FanInBudgets:
-    """Memory of the fan-in end in front of a server."""
+    """Sizes of the buffers of a fan-in end. The fan-in end is in the server's process, between the
+    switches and the server."""
 
     buffers: int  # buffers for parameters, and as many for sums
     piece_bytes: int  # size of a buffer for parameters
@@ -52,16 +53,16 @@ class FanInBudgets:
         return self.buffers * (self.piece_bytes + self.scratch_bytes)
 
 
-# At least 2: one is filled while the other is sent.
+# At least 2 buffers: one is filled while the other is sent.
 LEAST_BUFFERS, MOST_BUFFERS = 2, 6
 
 
 def derive_fan_in(
     table: ChunkTable, records: Mapping[int, Record], host_bytes: int
 ) -> FanInBudgets:
-    """Derive the budgets: at most a quarter of the server's `host_bytes`, or the minimum if that is
-    more. The server gets the rest, and `derive_server` checks that it suffices. `records`: those of
-    this server."""
+    """Derive the sizes of the buffers. In total they have at most a quarter of the server's
+    `host_bytes`, unless the minimum is more. The server gets the rest of `host_bytes`, and
+    `derive_server` checks that the rest suffices. `records`: The records of this server."""
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -72,7 +73,7 @@ def derive_fan_in(
 
 @dataclass(slots=True)
 class ExpectedRun(NumberRun):
-    """The exponents, or the gradient, of a round, as a run of packets."""
+    """A run of packets that carries the exponents or the gradient of a round."""
 
     kind: Kind  # EXPONENTS or GRADIENT
     chunk: int
@@ -83,11 +84,12 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The incoming stream. Invariants: `_runs` are sorted by their numbers and none is complete.
-    `_lock` guards them."""
+    """The incoming stream. Invariants: `_runs` are sorted by their numbers, and no run is complete.
+    `_lock` guards `_runs`."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
-        """`width`: bytes of an element on the wire; `workers`: number of gradients in a sum."""
+        """`width`: Number of bytes of an element on the wire. `workers`: Number of gradients in a
+        sum."""
         self._receiver = NumberedReceiver(window)
         self._width, self._workers = width, workers
         self._runs: list[ExpectedRun] = []
@@ -105,7 +107,7 @@ class Incoming:
     def expect_gradient(
         self, chunk: int, round: int, first: int, maxima: np.ndarray, into: np.ndarray
     ) -> None:
-        """Expect a sum. into: fp32 [elements], its destination."""
+        """Expect the packets of a sum. `into`: The destination of the sum, fp32 [elements]."""
         count = fixed_point.packets_of(into.size, self._width)
         self._expect(ExpectedRun(first, count, Kind.GRADIENT, chunk, round, maxima, into, count))
 
@@ -120,12 +122,12 @@ class Incoming:
         numbers that were not granted."""
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
-            raise WireError(f"sums in packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
+            raise WireError(f"a sum's packet has {batch.segment} bytes, expected {PACKET_NBYTES}")
         with self._lock:
             end = self._end
         ok = np.flatnonzero(batch.ok)
         if int(numbers[ok].max()) >= end:
-            raise WireError(f"received packet {int(numbers[ok].max())}, only {end} were granted")
+            raise WireError(f"packet {int(numbers[ok].max())} arrived, but only {end} were granted")
         new = np.zeros(batch.count, np.bool_)
         new[ok] = self._receiver.accept_many(numbers[ok])
         self.packets += len(ok)
@@ -140,7 +142,8 @@ class Incoming:
             return [run for run, _, _ in overlapping(self._runs, low, high + 1)]
 
     def _put(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
-        """Put packets into their run. Returns whether it is complete; it is removed then."""
+        """Put the packets of a run into its destination. If the run is complete, remove it. Returns
+        whether it is complete."""
         ours = new & (numbers >= run.first) & (numbers < run.end)
         count = int(np.count_nonzero(ours))
         if not count:
@@ -201,9 +204,9 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The outgoing stream. Invariant: `_runs` are sorted by their numbers, without gaps; the last
-    ends at `end`. `_lock` guards them. It is also held while bytes are copied into packets, so that
-    no run is acknowledged meanwhile."""
+    """The outgoing stream. Invariant: `_runs` are sorted by their numbers, without gaps, and the
+    last run ends at `end`. `_lock` guards `_runs`. The lock is also held while bytes are copied
+    into packets, so that no run is acknowledged during the copy."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key
@@ -212,7 +215,8 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
-        """Append a run. Returns its end: all numbers below may be sent."""
+        """Append a run. Returns its end: all smaller numbers may be sent. `done` is called when all
+        workers have received the run."""
         with self._lock:
             count = -(-carried.bytes.size // PAYLOAD_NBYTES)
             self._runs.append(OutgoingRun(self.end, count, carried, done))
@@ -220,7 +224,8 @@ class Outgoing:
             return self.end
 
     def acknowledged(self, below: int) -> None:
-        """Remove the runs that all workers have received: those that end at or before `below`."""
+        """Note that all workers have received all numbers less than `below`. Removes the runs that
+        consist of such numbers."""
         with self._lock:
             whole = 0
             while whole < len(self._runs) and self._runs[whole].end <= below:
@@ -230,8 +235,8 @@ class Outgoing:
             run.done()
 
     def fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Write sealed packets to `staging`, for the numbers in [first, first + count) that are not
-        acknowledged. Returns the number of packets."""
+        """Make sealed packets for the numbers in [first, first + count) that are not acknowledged,
+        and write them to `staging`. Returns the number of packets."""
         made = 0
         with self._lock:
             for run, packet, number in overlapping(self._runs, first, first + count):

@@ -7,15 +7,16 @@ a worker, or the relay of a host for its workers.
       |   ^
      UDP  UDP  the participant's switch                  integers and exponents up, parameters down
 
-To its owner it is a link like any other: the memory of a gradient may be reused when `sent` is
-called, and parameters arrive as PULLED frames. Frames sent after a push follow its announcement on
-the TCP link, and the fan-in end holds them back until the sum is complete.
+The owner uses a FanInLink like any other link: the memory of a gradient may be reused when `sent`
+is called, and parameters arrive as PULLED frames. Frames sent after a push follow the push's
+announcement on the TCP link, and the fan-in end holds them back until the sum is complete.
 
-Threads: those of the TCP link; one that sends packets; one that receives packets; one that calls
-the owner. So an owner that is busy, or waits for memory that a sum will free, does not block
-packets and grants. For the same reason the destination of a pull is determined when it is sent. An
-exception in a thread ends the link; the owner's `lost` gets the error, with the names of the server
-and the switch. Does NOT know which frames belong to a step.
+The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
+second receives packets, and the third calls the owner. So an owner that is busy, or waits for
+memory that a sum will free, does not block packets and grants. For the same reason the destination
+of a pull is determined when the pull is sent. An exception in a thread ends the link; the owner's
+`lost` gets the error, with the names of the server and the switch. Does NOT know which frames
+belong to a step.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from roadtrain.units import round_up
 TRIAL_S = 1.0  # timeout for a multicast trial packet
 BEGIN_S = 10.0  # timeout for `begin` to be called after the link is connected
 END_S = 5.0  # timeout for a call of the owner to return
-SILENT_S = 3.0  # without packets; then the switch is named in the owner's errors
+SILENT_S = 3.0  # a switch that sends no packet for longer is named in the owner's errors
 MAX_NONCE = 64
 
 
@@ -74,10 +75,10 @@ class _Member:
     sockets: list[DatagramSocket]
     sender: PacketSender
     port: PacketPort
-    trial_until: float | None  # deadline for a trial packet; None: the result is sent
+    trial_until: float | None  # deadline for a trial packet; None once the result is sent
     received: int = 0  # packets with the job's tag
-    last: float = field(default_factory=time.monotonic)  # when `received` changed
-    silent: bool = False  # the owner was notified that no packets arrive
+    last: float = field(default_factory=time.monotonic)  # time when `received` changed
+    silent: bool = False  # whether the owner was notified that no packets arrive
 
     def close(self) -> None:
         self.sender.close()
@@ -105,15 +106,15 @@ class FanInLink:
         self._member: _Member | None = None
         self._tcp: FrameStream
         self._begun = threading.Event()  # `_tcp` is set
-        self._server_names = False  # the server's last PROGRESS named a straggler
-        self._over = False  # no packets are sent or received any more
-        self._closed = False  # by the owner, which is not called any more
-        # calls to make to the owner: `arrived` or `lost`; None: end of the thread
+        self._server_names = False  # whether the server's last PROGRESS named a straggler
+        self._over = False  # whether packets are not sent and received any more
+        self._closed = False  # whether the owner has closed the link: it is not called any more
+        # calls of the owner's `arrived` or `lost`; None ends the thread
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._caller = threading.Thread(target=self._call_owner, name="call the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
-        """Set the TCP link of which this is the Receiver. Called once."""
+        """Set the TCP link whose Receiver this object is. Called once."""
         self._tcp, self.peer = link, f"{link.peer} by switch {self._own.switch}"
         self._begun.set()
         self._caller.start()
@@ -162,7 +163,7 @@ class FanInLink:
         kind = np.float32 if dtype == "fp32" else np.uint16
         values = np.frombuffer(parts[0], kind, chunk.numel)
         gradient = Gradient(values, dtype, sent or (lambda: None))
-        with self._lock:  # so that a grant finds it, and announcements are sent in this order
+        with self._lock:  # so that a grant finds the gradient, and announcements keep this order
             self._granted.announce(push.chunk, gradient)
             try:
                 self._tcp.send(switch_frames.ANNOUNCE, m.encode((push.chunk, push.fresh)))
@@ -171,8 +172,8 @@ class FanInLink:
                 raise
 
     def close(self) -> None:
-        """Close the link. Also releases gradients that are not summed; there are none after a
-        committed step."""
+        """Close the link, and release gradients that are not summed. After a committed step there
+        are no such gradients."""
         self._closed = True
         if threading.current_thread() is self._caller:  # a thread cannot join itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
@@ -255,8 +256,8 @@ class FanInLink:
         child += self._plan.first_child(node, own.count)
         if fan_in.child != child:
             raise WireError(
-                f"{self.peer}: by its plan, this participant is child {child} of switch"
-                f" {node.address}, by the server's it is child {fan_in.child}"
+                f"{self.peer}: according to this participant's plan it is child {child} of switch"
+                f" {node.address}, but according to the server's plan it is child {fan_in.child}"
             )
         switch = (address_of(node.address)[0], fan_in.port)
         if member is not None:  # the switch was lost and has been replaced
@@ -345,7 +346,7 @@ class FanInLink:
             self._deliver(m.PULLED, pull.header, pull.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
-        """Select the packets that are no duplicates. Raises WireError for a wrong packet length."""
+        """Return which packets are not duplicates. Raises WireError for a wrong packet length."""
         if batch.segment != PACKET_NBYTES:
             raise WireError(f"bulk packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
         new = batch.ok.copy()
@@ -389,7 +390,7 @@ class FanInLink:
         self._settle_trial(True)
 
     def _settle_trial(self, reached: bool) -> None:
-        """Send TRIAL_RESULT, unless it was sent before."""
+        """Send the result of the multicast trial to the server, unless it was sent earlier."""
         with self._lock:
             member = self._member
             if member is None or member.trial_until is None:
@@ -418,7 +419,7 @@ class FanInLink:
 
     def _take_progress(self, doing: str, header: bytes) -> None:
         """Forward the server's report of stragglers, which takes precedence over `_check_silent`.
-        An empty report is forwarded only to clear an earlier one."""
+        An empty report is forwarded only if it clears an earlier report."""
         with self._lock:
             if not doing and not self._server_names:
                 return
@@ -428,8 +429,9 @@ class FanInLink:
             self._deliver(m.PROGRESS, header, memoryview(b""))
 
     def _check_silent(self, member: _Member) -> None:
-        """Notify the owner if the switch, which forwards at least two heartbeats a second, is
-        silent, so that its errors name the switch. A report of the server takes precedence."""
+        """If the switch is silent, notify the owner, so that the owner's errors name the switch. A
+        switch normally forwards at least two heartbeats per second. A report of the server takes
+        precedence."""
         received, now = member.port.packets - member.port.strangers, time.monotonic()
         if received != member.received:
             member.received, member.last = received, now
@@ -446,7 +448,7 @@ class FanInLink:
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make packets of gradients (see streams.Fill); called by the sender's thread."""
+        """Make packets of gradients (streams.Fill). Called by the thread that sends packets."""
         with self._lock:
             if (member := self._member) is None:
                 return 0

@@ -62,7 +62,8 @@ def exponent_packets_of(elements: int) -> int:
 
 
 def _spare_bits(workers: int, width: int) -> int:
-    """Return the bits for the magnitude of one worker: bits - 1 - L. Raises ConfigError."""
+    """Return bits - 1 - L, the number of bits for the magnitude of one worker's integers. Raises
+    ConfigError if `width` is not supported or too small for so many workers."""
     if width not in INTEGER:
         raise ConfigError(f"integers of {width} bytes are not supported", hint="use 1, 2 or 4")
     bits = 8 * width - 1 - (workers - 1).bit_length()
@@ -76,10 +77,13 @@ def _spare_bits(workers: int, width: int) -> int:
 
 
 def error_bound(maximum: int, workers: int, width: int) -> float:
-    """Bound the absolute error of an element of the sum, in a block whose largest exponent byte is
-    `maximum`: one unit per worker (half a unit if nothing was clamped). Rounding the sum to float32
-    adds at most 2^-24 of its magnitude, or 2^-150 if that is larger. Infinite for a block that is
-    NaN. Raises ConfigError."""
+    """Return a bound of the absolute error of an element of the sum, in a block whose largest
+    exponent byte is `maximum`.
+
+    The bound is one unit of the integers per worker (the error is at most half a unit per worker if
+    nothing was clamped), or infinite for a block that becomes NaN. Rounding the sum to float32 adds
+    at most 2^-24 of its magnitude, or 2^-150 if this is larger. Raises ConfigError.
+    """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
         return 0.0
@@ -209,14 +213,14 @@ def dequantize(
     maxima: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Write the sums of the valid packets of a run to `out`. Sums beyond float32's range become
-    infinite. Raises as `quantize`.
+    """Convert the integers of the valid packets of a run to float32, and write them to `out`. Sums
+    beyond the range of float32 become infinite. Raises the same errors as `quantize`.
 
     Args:
-        ok: bool, one per packet of the run: whether it is valid.
-        index: int64, one per packet: the number of the gradient packet that it is.
-        maxima: uint8 [blocks_of(N)].
-        out: float32 [N]; only the elements of these packets are written.
+        ok: bool, one per packet of the run: whether the packet is valid.
+        index: int64, one per packet: the packet's index among the packets of the gradient.
+        maxima: uint8 [blocks_of(N)], the largest exponent bytes of all workers.
+        out: float32 [N]. Only the elements of the valid packets are written.
     """
     bits = _spare_bits(workers, width)
     assert maxima.size == blocks_of(out.size)
@@ -225,8 +229,9 @@ def dequantize(
 
 
 def load_kernels(width: int) -> None:
-    """Load the compiled kernels of a fan-in, before others wait for this process's packets: the
-    first use takes a second on a busy host. `width`: bytes of an element on the wire."""
+    """Load the compiled kernels of a fan-in. Called before other processes wait for packets of this
+    process, because the first use of the kernels takes a second on a busy host. `width`: Number of
+    bytes of an element on the wire."""
     packet, ok = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
     key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
     maximum = np.zeros(1, np.uint8)

@@ -21,10 +21,10 @@ class Participant:
     """A worker, or the relay of a host, that takes part in a fan-in."""
 
     plan: FanIn
-    rank: int  # of the worker, or of the host for a relay
+    rank: int  # rank of the worker; for a relay, number of the host
     count: int  # number of participants
     chunks: Sequence[Chunk]  # all chunks of the job, by number
-    adds: bool = False  # True: its gradients are fp32 sums of several workers (a relay's)
+    adds: bool = False  # whether its gradients are fp32 sums of several workers (for a relay)
 
     @property
     def switch(self) -> str:
@@ -47,7 +47,8 @@ def plan_of(hello: switch_frames.FanInHello) -> FanIn:
 
 
 def check_same(first: switch_frames.FanInHello, hello: switch_frames.FanInHello) -> None:
-    """Compare a greeting with that of the first participant. Raises ForeignError."""
+    """Compare a greeting with the greeting of the first participant. Raises ForeignError if they
+    differ."""
     rank = hello.hello.rank
     for name in ("switches", "wire", "window", "multicast"):
         if getattr(hello, name) != getattr(first, name):

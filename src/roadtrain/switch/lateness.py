@@ -1,7 +1,7 @@
 """Detection of stragglers: the participant or switch of a fan-in that all others wait for.
 
-One line is reported when it begins to be late, and one when it has caught up (Rule 5: a straggler
-is named within two seconds). Has no threads and no clock.
+One line is reported when a straggler begins to be late, and one line when it has caught up (Rule 5:
+a straggler is named within two seconds). Has no threads and no clock.
 
     heartbeats of the root     name the participant that has been silent for longest (SILENT_S)
     no heartbeat of the root   the root switch itself is late
@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 
 from roadtrain.switch.protocol.chunk_queue import LateWorker
 
-SILENT_S = 1.0  # without packets; a participant sends at least two a second
-STARTUP_S = 5.0  # before its first packet, while it loads its compiled kernels
-LATE_S = 1.5  # behind the others; checked four times a second
+SILENT_S = 1.0  # most time without a packet; a participant sends at least two packets per second
+STARTUP_S = 5.0  # most time until a worker's first packet; it loads compiled kernels before
+LATE_S = 1.5  # most time that a participant may be behind the others
 # Used in place of a rank:
 ROOT = -1  # the root switch
 UNKNOWN = -2  # a worker that has not sent any packet, so that its rank is unknown
@@ -35,15 +35,21 @@ class Lateness:
         self._root_beat = 0.0  # time of the root's last heartbeat
 
     def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
-        """Note a heartbeat of the root: `rank` has been silent for longest, for `silent_ms`."""
+        """Note a heartbeat of the root switch. It says that worker `rank` has been silent for
+        longest, for `silent_ms`."""
         silent = rank if rank < self._participants else UNKNOWN
         self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 
     def update(
         self, late: Sequence[LateWorker], now: float, left: Set[int], here: bool
     ) -> list[str]:
-        """Find the stragglers and return what has changed, as messages. `left`: ranks that have
-        left. `here`: all participants and switches are connected."""
+        """Find the stragglers. Returns messages about what has changed since the last call.
+
+        Args:
+            late: The workers that are behind with frames about a chunk.
+            left: The ranks that have left.
+            here: Whether all participants and switches are connected.
+        """
         found = {rank: t for rank, t in self._find(late, now, here).items() if rank not in left}
         lines = [f"{self.name(rank)} {found[rank]}" for rank in found if rank not in self.named]
         back = self.named.keys() - found.keys() - left

@@ -5,7 +5,7 @@
 
 See Sun et al. (LuWu), section 3.2 and appendix A. Gradients are sent as integers (`wire`), so a sum
 does not depend on the order of packets. Gradients and parameters are sent as UDP datagrams,
-everything else over TCP.
+and all other data over TCP.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from roadtrain.options.check import check_options
 
 Wire = Literal["int32", "int16", "int8"]
 WIDTH: Mapping[str, int] = {"int32": 4, "int16": 2, "int8": 1}  # bytes of an element on the wire
-MOST_CHILDREN = 64  # of a switch: each slot has a 64-bit bitmap of children
-MOST_JOBS = 64  # of a switch; their UDP ports are the next ones above its TCP port
-WINDOWS = range(8, 65537)  # packets in flight; a power of two
+MOST_CHILDREN = 64  # of a switch, because each slot has a 64-bit bitmap of children
+MOST_JOBS = 64  # of a switch; the UDP ports of the jobs follow the switch's TCP port
+WINDOWS = range(8, 65537)  # possible numbers of packets in flight, if they are powers of two
 WINDOW = 2048
 
 
@@ -33,10 +33,11 @@ class SwitchNode:
     """One switch of the tree that a `FanIn` describes.
 
     Args:
-        address: HOST:PORT of its `roadtrain serve --switch`.
-        parent: Address of the switch above it. Empty: this is the root, which sends to the server.
-        workers: Ranks of the workers that send to it; if workers share a relay, numbers of their
-            hosts. If the tree has one switch, empty stands for all of them.
+        address: HOST:PORT of the switch's `roadtrain serve --switch`.
+        parent: Address of the switch above this switch. If empty, this switch is the root, which
+            sends to the server.
+        workers: Ranks of the workers that send to this switch. If workers share relays, the numbers
+            of the hosts. If the tree has only one switch, an empty tuple stands for all workers.
 
     Raises:
         ConfigError: A value has the wrong type.
@@ -58,13 +59,13 @@ class FanIn:
     Args:
         switches: The switches of the tree, in any order.
         wire: Integer type in which the elements of gradients are sent: "int32", "int16" or "int8".
-        window: Packets in flight per stream, and slots of each switch's table: a power of two.
-        multicast: "auto": copy parameters by IP multicast if a trial reaches all workers, else in
-            the switches. "off": always copy in the switches.
+        window: Number of packets in flight per stream, and of slots in each switch's table. Must be
+            a power of two.
+        multicast: "off" copies parameters in the switches. "auto" copies them by IP multicast if a
+            trial reaches all workers, and otherwise in the switches.
 
     Raises:
-        ConfigError: The switches are no tree (the message names the switch), or an option has a
-            wrong value.
+        ConfigError: The switches do not form a tree, or an option has a wrong value.
     """
 
     switches: Annotated[tuple[SwitchNode, ...], Field(strict=False)]  # or a list
@@ -100,7 +101,7 @@ class FanIn:
         if len(roots) != 1:
             raise ConfigError(
                 f"fan_in: {len(roots)} switches have no parent ({', '.join(roots) or 'none'})",
-                hint="exactly one switch is the root; every other one needs a parent",
+                hint="exactly one switch is the root; every other switch needs a parent",
             )
         if cycle := set(names) - {node.address for node in self.from_root}:
             raise ConfigError(f"fan_in: the parents of {', '.join(sorted(cycle))} form a cycle")
@@ -113,13 +114,13 @@ class FanIn:
     def from_root(self) -> tuple[SwitchNode, ...]:
         """The switches that are reachable from the root, each after its parent."""
         found = [self.root]
-        for above in found:  # `found` grows meanwhile
+        for above in found:  # `found` grows during this loop
             found += [node for node in self.switches if node.parent == above.address]
         return tuple(found)
 
     @property
     def width(self) -> int:
-        """Bytes of an element on the wire."""
+        """Number of bytes of an element on the wire."""
         return WIDTH[self.wire]
 
     def below(self, switch: SwitchNode) -> tuple[SwitchNode, ...]:
@@ -127,7 +128,8 @@ class FanIn:
         return tuple(node for node in self.switches if node.parent == switch.address)
 
     def workers_of(self, switch: SwitchNode, workers: int) -> tuple[int, ...]:
-        """Return the ranks right below `switch`: its last children, after the switches below."""
+        """Return the ranks of the workers right below `switch`. These workers are the children of
+        `switch` after the switches right below it."""
         if len(self.switches) == 1 and not switch.workers:
             return tuple(range(workers))
         return switch.workers
@@ -136,8 +138,10 @@ class FanIn:
         return len(self.below(switch)) + len(self.workers_of(switch, workers))
 
     def first_child(self, switch: SwitchNode, workers: int) -> int:
-        """Return the sender number of child 0 in packets. Sender numbers are unique in the tree, so
-        a switch never accepts a packet that was recorded on its way to another switch."""
+        """Return the sender number of the switch's child 0, which the child's packets carry in
+        their header. The following children have the following numbers. Sender numbers are unique
+        in the tree, so a switch never accepts a packet that was recorded on its way to another
+        switch."""
         before = self.from_root[: self.from_root.index(switch)]
         return sum(self.children(node, workers) for node in before)
 
@@ -150,16 +154,16 @@ class FanIn:
         raise ConfigError(f"fan_in: no switch lists worker {rank}")
 
     def check(self, workers: int) -> None:
-        """Check that the tree has each of `workers` ranks once.
+        """Check that the tree has each of the ranks 0 to `workers` - 1 once.
 
         Raises:
-            ConfigError: A rank is missing, listed twice or too large, or a switch has too many or
-                no children.
+            ConfigError: A rank is missing, listed twice or too large; or a switch has no children
+                or too many.
         """
         ranks = [rank for switch in self.switches for rank in self.workers_of(switch, workers)]
         if sorted(ranks) != list(range(workers)):
             raise ConfigError(
-                f"fan_in: the switches list workers {sorted(ranks)}, the job has workers 0 to"
+                f"fan_in: the switches list workers {sorted(ranks)}, but the job has workers 0 to"
                 f" {workers - 1}",
                 hint="list each worker at exactly one switch",
             )
@@ -173,6 +177,7 @@ class FanIn:
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Build a FanIn of switches; a string is the address of a SwitchNode without parent."""
+    """Build a FanIn of `switches`. A string stands for a SwitchNode with this address and without a
+    parent. `options`: Other arguments of FanIn."""
     nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
     epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
 
-A turn is short and never blocks, so a busy job does not starve the others. A job that cannot send
-is not read until it can. An exception while serving a job ends only that job. Jobs may be added and
-removed from any thread.
+A turn is short and never blocks, so a busy job does not starve other jobs. A job that cannot send
+is not read until it can send again. An exception while a job is served ends only this job. Jobs may
+be added and removed from any thread.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PacketLoop:
     """Serves jobs in a thread of its own.
 
     Args:
-        ended: Called from the thread as ended(job, error) once a job is closed; error is None if
+        ended: Called from the thread as ended(job, error) once a job is closed. `error` is None if
             the job was removed.
-        failed: Called from the thread if the loop itself fails.
+        failed: Called from the thread with the error if the loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:
@@ -42,7 +42,7 @@ class PacketLoop:
         # jobs to add (None) or to remove (an event to set once the job is closed)
         self._requests = queue.SimpleQueue[tuple[SwitchJob, threading.Event | None]]()
         self._over = False
-        self._stopped = False  # the thread has ended: callers handle their requests themselves
+        self._stopped = False  # whether the thread has ended; callers then handle requests
         self._selector = selectors.DefaultSelector()
         self._buffers = Buffers()
         self._thread = threading.Thread(target=self._work, name="switch packets", daemon=True)
@@ -128,7 +128,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Wait for packets of the job, or while some are unsent, for room in its send buffer."""
+        """Select the job for reading, or, while it has unsent packets, for room in its send
+        buffer."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

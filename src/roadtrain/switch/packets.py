@@ -7,14 +7,15 @@ header and a bitmap. Integers are little-endian.
     HEADER (48 bytes, the last 8 are the tag), payload
 
 `Kind` documents the fields `a`, `b`, `c` and `credit` for each kind. The tag covers all other bytes
-of the packet: NH over its 32-bit words (Black et al., UMAC, 1999) under two keys, then SipHash-2-4
-(Aumasson and Bernstein, 2012) of both hashes and the packet's length. All keys are derived from the
-job's token. Two different packets have the same hashes with a probability of 2^-64. Forged packets
-fail verification; replayed packets are recognized by their old numbers.
+of the packet: the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999) under two
+keys, and the tag is SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the packet's
+length. All keys are derived from the job's token. Two different packets have the same hashes with a
+probability of 2^-64. Forged packets fail verification; replayed packets are recognized by their old
+numbers.
 
-Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment). A run of bulk
-packets is an array of these and nothing else. Assumes a little-endian host and contiguous uint8
-arrays. Single-threaded. Does NOT encrypt or send.
+Packet i of a run of packets is the bytes [i * segment, (i + 1) * segment) of a buffer. A run of
+bulk packets is an array that contains only bulk packets. Assumes a little-endian host and
+contiguous uint8 arrays. Single-threaded. Does NOT encrypt or send.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ HEADER = np.dtype(
         ("version", "u1"),
         ("kind", "u1"),
         ("job", "<u4"),  # of one job at one server; the same for all switches of the tree
-        ("number", "<u8"),  # sequence number; in a heartbeat the acknowledgement: the next expected
-        ("sender", "<u2"),  # up: sender number of the child; down: 0
-        ("width", "u1"),  # GRADIENT: bytes of an element; else 0
-        ("flags", "u1"),  # 0
+        ("number", "<u8"),  # sequence number; in a heartbeat, the next number that is expected
+        ("sender", "<u2"),  # sender number of the child in packets going up; 0 in packets down
+        ("width", "u1"),  # bytes of an element in GRADIENT packets; 0 in other packets
+        ("flags", "u1"),  # always 0
         ("a", "<u4"),
         ("b", "<u4"),
         ("c", "<u4"),
@@ -68,10 +69,12 @@ class Kind(IntEnum):
     # packet; credit: number of the first GRADIENT packet, granted once all MAXIMA have arrived
     MAXIMA = 4
     # up: acknowledges PARAMETERS and MAXIMA. number: ack; credit: one more than the greatest number
-    # that there is room for; a: milliseconds of silence of the worker below that has been silent
-    # for longest; b: its rank; c: bytes of the bitmap, whose bit i stands for number ack + i
+    # for which there is room; a: for how many milliseconds the most silent worker below the sender
+    # has been silent; b: rank of this worker; c: bytes of the bitmap, in which bit i stands for
+    # number ack + i
     PARAMETER_BEAT = 5
-    GRADIENT_BEAT = 6  # down: acknowledges GRADIENT and EXPONENTS; number, credit, c as above
+    # down: acknowledges GRADIENT and EXPONENTS. number, credit and c: as in PARAMETER_BEAT
+    GRADIENT_BEAT = 6
     TRIAL = 7  # down: sent to the multicast group, to find out whether it reaches all workers
 
 
@@ -99,8 +102,12 @@ class PacketKey:
 
     @classmethod
     def derive(cls, token: bytes | None, nonce: bytes) -> PacketKey:
-        """Derive the keys with BLAKE2b from the job's `token` (None: a job of one host, which needs
-        no secret) and a `nonce` that is unique to the session."""
+        """Derive the keys with BLAKE2b.
+
+        Args:
+            token: The job's token. None for a job on one host, which needs no secret.
+            nonce: Bytes that are unique to the session.
+        """
         secret = b"" if token is None else token
         seeds = b"".join(len(part).to_bytes(8, "little") + part for part in (secret, nonce))
         seed = hashlib.blake2b(seeds, person=b"fan-in packets").digest()
@@ -210,16 +217,16 @@ def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
 
 
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
-    """Write the tags of `count` packets."""
+    """Compute the tags of `count` packets and write them into the packets."""
     check_run(buffer, segment, count)
     _seal(buffer, segment, count, key.words, key.sip)
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
-    """Check magic, version, job and tag of each packet; a wrong length fails too.
+    """Check the magic, version, job, tag and length of each packet.
 
     Returns:
-        bool [count].
+        Whether each packet is right: bool [count].
     """
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
@@ -229,8 +236,8 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """Copy the headers, verified or not. Returns HEADER [count]; zeros for packets that are shorter
-    than a header."""
+    """Return a copy of the headers, HEADER [count], whether the packets are verified or not. If the
+    packets are shorter than a header, the headers are zeros."""
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
@@ -254,8 +261,12 @@ def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
 def write_headers(
     buffer: np.ndarray, segment: int, count: int, *, first: int, **fields: int
 ) -> None:
-    """Write the headers of `count` packets, without tags. Packet i gets number `first` + i and
-    `c` + i. `fields`: other fields of HEADER by name, 0 by default."""
+    """Write the headers of `count` packets, without tags.
+
+    Args:
+        first: Number of the first packet. Packet i gets the number `first` + i.
+        fields: Other fields of HEADER by name; omitted fields are 0. Packet i gets `c` + i.
+    """
     check_run(buffer, segment, count)
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["number"] = MAGIC, VERSION, first
@@ -299,13 +310,13 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
-    """Copy the payload of packet i, if ok[i], to into[index[i] * PAYLOAD_NBYTES :]; bytes beyond
-    the end of `into` (uint8) are dropped. ok: bool, index: integers, one per packet."""
+    """Copy the payload of each packet i with ok[i] to into[index[i] * PAYLOAD_NBYTES :]. Bytes
+    beyond the end of `into` (uint8) are dropped. `ok` and `index` have one element per packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 
 
 def check_bulk(run: np.ndarray) -> int:
-    """Return the number of bulk packets in a run. Asserts that it has no other bytes."""
+    """Return the number of bulk packets in a run. Asserts that the run has no other bytes."""
     assert run.size % PACKET_NBYTES == 0, f"{run.size} bytes are not whole bulk packets"
     return run.size // PACKET_NBYTES

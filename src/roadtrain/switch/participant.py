@@ -6,11 +6,12 @@ Granted: announced gradients, and the packet numbers granted for them.
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
 A participant without a gradient for a round sends zeros. Packets are made from the memory of the
-gradient, also when they are sent again. So the memory is released only when all packets are
-acknowledged and none is being made.
+gradient, even when they are sent again. So the memory is released only when all packets are
+acknowledged and no packet is being made.
 
 Pulls: parameters that were requested from the server and have not arrived. They are broadcast to
-all participants in datagrams, or sent to one over TCP if the others do not request the same.
+all participants in datagrams. If the other participants do not request the same parameters, they
+are sent to one participant over TCP.
 
 NOTE matching pulls. A broadcast names chunk and version, not a ticket. It fills the oldest pull of
 that chunk and version that no other broadcast has begun to fill. The packets of a broadcast have
@@ -168,7 +169,8 @@ class Granted:
         return self._free()
 
     def acked(self, below: int) -> list[Sent]:
-        """Note that all packets below it have been summed. Returns the `sent` callbacks to call."""
+        """Note that all packets with numbers less than `below` have been summed. Returns the `sent`
+        callbacks to call."""
         self._acked = max(self._acked, below)
         return self._free()
 
@@ -201,7 +203,7 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull without a complete answer. Invariant: `missing` counts the packets not in `here`."""
+    """A pull whose answer is incomplete. Invariant: `missing` counts the packets not in `here`."""
 
     ticket: int
     key: Key
@@ -218,7 +220,7 @@ class PendingPull:
         """Note the arrival of the packets `index`. Raises WireError if one does not exist."""
         if len(index) and int(index.max()) >= len(self.here):
             raise WireError(
-                f"received packet {int(index.max())} of chunk {self.key[0]}, which has only"
+                f"received packet {int(index.max())} of chunk {self.key[0]}, but the chunk has only"
                 f" {len(self.here)} packets"
             )
         self.here[index] = True

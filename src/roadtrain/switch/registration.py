@@ -2,9 +2,9 @@
 
     Registration --TCP--> root, then the switches below: SwitchHello --> SwitchReady(port, slots)
 
-The links stay open, as a switch forgets a job when its link ends. If a switch is lost, the fan-in
-end registers there again and asks for the same port, to which the other switches and the workers
-keep sending. Every wait has a deadline (Rule 5). Does NOT send datagrams.
+The links stay open, because a switch forgets a job when the job's link ends. If a switch is lost,
+the fan-in end registers at the switch again and asks for the same port, to which the other switches
+and the workers keep sending. Every wait has a deadline (Rule 5). Does NOT send datagrams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 SWITCH_S = 60.0  # timeout to register at a switch, the first time or again
 BUSY_S = 10.0  # timeout if the switch is full: an earlier job may be about to leave
-RETRY_S = 0.2  # between two attempts
+RETRY_S = 0.2  # interval between two attempts
 ANSWER_S = 10.0  # timeout for the answer of a switch
 RESTART = "run `roadtrain serve {} --switch` there"
 
@@ -46,11 +46,11 @@ class JobTree:
     root_parent: Address  # UDP address of the fan-in end, to which the root sends
 
     def hello(self, node: SwitchNode, port: int, ready: dict[str, int]) -> bytes:
-        """Encode the greeting to a switch.
+        """Encode the greeting to the switch `node`.
 
         Args:
-            port: The job's UDP port there before the switch was lost, or 0.
-            ready: UDP ports of the switches above it, by address.
+            port: The job's UDP port at this switch before the switch was lost; 0 if there was none.
+            ready: UDP ports of the switches above this switch, by address.
         """
         parent, child = self.root_parent, ROOT
         if node.parent:
@@ -95,7 +95,7 @@ class SwitchLink:
         return answer
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a switch sent {nbytes} bytes with a frame of kind {kind}")
+        raise WireError(f"a switch's frame of kind {kind} has {nbytes} bytes, expected 0")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields: Any = m.header(kind, header)
@@ -152,8 +152,9 @@ class Registration:
 
     @property
     def absent(self) -> dict[str, float]:
-        """The switches that do not answer: address -> seconds since when. Until a switch has
-        answered once, those after it in the tree are not contacted and not listed."""
+        """The switches that do not answer, as address -> for how many seconds. Switches are
+        contacted in the order of the tree: until a switch has answered once, the switches after it
+        are not contacted and not listed."""
         now, found = time.monotonic(), dict[str, float]()
         for node in self.tree.plan.from_root:
             link = self._links.get(node.address)
@@ -223,8 +224,8 @@ class Registration:
             answer = receiver.ready()
             if answer.slots < self.tree.plan.window or answer.port != (port or answer.port):
                 raise WireError(
-                    f"switch {node.address} gave {answer.slots} slots at port {answer.port}, the"
-                    f" job needs {self.tree.plan.window} at port {port or 'any'}"
+                    f"switch {node.address} gave {answer.slots} slots at port {answer.port}, but"
+                    f" the job needs {self.tree.plan.window} slots at port {port or 'any'}"
                 )
         self.ports[node.address] = answer.port
         self._links[node.address] = receiver

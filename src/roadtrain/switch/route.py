@@ -1,7 +1,8 @@
-"""The route to the servers through switches, which sum gradients and copy parameters on their way.
+"""The route to the servers through switches, which sum gradients and copy parameters.
 
-`Servers(fan_in=...)` selects it. A participant is a worker, or the relay of a host for its workers.
-The participant's end is FanInLink (fan_in_link.py), the server's is FanInEnd (end.py).
+`Servers(fan_in=...)` selects this route. A participant is a worker, or the relay of a host for the
+host's workers. The participant's end of the route is a FanInLink (fan_in_link.py), the server's end
+is a FanInEnd (end.py).
 """
 
 from __future__ import annotations

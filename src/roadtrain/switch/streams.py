@@ -31,27 +31,27 @@ from roadtrain.transport.tcp import Address
 
 RUN = 264  # packets made at once: six system calls of 64 KB each
 GATHERED = 264  # bulk packets that a port handles at once
-LOSS_S = 0.1  # retransmission timeout without progress; doubles each time
+LOSS_S = 0.1  # timeout for progress, then packets are resent; doubles with each resend
 MOST_LOSS_S = 2.0
-HOLD_S = 0.008  # longest time that packets stay in the kernel so that more are handled at once
-FEW = 8  # if fewer packets than these arrive in HOLD_S, each is handled at once
-BUSY_S = 0.01  # between two heartbeats while packets arrive
+HOLD_S = 0.008  # longest time that packets wait in the kernel, to be handled together
+FEW = 8  # if fewer packets arrive in HOLD_S, each packet is handled immediately
+BUSY_S = 0.01  # interval between two heartbeats while packets arrive
 # Send buffer of a socket. It must be smaller than the host's queue for its network device, which
 # silently drops packets when it is full; a full send buffer makes the sender wait instead.
 SEND_NBYTES = 1 << 18
-IDLE_S = 0.5  # between two heartbeats while no packets arrive
+IDLE_S = 0.5  # interval between two heartbeats while no packets arrive
 END_S = 5.0  # timeout for a thread to end
 MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # bits that fit in the bitmap of a heartbeat
 
 Failed = Callable[[BaseException], None]
-# fill(first, count, staging) writes whole, sealed packets to `staging`, those of the numbers in
-# [first, first + count) that are not acknowledged, and returns how many.
+# fill(first, count, staging) makes the packets with the numbers in [first, first + count) that are
+# not acknowledged. It writes them to `staging`, whole and sealed, and returns their number.
 Fill = Callable[[int, int, np.ndarray], int]
 
 
 @dataclass(frozen=True, slots=True)
 class DatagramRun:
-    """Packets of one length that were read at once. The reader reuses the memory."""
+    """Packets of the same length that were read at once. The next read overwrites `buffer`."""
 
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
@@ -67,7 +67,7 @@ class Batch(DatagramRun):
     """The packets of one kind in a run: those whose `ok` is set."""
 
     kind: Kind
-    ok: np.ndarray  # bool, one per packet: it is verified and of this kind
+    ok: np.ndarray  # bool, one per packet: whether it is verified and of this kind
     headers: np.ndarray  # HEADER, one per packet; a copy
 
     @property
@@ -77,15 +77,18 @@ class Batch(DatagramRun):
 
 
 def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[DatagramRun], bool]:
-    """Read datagrams without blocking. Bulk packets are gathered into one run, whoever sent them;
-    the kernel coalesces only packets of one sender, and not on every device. Reading stops after
-    the first other packet, such as a heartbeat.
+    """Read datagrams without blocking.
+
+    Bulk packets of all senders are gathered into one run. (The kernel coalesces only packets of the
+    same sender, and only on some devices.) Reading stops after the first packet that is no bulk
+    packet, such as a heartbeat.
 
     Args:
-        memory: uint8; backs the runs. Needs RECEIVE_NBYTES and room for the gathered bulk packets.
+        memory: uint8, the memory of the runs. Needs RECEIVE_NBYTES, and room for the bulk packets.
 
     Returns:
-        The run of bulk packets and the one after it, if any, and whether the socket is drained.
+        The run of bulk packets and the run of other packets, without empty runs; and whether all
+        packets of the socket were read.
     """
     bulk, other = list[Address](), list[DatagramRun]()
     most, found = (memory.size - RECEIVE_NBYTES) // PACKET_NBYTES, None
@@ -104,7 +107,8 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """Split off the last packet if it is shorter: the kernel may coalesce it with longer ones."""
+    """Make runs of received bytes. A last packet that is shorter gets its own run: the kernel may
+    coalesce it with longer packets."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
@@ -126,8 +130,8 @@ class PacketSender:
         name: str,
         delay_s: float = 0.0,
     ) -> None:
-        """`delay_s`: added to the retransmission timeout, so that senders of the same numbers do
-        not resend at once."""
+        """`delay_s`: Seconds added to the retransmission timeout. If several senders send the same
+        numbers, different delays keep them from resending at the same time."""
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
@@ -147,7 +151,8 @@ class PacketSender:
             self._changed.notify_all()
 
     def heartbeat(self, beat: Heartbeat) -> int:
-        """Take a heartbeat of the receivers. Returns the acknowledged number."""
+        """Take a heartbeat of the receivers. Returns the sequence number below which all packets
+        are acknowledged."""
         with self._changed:
             before = self.machine.beat
             self.machine.heartbeat(beat)
@@ -163,7 +168,8 @@ class PacketSender:
         return self._patience_s >= MOST_LOSS_S and not self.machine.idle
 
     def close(self) -> None:
-        """End the thread, and wait for it unless called from it. Idempotent."""
+        """End the thread, and wait until it has ended, unless the thread itself calls this.
+        Idempotent."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -205,8 +211,8 @@ class PacketSender:
 class PacketPort:
     """Receives the packets of one job from its sockets, in one thread.
 
-    `strangers` counts packets that failed verification and were dropped. The functions of `take`
-    and `tick` are called from the thread; an exception ends it and is passed to `failed`."""
+    `strangers` counts packets that failed verification and were dropped. The thread calls the
+    functions in `take`, and `tick`. An exception ends the thread and is passed to `failed`."""
 
     def __init__(
         self,
@@ -258,7 +264,7 @@ class PacketPort:
             first.wait(BUSY_S, *others)
 
     def _drain(self, socket: DatagramSocket) -> bool:
-        """Handle the packets that have arrived at a socket. Returns whether it is drained."""
+        """Handle packets that have arrived at a socket. Returns whether all of them were read."""
         runs, drained = read_runs(socket, self._buffer)
         for run in runs:
             self._take_run(run)
@@ -278,8 +284,8 @@ class PacketPort:
 
 
 class Moderation:
-    """Interrupt moderation: decides how long to sleep so that one wake-up handles many packets. No
-    sleep at low rates."""
+    """Interrupt moderation: decides how long to sleep, so that the thread handles many packets each
+    time it wakes up. At low packet rates it does not sleep."""
 
     def __init__(self) -> None:
         self._last = 0.0  # when the last batch was handled
@@ -314,8 +320,8 @@ class BeatClock:
 
 
 def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
-    """Make a sealed heartbeat: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`: other fields
-    of the header."""
+    """Make a sealed heartbeat packet: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`: Values
+    of the header fields that `beat` does not determine."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)

@@ -32,11 +32,13 @@ from roadtrain.units import show_bytes
 
 
 class SwitchHost:
-    """Listens until it is closed. Raises ConfigError if it cannot listen at the address, or if the
-    memory is too small for any job.
+    """A running switch, which listens until it is closed.
+
+    Raises ConfigError if it cannot listen at the address, or if the memory is too small for any
+    job.
 
     Invariant, under `_lock`: `_links` has the jobs that are in the packet loop or about to be added
-    to it. Each holds slots of `quota`, which are returned when its socket is closed."""
+    to it. Each job holds slots of `quota`, which are returned when the job's socket is closed."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class SwitchHost:
         return receiver
 
     def _register(self, hello: switch_frames.SwitchHello, link: Link) -> _JobLink:
-        """Admit a job. If it reconnects before its lost link was noticed, end the old link first.
-        Raises ConfigError if the parent's host name does not resolve."""
+        """Admit a job. If the job reconnects before the loss of its old link was noticed, end the
+        old link first. Raises ConfigError if the parent's host name does not resolve."""
         with self._lock:
             earlier = self._links.get(hello.nonce)
         if earlier is not None:
@@ -132,8 +134,9 @@ class SwitchHost:
             self._forget(link, error)
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
-        """Report why a job has ended, here and to its fan-in end. The latter happens in a new
-        thread, as this may run in the link's own. Returns False if the job had ended before."""
+        """Report why a job has ended, to the user and to the job's fan-in end. A new thread reports
+        to the fan-in end, because the caller may be the link's own thread. Returns False if the job
+        had ended already."""
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False
@@ -197,10 +200,10 @@ class _JobLink:
         self.host, self.job, self.link = host, job, link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a switch received an unexpected frame: kind {kind}, {nbytes} bytes")
+        raise WireError(f"a switch received an unexpected frame of kind {kind}, {nbytes} bytes")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        raise WireError(f"a switch received an unexpected frame: kind {kind}")
+        raise WireError(f"a switch received an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
         self.host.leave(self, error)

@@ -31,11 +31,11 @@ class AnnounceHeader(NamedTuple):
     """A worker announces its next gradient of the chunk, to be summed."""
 
     chunk: int
-    fresh: bool  # the first gradient of its step: it replaces the server's sum
+    fresh: bool  # whether this is the step's first gradient, which replaces the server's sum
 
 
 class TrialResultHeader(NamedTuple):
-    trial: bool  # a trial packet arrived by the network's own multicast
+    trial: bool  # whether a trial packet arrived by the network's own multicast
 
 
 class FanInHeader(NamedTuple):
@@ -46,7 +46,7 @@ class FanInHeader(NamedTuple):
     child: int  # sender number of this worker in packets to its switch
     port: int  # UDP port of this job at the worker's switch, whose host is in the FanIn
     delay_ms: int  # added to this worker's retransmission timeout
-    group: str  # HOST:PORT of the multicast group; empty: the switches copy
+    group: str  # HOST:PORT of the multicast group; empty if there is none and the switches copy
 
 
 class GrantHeader(NamedTuple):
@@ -55,8 +55,9 @@ class GrantHeader(NamedTuple):
     chunk: int
     round: int  # counts the sums of this chunk, from 1
     first: int  # number of the first packet of exponents
-    # True: the worker sends the oldest gradient it has announced that is not granted yet. False: it
-    # sends zeros. The worker cannot decide: its announcement may belong to its next step.
+    # True: the worker sends the oldest gradient that it has announced and that is not granted yet.
+    # False: the worker sends zeros. The worker cannot decide this by itself, because a gradient
+    # that it has announced may belong to its next step.
     announced: bool
 
 
@@ -106,7 +107,7 @@ class SwitchHello(NamedTuple):
     parent: tuple[str, Annotated[int, Meta(ge=1, lt=1 << 16)]]
     # UDP port that the job had at this switch before the link was lost; 0: any
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
-    # sender number of child 0 in packets; the next children count on from it
+    # sender number of child 0 in packets; the other children have the following numbers
     first: Annotated[int, Meta(ge=0)] = 0
 
 

@@ -40,7 +40,7 @@ MOST_NAMED = 4  # stuck sums listed in one line
 SILENT_S = 1.0  # a child silent for longer is reported
 UNKNOWN_RANK = 0xFFFFFFFF  # in a heartbeat: the most silent worker has never sent anything
 MOST_MS = 0xFFFFFFFF
-WAIT_S = 1.0  # packets that the kernel has not taken for so long are dropped
+WAIT_S = 1.0  # packets that the kernel does not accept for longer are dropped
 FULL = 132  # bulk packets handled at once
 MOST = FULL + RECEIVE_NBYTES // PACKET_NBYTES  # packets of a run
 READ_NBYTES = FULL * PACKET_NBYTES + RECEIVE_NBYTES
@@ -67,14 +67,16 @@ class Counters:
 
     received: int = 0  # with the job's tag
     strangers: int = 0  # without the job's tag
-    refused: int = 0  # with the tag, but of a wrong sender or form
-    copied: int = 0  # going down, each counted once
+    refused: int = 0  # with the tag, but with a wrong sender or form
+    copied: int = 0  # copied down; a packet counts once, whatever the number of children
 
 
 @dataclass(slots=True)
 class Child:
+    """A child of the switch: a worker, or another switch."""
+
     number: int
-    last_beat: float  # time of its last heartbeat; before the first, time when the job began
+    last_beat: float  # time of its last heartbeat; until it sends one, time when the job began
     address: Address | None = None  # UDP address, once it has sent a heartbeat
     rank: int = UNKNOWN_RANK  # the most silent worker below it, according to its last heartbeat
     below_ms: int = 0  # silence of that worker at the time of the heartbeat
@@ -132,8 +134,8 @@ class Children:
         return child.silent_ms(now), child.rank
 
     def silent(self, now: float) -> list[tuple[Child, float]]:
-        """List the children that have been silent, or have a silent worker below, for more than
-        SILENT_S, with the seconds of silence."""
+        """List the children that have been silent for more than SILENT_S, or have a worker below
+        them that has. Returns (child, seconds of silence) of each."""
         found = [(child, child.silent_ms(now) / 1000) for child in self.all]
         return [(child, seconds) for child, seconds in found if seconds > SILENT_S]
 
@@ -151,7 +153,7 @@ class SwitchOutgoing:
     def __init__(self, socket: DatagramSocket) -> None:
         self._socket = socket
         self._unsent: deque[tuple[np.ndarray, int, Sequence[Address]]] = deque()
-        self._since = 0.0  # since when the first run in `_unsent` is waiting
+        self._since = 0.0  # time since which the first run in `_unsent` waits
         self.sent = 0  # packets
         self.given_up = 0  # packets dropped after WAIT_S
 
@@ -170,7 +172,7 @@ class SwitchOutgoing:
         self._unsent.append((packets.copy(), segment, to[sent:]))
 
     def resume(self) -> None:
-        """Send as many unsent packets as the kernel takes."""
+        """Send as many unsent packets as the kernel accepts."""
         while self._unsent:
             packets, segment, to = self._unsent.popleft()
             sent = self._send(packets, segment, to)
@@ -214,8 +216,8 @@ class SwitchJob:
         self.out = SwitchOutgoing(socket)
         self._sent, self._sent_at = NOTHING, 0.0  # the last heartbeat to the parent, and when
         self._checked_at = 0.0
-        self._reported = set[int]()  # children reported as silent that are still silent
-        self._warned = False  # about packets from above with another source address
+        self._reported = set[int]()  # silent children that were reported
+        self._warned = False  # whether packets from a wrong source address were reported
 
     @property
     def name(self) -> str:
@@ -279,15 +281,15 @@ class SwitchJob:
             self.out.send(copied, run.segment, self.children.addresses)
 
     def _refuse(self, run: DatagramRun, there: np.ndarray) -> None:
-        """Drop packets going down that are not from the parent's host. The first time this is
-        reported: a parent with several addresses may send from another one."""
+        """Drop packets going down that are not from the parent's host. This is reported once,
+        because a parent with several addresses may send from an address that is not in the plan."""
         at = np.flatnonzero(there)
         self.counters.refused += at.size
         if at.size and not self._warned:
             self._warned = True
             self._report(
                 f"job {self.name}: dropping packets for the children from {run.sources[at[0]][0]},"
-                f" the address of the parent is {self._parent[0]}"
+                f" because the address of the parent is {self._parent[0]}"
             )
 
     def _take_beats(self, batch: Batch) -> None:
@@ -300,7 +302,7 @@ class SwitchJob:
                 self.counters.refused += 1
 
     def tick(self, now: float) -> None:
-        """Send unsent packets and heartbeats, and check for silent children, each when due."""
+        """Send unsent packets, and send heartbeats and check for silent children if it is time."""
         self.table.now = int(now * 1000)
         if self.out.waits:
             self.out.resume()

@@ -1,6 +1,6 @@
 """The table of a switch, which sums the packets of its children within a window.
 
-    number, seen (bitmap of children in the sum), done, payload     slot = number modulo `slots`
+    number, seen (bitmap of children in the sum), done, payload     slot index: number % slots
 
 See Sun et al. (LuWu), section 3.2.3, with the fix for resends described in
 switch/protocol/switch.py. A slot keeps its number and sum until a greater number takes it. A packet
@@ -205,10 +205,11 @@ class SwitchTable:
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: sender number of child 0 in packets; the next children count on from it."""
+        """`first`: Sender number of child 0 in packets. The other children have the following
+        numbers."""
         assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
-        self.acked = 0  # the receiver of the sums has all numbers below it
+        self.acked = 0  # the receiver of the sums has every sum with a smaller sequence number
         self.now = 0  # set by the owner, in ticks of any clock
         self._all = np.uint64((1 << children) - 1)
         self._slots = np.zeros(slots, SLOT)
@@ -226,15 +227,22 @@ class SwitchTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counts of packets. added: to a sum that is still incomplete; completed: the last packet
-        of a sum; dropped_old: below the acknowledged number, or below the slot's; repeated: already
-        in the sum; answered: the sum was complete and is sent again; mismatched: another kind or
-        width than the slot's, or not summable."""
+        """The numbers of packets, by what was done with them:
+
+        added: added to a sum that is still incomplete.
+        completed: added to a sum as its last packet.
+        dropped_old: dropped, because the number is below the acknowledged number, or below the
+            number of the slot.
+        repeated: dropped, because the packet is already in the sum.
+        answered: answered with the sum, which was complete before.
+        mismatched: dropped, because the packet cannot be summed, or its kind or width is not that
+            of the slot.
+        """
         return dict(zip(COUNTERS, self._counters.tolist()))
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Sum GRADIENT and EXPONENTS packets. Complete sums, and answers to resent packets, are
-        written to `out` as whole packets without tags.
+        """Sum GRADIENT and EXPONENTS packets. Complete sums, and sums that answer resent packets,
+        are written to `out` as whole packets without tags.
 
         Args:
             run: uint8, bulk packets.
@@ -263,7 +271,7 @@ class SwitchTable:
         return made
 
     def snoop(self, ack: int) -> None:
-        """Note that the receiver of the sums has all numbers below `ack`."""
+        """Note that the receiver of the sums has every sum whose sequence number is below `ack`."""
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:

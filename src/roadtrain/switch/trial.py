@@ -18,14 +18,15 @@ from roadtrain.switch import packets
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.transport.tcp import Address
 
-EVERY_S = 0.05  # between two packets
+EVERY_S = 0.05  # interval between two packets
 ANSWERS_S = 5.0  # timeout for all answers, after the last invitation; each takes 1 s
 PORTS = range(20000, 32000)  # below the ephemeral ports of hosts
 
 
 def group_of(job: int, home: str) -> Address | None:
-    """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365). Returns None
-    if `home`, this host's address towards the switch, is IPv6: the switches copy then."""
+    """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365). `home` is
+    this host's address towards the switch. If it is an IPv6 address, return None, so that the
+    switches copy."""
     if ipaddress.ip_address(home.partition("%")[0]).version != 4:
         return None
     host = ipaddress.ip_address("239.192.0.0") + job % (1 << 18)
@@ -41,7 +42,7 @@ def packet_of(job: int, key: PacketKey) -> np.ndarray:
 
 
 class MulticastTrial:
-    """Invariant: `_answers` has only ranks in `_invited`."""
+    """The state of one trial. Invariant: `_answers` has only ranks in `_invited`."""
 
     def __init__(self, participants: int) -> None:
         self._participants = participants

@@ -1,23 +1,25 @@
-"""State machine of the coordinator (at worker 0): check that all workers begin the same operations.
+"""State machine of the coordinator at worker 0. It checks that all workers begin the same
+operations.
 
     Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
     Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
                                                       operations, or workers wait for each other
-    Ask, Has: query whether a blocked worker has begun the operation that another one waits for
+    AskBegun, Has: ask a blocked worker whether it has begun the operation that another worker waits
+                   for, and its answer
 
-An operation has an identity (a name, or "an unnamed sum"), a number among those of its identity
-(`use`), and a signature (type, shape, what is done). Once all workers have agreed on an identity
-and signature, later operations with both need no messages, except those that are agreed `each`
-time. A Mismatch begins a new epoch: all workers abandon incomplete operations, and all numbers
-start again.
+An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
+this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
+an identity and a signature, later operations with this identity and signature need no messages.
+Operations with `each` are an exception: they are agreed on every time. A Mismatch begins a new
+epoch: all workers abandon incomplete operations, and all numbers start again.
 
-NOTE cycles. Let worker A be blocked on X, and let worker B, blocked on Y, answer that it has not
-begun X. Then B cannot begin X before Y is done. A cycle of such answers is a deadlock, even if the
-answers are from different times, because each operation has a unique number and a blocked worker
-begins nothing. So no consistent snapshot is needed.
+NOTE cycles. Let worker A be blocked on operation X, and let worker B, blocked on operation Y,
+answer that it has not begun X. Then B cannot begin X before Y is done. A cycle of such answers is a
+deadlock, even if the answers are from different times, because each operation has a unique number
+and a blocked worker begins no operation. So no consistent snapshot is needed.
 
-No I/O, no clock. Assumes that a worker which reports to be blocked begins nothing until that
-operation is done.
+No I/O, no clock. Assumes that a worker that reports to be blocked on an operation begins no other
+operation until this operation is done.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A collective operation. `each`: agreed every time, not once per identity and signature."""
+    """A collective operation that a worker begins."""
 
     identity: str
-    use: int
+    use: int  # number of earlier operations with this identity in the epoch
     signature: str
+    # True: the workers must agree on every such operation. False: they agree once for each identity
+    # and signature.
     each: bool = False
 
     @property
@@ -45,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """All workers have begun the operation. Sent to all of them, or only to worker `to`."""
+    """All workers have begun the operation. Sent to all workers, or only to worker `to`."""
 
     operation: Operation
     to: int | None = None
@@ -53,15 +57,16 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Workers do not do the same: start a new epoch. Sent to all workers."""
+    """Workers begin different operations, or wait for each other: begin a new epoch. Sent to all
+    workers."""
 
-    epoch: int
-    words: str
+    epoch: int  # number of the new epoch
+    words: str  # describes the mismatch
 
 
 @dataclass(frozen=True, slots=True)
 class AskWhetherBegun:
-    """Ask a blocked worker whether it has begun an operation."""
+    """Ask worker `to`, which is blocked, whether it has begun the operation at `place`."""
 
     to: int
     place: tuple[str, int]
@@ -69,7 +74,7 @@ class AskWhetherBegun:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An operation waits for a worker that has left. Sent to all workers, or only to `to`."""
+    """An operation needs a worker that has left. Sent to all workers, or only to worker `to`."""
 
     words: str
     to: int | None = None
@@ -83,23 +88,27 @@ class _Worker:
     """The last Stall of a worker."""
 
     pending: Sequence[Operation] = ()
-    blocked: Operation | None = None
-    # operations that it had not begun while blocked on that one
+    blocked: Operation | None = None  # the operation on which the worker is blocked
+    # places of operations that the worker had not begun while it was blocked on `blocked`
     lacks: set[tuple[str, int]] = field(default_factory=set)
 
 
 class AgreementStateMachine:
-    """Checks the operations of all workers. `waits` False: asynchronous training, in which workers
-    wait for each other only for operations that are agreed each time.
+    """Checks the operations of all workers.
 
-    Invariants (`check`): an operation in `begun` was begun by at least one and not all workers,
-    with the same signature; only blocked workers have `lacks`.
+    Args:
+        waits: Whether the workers wait for each other in every operation. False in asynchronous
+            training, where they wait only in operations with `each`.
+
+    Invariants (`check`): an operation in `begun` was begun by at least one worker but not by all
+    workers, with the same signature; only blocked workers have `lacks`.
     """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
-        self.begun: dict[tuple[str, int], dict[int, Operation]] = {}  # place -> by worker
-        self.agreed: set[tuple[str, str]] = set()  # identity, signature
+        # place -> the operations that workers have begun at this place, by worker
+        self.begun: dict[tuple[str, int], dict[int, Operation]] = {}
+        self.agreed: set[tuple[str, str]] = set()  # (identity, signature)
         self.lost: dict[int, str] = {}  # workers that have left -> why
         self._workers = [_Worker() for _ in range(workers)]
 
@@ -131,8 +140,8 @@ class AgreementStateMachine:
         """Note that a worker has waited for a second.
 
         Args:
-            pending: The operations that it waits for.
-            blocked: The operation that blocks its thread, if any.
+            pending: The operations for which the worker waits.
+            blocked: The operation that blocks the worker's thread, or None.
         """
         if epoch != self.epoch or not self.waits:
             return []
@@ -159,8 +168,13 @@ class AgreementStateMachine:
         began: bool,
         blocked: tuple[str, int] | None,
     ) -> list[AgreementAction]:
-        """Take the answer to AskWhetherBegun: whether the worker, blocked on `blocked`, has begun
-        `place`."""
+        """Take a worker's answer to AskWhetherBegun.
+
+        Args:
+            place: The operation that was asked for.
+            began: Whether the worker has begun this operation.
+            blocked: The operation on which the worker is blocked, or None.
+        """
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
             return []
@@ -186,7 +200,8 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Check that all workers which have begun an operation gave it the same signature."""
+        """Check that all workers that have begun the operation at `place` gave it the same
+        signature. Returns the Mismatch, or an empty list."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
             for operation in worker.pending:
@@ -204,8 +219,12 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Find a cycle of workers from `worker`: each waits for an operation that the next one has
-        not begun."""
+        """Find a cycle of workers that contains `worker`, in which each worker waits for an
+        operation that the next worker has not begun. Returns an empty list if there is none.
+
+        Args:
+            path: The workers from which the search has reached `worker`.
+        """
         if path and worker == path[0]:
             return path
         mine = self._workers[worker]

@@ -1,10 +1,10 @@
 """Choice of the workers of a host that sum for the others, by its PCIe topology.
 
-See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share its link to
-host memory. If some switches with devices have a network card and others do not, the links with
-cards are left to the network: the gradients are summed by devices below the other switches (reduce
-and broadcast, roots in turn). Otherwise all devices sum, each its own piece (reduce-scatter,
-all-gather). No I/O.
+See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share the switch's
+link to host memory. If some switches with devices have a network card and some have none, the links
+of the first are left to the network: the devices below the switches without a card sum the
+gradients (reduce and broadcast, with the roots in turn). Otherwise all devices sum, each device its
+own piece (reduce-scatter, all-gather). No I/O.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ def choose(devices: Sequence[str], nics: Sequence[str]) -> list[int]:
     """Choose the devices that sum.
 
     Args:
-        devices: Path of the PCI function of each local worker's device, as under /sys:
+        devices: For each local worker, the path in /sys of the PCI function of its device, such as
             /sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0. Functions below the same root port
             share a link.
         nics: Paths of the network cards.
 
     Returns:
-        Numbers of the local workers.
+        The numbers of the local workers whose devices sum.
     """
     used = {_port(place) for place in nics}
     without = [number for number, place in enumerate(devices) if _port(place) not in used]

@@ -5,9 +5,9 @@
         <-- State --
         -- Change --> all workers: update the Map, then resume
 
-Summation pauses for one round trip. A Change has the last round that any worker has begun of each
-tensor, so that all workers agree on the reducer of each part in each round (part_map.py). No I/O,
-no clock.
+Summation pauses for one round trip. A Change contains, for each tensor, the last round that any
+worker has begun, so that all workers agree on the reducer of each part in each round (part_map.py).
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rounds: TypeAlias = dict[int, tuple[int, int]]
 class AskRounds(NamedTuple):
     """Ask all workers to connect to new hosts, to begin no round and to report their rounds."""
 
-    number: int  # of the query
+    number: int  # number of this query
     added: Spares
 
 
@@ -31,7 +31,7 @@ class AskRounds(NamedTuple):
 class Change:
     """Ask all workers to resume with other reducers."""
 
-    number: int  # of the query
+    number: int  # number of the query that the workers have answered
     removed: tuple[int, ...]
     added: Spares
     # Tensor -> (last round that any worker has begun, first round whose sum any worker lacks).
@@ -46,13 +46,13 @@ class MembershipStateMachine:
         self.workers = workers
         # Number of a reducer -> its address and rate.
         self.spares = {number: (address, rate) for number, address, rate in spares}
-        self.number = 0  # of the last query
+        self.number = 0  # number of the last query
         self._next_reducer = workers + len(spares)  # numbers are not reused
         self.query: AskRounds | None = None  # the query that some workers have not answered
         # Worker -> (its rounds, new reducers that it cannot reach); empty unless there is a query.
         self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
-        self.lost: set[int] = set()  # of `spares`: removed by the next change
-        self.offers: dict[str, float] = {}  # address -> rate, added by the next query
+        self.lost: set[int] = set()  # numbers in `spares` that the next change removes
+        self.offers: dict[str, float] = {}  # address -> rate of hosts for the next query
 
     def remove(self, reducer: int) -> list[MembershipAction]:
         """Remove a spare host that has died or is no longer listed."""
@@ -75,7 +75,7 @@ class MembershipStateMachine:
         """Take a worker's answer to a query.
 
         Args:
-            rounds: Tensor -> (last round begun, whether the worker has its sum).
+            rounds: Tensor -> (last round begun, whether the worker has the sum of this round).
             refused: New reducers that the worker cannot reach.
         """
         if self.query is None or number != self.query.number:

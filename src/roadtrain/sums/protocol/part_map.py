@@ -1,8 +1,9 @@
 """Map: the reducer of each part in each round, while spare hosts are added and removed.
 
-A Change (membership.py) assigns new shares to the rounds after those it names. Earlier rounds keep
-their reducers, except for parts whose reducer was removed: these use the first later assignment
-whose reducer is still there. So all workers agree on every part of every round. No I/O.
+A Change (membership.py) names a round of each tensor, and sets the shares of the reducers in later
+rounds. Earlier rounds keep their reducers, except for parts whose reducer was removed: such a part
+goes to the reducer that the first later assignment with a remaining reducer gives it. So all
+workers agree on the reducer of every part in every round. No I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class _Epoch:
     """The assignment of parts to reducers between two changes."""
 
     shares: Mapping[int, float]  # by reducer
-    # Change.rounds: these shares apply to rounds after the first number of each tensor.
+    # Change.rounds: the shares apply to the rounds after the first number of each tensor
     after: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -27,10 +28,10 @@ class Map:
     """Assigns parts to reducers, which have unique numbers.
 
     Args:
-        rates: Rates of the workers' links, in bytes a second.
-        spares: The spare hosts at the start.
-        fixed: Constant shares, for use without changes.
-        separate: Workers sum only while there is no spare host.
+        rates: Rates of the workers' links, in bytes/s.
+        spares: The spare hosts that are used at the start.
+        fixed: Shares to use until the first change. If empty, the optimal shares are used.
+        separate: Whether the workers' reducers get no share while there is a spare host.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class Map:
         self.removed: set[int] = set()  # reducers; disjoint from `spares`
         # Begins with the oldest epoch that a round may still use.
         self._epochs = [_Epoch(fixed or self._best())]
-        # (tensor, parts) -> last result of `_lookup`: epoch, reducers, which of them are
-        # replacements.
+        # (tensor, number of parts) -> last result of `_lookup`: the epoch, the reducer of each
+        # part, and whether this reducer is a replacement.
         self._cache: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
 
     def _best(self) -> dict[int, float]:
@@ -61,7 +62,7 @@ class Map:
 
     @property
     def shares(self) -> Mapping[int, float]:
-        """The share of each reducer in rounds that begin now."""
+        """The current share of each reducer, which applies to rounds that begin now."""
         return self._epochs[-1].shares
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
@@ -69,8 +70,9 @@ class Map:
         return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Return which parts of a round go to a replacement of a removed reducer. The replacement
-        keeps them separate, as it may already have the next round of the same part."""
+        """Return, for each part of a round, whether it goes to a replacement of a removed reducer.
+        The replacement keeps such parts separate, because it may already have the next round of the
+        same part."""
         return self._lookup(key, parts, round)[2]
 
     def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -88,7 +90,8 @@ class Map:
         return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
-        """Return the reducers of a tensor's parts, with replacements for removed ones."""
+        """Return the reducer of each part of a tensor in epoch `base`, with replacements for
+        removed reducers."""
         out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
             if self.removed.isdisjoint(out):

@@ -1,15 +1,17 @@
-"""State machine of a reducer: collect the parts of all workers in a round, then have them summed.
+"""State machine of a reducer: collects the parts of all workers in a round, then has the caller
+sum them.
 
-Rule `sum`: the parts of a round are summed in the order of the workers, and all of them get the
-sum. Rule `accumulate` (asynchronous training): each part is added to the accumulated value at once,
-and only its sender gets the new value.
+Rule `sum`: the parts of a round are summed in the order of the workers, and all workers get the
+sum. Rule `accumulate` (asynchronous training): each part is added to the accumulated value when it
+arrives, and only the sender of the part gets the new value.
 
-If a spare host dies, another reducer takes over its parts. Each worker pushes its part of the round
-again, or, if it already has the sum, the sum. If at least one worker pushed the sum, that is sent
-to the others instead of adding again, so that all workers have the same bits.
+If a spare host dies, another reducer takes over its parts. Each worker that has the sum of a round
+pushes the sum; each other worker pushes its part again. If at least one worker pushed the sum, the
+reducer does not add, but sends this sum to the workers that lack it. So all workers have the same
+bits.
 
-No I/O, no clock. A worker pushes round r of a part after it has the sum of round r - 1 and, if it
-pushed that sum, after all workers have it. So a part is in one round at a time.
+No I/O, no clock. A worker pushes round r of a part after it has the sum of round r - 1. If it
+pushed this sum, it waits until all workers have the sum. So a part is in one round at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Arrived(NamedTuple):
     round: int
     elements: int
     format: str  # wire format of the elements
-    summed: int = 0  # 0: the worker's own part; else the sum, with so many bytes per element
+    # 0 if this is the worker's own part. Otherwise this is the sum, and `summed` is the number of
+    # bytes of an element.
+    summed: int = 0
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class PartRound:
     round: int
     elements: int
     format: str
-    here: set[int] = field(default_factory=set)  # workers whose part has arrived; not all
+    here: set[int] = field(default_factory=set)  # workers whose part has arrived
     summed: dict[int, int] = field(default_factory=dict)  # workers that pushed the sum -> `summed`
 
 
@@ -52,8 +56,8 @@ class ReducerStateMachine:
         self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """Take a pushed part. Returns the round to add up now, if any. Raises LoopError if the
-        workers contradict each other."""
+        """Take a pushed part. Returns the round if it can be added up now, or None. Raises
+        LoopError if the workers contradict each other."""
         where = part.key, part.start
         current = self.rounds.get(where)
         if current is None or (current.round < part.round and not current.here):
@@ -68,7 +72,7 @@ class ReducerStateMachine:
         ):
             raise LoopError(
                 f"worker {worker} pushed {part.elements} elements of {part.format} of tensor"
-                f" {part.key} in round {part.round}, worker(s) {sorted(current.here)} pushed"
+                f" {part.key} in round {part.round}, but worker(s) {sorted(current.here)} pushed"
                 f" {current.elements} of {current.format} in round {current.round}",
                 hint="every worker must run the same loop over the same model",
             )
@@ -86,24 +90,24 @@ class ReducerStateMachine:
         """Begin the part's next round."""
         if before is not None and (before.elements, before.format) != (part.elements, part.format):
             raise LoopError(
-                f"tensor {part.key} has {part.elements} elements of {part.format} from element"
-                f" {part.start} on in round {part.round}, it had {before.elements} of"
-                f" {before.format} before",
-                hint="give a tensor of another size or format another name",
+                f"tensor {part.key} has changed: its part from element {part.start} on has"
+                f" {part.elements} elements of {part.format} in round {part.round}, but had"
+                f" {before.elements} of {before.format} in the last round",
+                hint="use a new name for a tensor whose size or format has changed",
             )
         begun = PartRound(part.round, part.elements, part.format)
         self.rounds[part.key, part.start] = begun
         return begun
 
     def give_up(self, worker: int) -> None:
-        """Drop the rounds in which a worker waits for a sum: it has abandoned them, as all workers
-        will, and uses other keys from now on. For worker 0, also drop complete rounds."""
+        """Drop the rounds in which `worker` waits for a sum. The worker has abandoned these rounds,
+        as all workers will, and will use other keys. For worker 0, drop complete rounds too."""
         for where, current in list(self.rounds.items()):
             if worker in current.here or (worker == 0 and not current.here):
                 del self.rounds[where]
 
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
-        """Map (key, start, round) of each incomplete round to the workers that it waits for."""
+        """Return the incomplete rounds: (key, start, round) -> workers whose part is missing."""
         return {
             (key, start, r.round): [w for w in range(self.workers) if w not in r.here]
             for (key, start), r in self.rounds.items()

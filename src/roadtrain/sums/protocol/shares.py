@@ -3,8 +3,9 @@ link is minimal. Closed form.
 
 Let there be n worker hosts, host i with a full-duplex link of rate b_i, and spare hosts j of rate
 c_j. Host i sums the share x_i of M bytes, spare host j the share y_j; all shares add up to 1. In
-one exchange a worker host sends M (1 - x_i) to be summed by others, and its sums, x_i M, to the
-n - 1 others. A spare host sends each of its sums n times. Each host receives as much as it sends.
+one exchange, worker host i sends M (1 - x_i) bytes that other hosts sum, and sends its own sums,
+x_i M bytes, to each of the n - 1 other worker hosts. A spare host sends each of its sums n times.
+Each host receives as much as it sends.
 So an exchange takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
@@ -39,7 +40,7 @@ def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> tuple[flo
     """Compute the optimal shares.
 
     Args:
-        workers: Link rates of the worker hosts, bytes a second each way.
+        workers: Link rates of the worker hosts, in bytes/s each way.
         spares: Link rates of the spare hosts.
 
     Returns:
@@ -51,7 +52,7 @@ def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> tuple[flo
     n = len(workers)
     if not n or any(not rate > 0 for rate in (*workers, *spares)):
         raise ConfigError(
-            f"invalid link rates: workers {[*workers]}, spare hosts {[*spares]} bytes a second",
+            f"invalid link rates: workers {[*workers]}, spare hosts {[*spares]} bytes/s",
             hint="give at least one worker host, and only rates above 0",
         )
     if n == 1:
@@ -80,8 +81,8 @@ def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[
 
 
 def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
-    """Cut a tensor into parts (first element, end) of equal size, except for the last one. Does not
-    depend on the reducers."""
+    """Cut a tensor into parts of equal size; the last part may be smaller. The cut does not depend
+    on the reducers. Returns (first element, element after the last) of each part."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
@@ -89,11 +90,11 @@ def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
 
 
 def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
-    """Assign each of `parts` parts of tensor `key` to a reducer.
+    """Assign each of `parts` parts of tensor `key` to a reducer. Returns the reducer of each part.
 
-    All workers compute the same assignment without communication: systematic sampling, starting
-    from a hash of the key. Each reducer gets its share of the parts, rounded up or down. On average
-    over many tensors it gets exactly its share.
+    All workers compute the same assignment without communication: it is a systematic sampling that
+    starts from a hash of the key. Each reducer gets its share of the parts, rounded up or down.
+    Averaged over many tensors, it gets exactly its share.
     """
     total, at, out = sum(shares.values()), _hash(key), []
     left = [(reducer, share / total * parts) for reducer, share in sorted(shares.items()) if share]
@@ -107,7 +108,7 @@ def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
 
 
 def _hash(key: int) -> float:
-    """Hash to [0, 1) with splitmix64, the same on all hosts."""
+    """Hash a key to [0, 1) with splitmix64. The result is the same on all hosts."""
     mask = (1 << 64) - 1
     x = (key + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -116,11 +117,14 @@ def _hash(key: int) -> float:
 
 
 def order(of: Sequence[int], rank: int) -> list[int]:
-    """Return the order in which worker `rank` sends its parts. `of`: the reducer of each part.
+    """Return the order in which worker `rank` sends its parts.
 
-    Parts of different reducers are interleaved in proportion to their numbers, so that all links
-    are busy until the end. Each worker begins each turn with another reducer, so that the workers
-    do not all send to the same one at once.
+    The order consists of turns. A turn has parts of different reducers, and each reducer's parts
+    are spread evenly over the turns, so all links are busy until the end. In a turn, each worker
+    begins with a different reducer, so that the workers do not all send to one reducer at once.
+
+    Args:
+        of: The reducer of each part.
     """
     own: dict[int, list[int]] = {}
     for number, reducer in enumerate(of):

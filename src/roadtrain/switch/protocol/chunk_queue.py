@@ -16,7 +16,7 @@ class Announce:
     """A worker announces a gradient of the chunk, to be summed."""
 
     chunk: int
-    fresh: bool  # the worker's first one of this step: it replaces the server's sum
+    fresh: bool  # whether it is the worker's first gradient of the step: it replaces the sum
     worker: int = 0
 
 
@@ -68,7 +68,8 @@ class ChunkQueue:
     """The state of one chunk. Invariant: at least one of `queues` is empty."""
 
     number: int
-    queues: list[deque[QueuedMessage]]  # per worker: messages not yet matched by the others'
+    # for each worker, its messages for which some other worker has not sent the matching message
+    queues: list[deque[QueuedMessage]]
     # Since the chunk's last update or discard:
     announced: set[int] = field(default_factory=set)  # workers that had a gradient
     without: set[int] = field(default_factory=set)  # left out of a round (NOTE alone)
@@ -85,7 +86,7 @@ class ChunkQueue:
 
     @property
     def lacking(self) -> set[int]:
-        """Workers with an empty queue, which the others wait for."""
+        """The workers with an empty queue, for which the other workers wait."""
         return {worker for worker, queue in enumerate(self.queues) if not queue}
 
     @property
@@ -101,7 +102,7 @@ class ChunkQueue:
 
     @property
     def dropped(self) -> bool:
-        """Whether all workers with a gradient in the sum discard it next."""
+        """Whether the next message of all workers with a gradient in the sum is to discard it."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 

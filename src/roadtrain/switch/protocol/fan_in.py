@@ -16,12 +16,12 @@ order of the grants, when a sum buffer is free: so memory is bounded by `sums` (
 never waits for a buffer held by a later round of the same chunk. Every announced gradient is
 granted some time, also a discarded one, because the sequence of packets may not have gaps.
 
-NOTE alone. Workers with gradients of different chunks (experts) and few buffers could deadlock, as
-each has announced a chunk that the others have not. If all workers that lack a chunk have waited in
-this way for ALONE_S, the announced gradients are summed without them, and they add theirs in a
-later round. Time is taken from `Tick` events. Rounding differs between one round and two, so such a
-sum depends on timing: it is counted (`apart`), and refused if another server must compute the same
-bytes.
+NOTE alone. Workers with gradients of different chunks (experts) and few buffers could deadlock,
+because each worker has announced a chunk that the others have not announced. If all workers that
+have not announced a chunk have waited with another chunk for ALONE_S, the gradients announced for
+the first chunk are summed without these workers, whose gradients are added in a later round. Time
+is taken from `Tick` events. One round and two rounds are rounded differently, so such a sum depends
+on timing. It is counted (`apart`), and refused if another server must compute the same bytes.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
@@ -269,7 +269,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return self._match(chunk)
 
     def _match(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Handle the messages about a chunk for which there is one of each worker."""
+        """Handle the messages about a chunk, as long as there is one of each worker."""
         out: list[FanInAction] = []
         while all(chunk.queues):
             heads = chunk.heads
@@ -321,8 +321,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             )
 
     def _discard(self, chunk: ChunkQueue) -> None:
-        """Discard the sum: all workers with a gradient in it must do so. A Close that one of them
-        sent before is ignored."""
+        """Discard the sum of a chunk. All workers with a gradient in the sum must discard it. A
+        Close that such a worker has sent before its DiscardGrad is ignored."""
         if not chunk.dropped:
             keep = chunk.announced - chunk.at(m.DiscardGrad)
             if closed := keep & chunk.at(m.Close):
@@ -369,7 +369,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return steps[0]
 
     def _flush(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Send the messages and rounds to the server that no round in the network precedes."""
+        """Send messages and rounds to the server, in order, up to the first round that is still in
+        the network."""
         out: list[FanInAction] = []
         while chunk.up:
             first = chunk.up[0]
@@ -424,11 +425,11 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
 
     @property
     def partly(self) -> list[ChunkQueue]:
-        """Chunks with messages of some workers that others have not matched."""
+        """The chunks about which some workers have sent a message and other workers have not."""
         return [chunk for chunk in self.chunks.values() if any(chunk.queues)]
 
     def _gradients_alone(self) -> list[FanInAction]:
-        """Start rounds without the workers that would deadlock (NOTE alone)."""
+        """Start rounds without workers that would otherwise deadlock (NOTE alone)."""
         waits = {
             chunk.number: {
                 worker
@@ -448,7 +449,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """List the stragglers, each with the chunk that others have waited for longest."""
+        """List the stragglers, each with the chunk for which others have waited longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
             since = min(queue[0].since for queue in chunk.queues if queue)

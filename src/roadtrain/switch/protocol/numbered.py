@@ -43,8 +43,8 @@ NOTHING = Heartbeat(0, -1)  # before the first heartbeat: nothing may be sent
 
 
 def merged(beats: list[Heartbeat]) -> Heartbeat:
-    """Merge heartbeats of several receivers: the minimum ack and credit, the intersection of
-    `have`."""
+    """Merge the heartbeats of several receivers. The result has the minimum ack, the minimum credit
+    and the intersection of `have`."""
     ack = min(beat.ack for beat in beats)
     have = -1
     for beat in beats:
@@ -54,8 +54,9 @@ def merged(beats: list[Heartbeat]) -> Heartbeat:
 
 
 def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
-    """Combine two heartbeats of one receiver: the maximum ack and credit, the union of `have`. The
-    result does not depend on order or duplicates, as a packet that has arrived stays so."""
+    """Combine two heartbeats of the same receiver. The result has the maximum ack, the maximum
+    credit and the union of `have`. As packets that have arrived cannot become missing, the result
+    does not depend on the order of heartbeats or on duplicates."""
     ack = max(last.ack, beat.ack)
     have = (last.have >> (ack - last.ack)) | (beat.have >> (ack - beat.ack))
     # A restarted switch may send older merged heartbeats than before. So number `ack` can be in the
@@ -103,7 +104,7 @@ class Resend:
 
 
 class NumberedSender:
-    """Decides which numbers to send next: lost ones first, then new ones below `ready`."""
+    """Decides which numbers to send next: first lost numbers, then new numbers below `ready`."""
 
     def __init__(self) -> None:
         self.beat = NOTHING  # all heartbeats so far, combined
@@ -149,7 +150,7 @@ class NumberedSender:
         sent after it has arrived. Raises WireError for an acknowledgement of unsent numbers."""
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
-                f"heartbeat acknowledges {max(beat.ack, beat.end)} packets, {self.next} were sent",
+                f"{max(beat.ack, beat.end)} packets are acknowledged, {self.next} were sent",
                 hint="do both ends run the same job and version?",
             )
         last, self.beat = self.beat, combined(self.beat, beat)
@@ -208,7 +209,7 @@ class NumberedSender:
         return numbers
 
     def _find_lost(self) -> None:
-        """Consider lost what was sent before a number that has arrived."""
+        """Mark as lost the missing numbers that were sent before a number that has arrived."""
         end = self.beat.end
         if end > self.judged:
             self.lost |= self._missing(end) & ~self._missing(self.judged)
@@ -239,8 +240,8 @@ class NumberedReceiver:
         self.have = 0
 
     def accept(self, number: int) -> bool:
-        """Mark a number as arrived. Returns False if it is a duplicate or out of the window: drop
-        the packet then."""
+        """Mark a number as arrived. Returns False if the packet must be dropped, because its number
+        is a duplicate or outside the window."""
         return bool(self._accept_run(number, 1))
 
     def accept_many(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -67,8 +67,8 @@ class SwitchStateMachine:
         self.beats: dict[int, Heartbeat] = {}
 
     def packet(self, packet: Packet) -> Packet | None:
-        """Take a packet of a child. Returns the packet for the parent: the sum when it becomes
-        complete, and again for each resend."""
+        """Take a packet of a child. Returns a packet for the parent with the sum, if the packet has
+        completed the sum or was sent again after that. Otherwise returns None."""
         entry = self._entry(packet)
         if entry is None or entry.op != packet.op:
             return None
