@@ -136,7 +136,7 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
-            "may change between forward and backward",
+            "but these may change in between",
         ),
         (
             {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},
