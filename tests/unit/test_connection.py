@@ -85,7 +85,7 @@ def test_a_frame_goes_to_the_session_with_its_fields(made: Any) -> None:
 def test_no_more_bytes_than_a_kind_may_have(
     made: Any, kind: int, header: bytes, nbytes: int
 ) -> None:
-    with pytest.raises(WireError, match=f"came with {nbytes} bytes"):
+    with pytest.raises(WireError, match=f"payload of {nbytes} bytes"):
         made[2][0].room(kind, header, nbytes)
 
 
