@@ -686,7 +686,7 @@ def test_close_leaves_no_thread_and_gives_the_model_back(tmp_path, store):
     placed.close()
     assert set(threading.enumerate()) == before
     for p in model.layers.parameters():  # Rule 6: never stale values, never NaN
-        with pytest.raises(LoopError, match="its values are elsewhere"):
+        with pytest.raises(LoopError, match="in memory only while its block runs"):
             p.sum()
     if store:
         leftovers = {p.name for p in tmp_path.rglob("*") if p.is_file()}

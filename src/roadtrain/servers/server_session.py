@@ -388,7 +388,7 @@ class ServerSession(ParameterSession):
                     worker.say(kind, fields, payload)
 
     def look(self, silent_s: float) -> None:
-        """End the session if a worker is silent. Send Progress to workers that wait for the store."""
+        """End the session if a worker is silent. Send Progress while workers wait for the store."""
         if not self.ready and self.over is None:
             done = self._done or (self.store.file_bytes() if self.tier is None else 0)
             for worker in self.everyone():
