@@ -93,7 +93,7 @@ def test_no_more_bytes_than_a_kind_may_have(
     ("kind", "header", "words"),
     [
         (m.BEAT, m.encode(()), ("WireError", "not to me")),
-        (999, b"", ("WireError", "a frame of unknown kind 999")),
+        (999, b"", ("WireError", "a frame has the unknown kind 999")),
         (sum_frames.MOVED, m.encode(()), ("LostError", "this server failed: KeyError: 'a defect'")),
     ],
 )
