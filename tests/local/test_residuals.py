@@ -227,11 +227,11 @@ def test_what_is_refused(addresses, tmp_path):
             **options,
         )
 
-    with pytest.raises(ConfigError, match=r"1 server\(s\), 0 director.*error feedback True"):
+    with pytest.raises(ConfigError, match=r"error_feedback is True, but .* are not set"):
         place(["a:1"], **FEEDBACK)
-    with pytest.raises(ConfigError, match="residuals are in 2 directories"):
+    with pytest.raises(ConfigError, match="but 2 are named"):
         place(["a:1"], **FEEDBACK, residuals=Files([tmp_path / "a", tmp_path / "b"]))
-    with pytest.raises(ConfigError, match=r"1 server\(s\), 1 director.*error feedback False"):
+    with pytest.raises(ConfigError, match=r"error_feedback is False, but .* are set"):
         place(["a:1"], residuals=tmp_path / "a", compress=TopK(0.05))
     first, second = addresses(1), addresses(1)
     with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:

@@ -282,11 +282,11 @@ def test_histories_of_the_same_step_differ(tmp_path):
     with torch.no_grad():
         model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()})
     placed.flush()
-    with pytest.raises(LoopError, match="before other values were loaded"):
+    with pytest.raises(LoopError, match="values were replaced since by load_state_dict"):
         placed.load_state_dict(small)
     placed.close()
     model, placed, scaler = place(Case(), tmp_path / "s", **BUDGET)
-    with placed, pytest.raises(LoopError, match="before other values were loaded"):
+    with placed, pytest.raises(LoopError, match="values were replaced since by load_state_dict"):
         placed.load_state_dict(small)
 
 
@@ -592,9 +592,9 @@ def test_of_servers(hosts, tmp_path, name):
     )
     placed.load_state_dict(small)
     model.load_state_dict(found)
-    with pytest.raises(LoopError, match="cannot be loaded into state on servers"):
+    with pytest.raises(LoopError, match="cannot be loaded into a store on servers"):
         model.load_state_dict({n: v + 1 for n, v in found.items()})
-    with pytest.raises(LoopError, match="cannot be loaded into state on servers"):
+    with pytest.raises(LoopError, match="cannot be loaded into a store on servers"):
         placed.load_state_dict(whole)
     run(case, model, placed, scaler, 2, 3)
     with pytest.raises(LoopError, match=r"step 2 of the same store .* step 3"):

@@ -210,7 +210,8 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"), [({1: "model"}, "different model"), ({1: "lr"}, "hyperparameters")]
+    ("changes", "words"),
+    [({1: "model"}, "model, dtype, chunk size or optimizer of"), ({1: "lr"}, "hyperparameters")],
 )
 def test_workers_of_different_jobs_are_told(changes, words, hosts, tmp_path):
     workers = Workers(Case(), [h.where for h in hosts(1)], tmp_path, 5, 2, changes=changes)

@@ -85,7 +85,7 @@ def test_a_frame_goes_to_the_session_with_its_fields(made: Any) -> None:
 def test_no_more_bytes_than_a_kind_may_have(
     made: Any, kind: int, header: bytes, nbytes: int
 ) -> None:
-    with pytest.raises(WireError, match=f"came with {nbytes} bytes"):
+    with pytest.raises(WireError, match=f"payload of {nbytes} bytes"):
         made[2][0].room(kind, header, nbytes)
 
 
@@ -93,7 +93,7 @@ def test_no_more_bytes_than_a_kind_may_have(
     ("kind", "header", "words"),
     [
         (m.BEAT, m.encode(()), ("WireError", "not to me")),
-        (999, b"", ("WireError", "a frame of unknown kind 999")),
+        (999, b"", ("WireError", "a frame has the unknown kind 999")),
         (sum_frames.MOVED, m.encode(()), ("LostError", "this server failed: KeyError: 'a defect'")),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
             "error feedback keeps one residual per step",
         ),
         ({"servers": {"replicas": 2}}, "server", {}, "replicas = 2 with 1 server"),
-        ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay cannot tell which"),
+        ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay cannot be combined"),
         ({"store": {"rates": "measured"}}, "server", {}, "store.rates or store.moved_from"),
         (
             {"parallelism": {"dp": 2, "resize_stages": 0.1}},

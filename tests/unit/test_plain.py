@@ -168,7 +168,7 @@ def test_every_cut_of_a_state_is_an_error():
     for length in range(len(GOOD)):
         with pytest.raises(StoreError):
             plain.decode(GOOD[:length])
-    with pytest.raises(DamagedError, match="1 bytes follow"):
+    with pytest.raises(DamagedError, match="1 unexpected bytes follow"):
         plain.decode(GOOD + b"x")
 
 

@@ -47,6 +47,6 @@ def test_a_worker_says_why_it_ends(server_is_lost):
     for kind, header in frames:
         connection.arrived(kind, header, memoryview(b""))
     connection.lost(LostError("worker 3: closed by peer"))
-    told = "it ended with LostError: server 1: ended without a goodbye"
+    told = "the worker ended with LostError: server 1: ended without a goodbye"
     assert session.ends == [(3, told if server_is_lost else "worker 3: closed by peer")]
     assert {kind for kind, _ in frames} == ({m.FAILED} if server_is_lost else set())

@@ -47,10 +47,10 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Delay(1.5), "`steps` cannot be 1.5"),  # type: ignore[arg-type]
         (lambda: Delay(-1), "`steps` cannot be -1"),
         (lambda: Files([]), r"`directories` cannot be \[\]"),
-        (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] for 2 directories"),
+        (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] do not fit 2 directories"),
         (lambda: Files("a", rates=[float("nan")]), r"`rates` cannot be \[nan\]"),
         (lambda: Files("a", rates="fast"), "`rates` cannot be 'fast'"),  # type: ignore[arg-type]
-        (lambda: Servers([]), r"Servers\(\[\]\): no addresses"),
+        (lambda: Servers([]), r"Servers\(\[\]\) has no addresses"),
         (lambda: Servers(A), f"`addresses` cannot be '{A}'"),
         (lambda: Servers(["nowhere"]), "'nowhere' is not an address"),
         (lambda: Servers([A], replicas=2), r"replicas = 2 with 1 server\(s\)"),
@@ -63,8 +63,8 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
             "which of 2 replicas of a server is missing",
         ),
         (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
-        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals are in 2 directories"),
-        (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
+        (lambda: Servers([A], residuals=Files(["a", "b"])), "but 2 are named"),
+        (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "combined with token"),
         (lambda: Servers([A], fan_in=B), f"`fan_in` cannot be '{B}'"),
         (lambda: Servers([A], fan_in=[]), "fan_in has no switch"),
         (lambda: Servers([A], fan_in=[A, B]), "2 switches have no parent"),
@@ -126,9 +126,9 @@ FEEDBACK = TopK(0.1, error_feedback=True)
     ("options", "words"),
     [
         ({"compress": Downcast("bf16")}, "without servers: no gradients are sent"),
-        ({"compress": FEEDBACK, "store": Servers([A])}, r"1 server\(s\), 0 directories"),
-        ({"store": Servers([A], residuals="r")}, "1 directories .* error feedback False"),
-        ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs the last update"),
+        ({"compress": FEEDBACK, "store": Servers([A])}, r"error_feedback is True, but .* not set"),
+        ({"store": Servers([A], residuals="r")}, "error_feedback is False, but .* are set"),
+        ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs all updates"),
         ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual per step"),
         (
             {"compress": TopK(0.1), "store": Servers([A], relay="1GiB"), "local": 2},
@@ -136,7 +136,7 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
-            "may change between forward and backward",
+            "but these may change in between",
         ),
         (
             {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},

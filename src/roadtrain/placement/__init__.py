@@ -1,4 +1,4 @@
-"""place(), the optimizer that it returns, and their state dicts.
+"""place(), the optimizer that it returns, and the state dicts of the placed model and optimizer.
 
-A job that cannot fit is refused before anything is changed. Read `place.py` first.
+A job that does not fit into memory is refused before anything is changed. Read `place.py` first.
 """

@@ -1,7 +1,7 @@
-"""The part of a step's state that is neither parameters nor optimizer state: random generators,
-the model's buffers, the parameter groups, and the objects that the user tracks.
+"""The job state: the part of a step's state that is neither parameters nor optimizer state.
 
-It is committed with each step as plain data without code (streaming/plain.py).
+It consists of random generators, the model's buffers, the parameter groups, and the objects that
+the user tracks. It is committed with each step as plain data without code (streaming/plain.py).
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ class CommittedState:
     """The job state of one placed optimizer.
 
     Attributes:
-        due: The step that has ended but whose job state is not captured yet, or None.
-        history: Random identifier of the last values that were loaded into the store; "" if none.
-        device: Where the model computes; its random generator is part of the state.
+        due: The step that has ended but whose job state is not captured yet. None if there is no
+            such step.
+        history: Random identifier of the values that were last loaded into the store. "" if none
+            were loaded.
+        device: The device of the model. Its random generator is part of the job state.
         tracked: Objects with `state_dict` and `load_state_dict`, by the user's names.
     """
 
@@ -65,7 +67,7 @@ class CommittedState:
         extra: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        """`optimizer` is the placed one; it shares its groups with `user_optimizer`."""
+        """`optimizer` is the placed optimizer; `user_optimizer` has the same parameter groups."""
         self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
         self.device = session.worker.root.tensor.device
@@ -74,22 +76,23 @@ class CommittedState:
         self.due: int | None = None
         self.history = ""
         self.tracked: dict[str, Any] = {}
-        # state of the step that place() resumed; None after the first step of this run
+        # job state of the step that place() resumed; None after the first step of this run
         self._resumed: Mapping[str, Any] | None = None
         self._stepped = self._checked = False
-        # states of generators and data sources, as of the step that is due
+        # states of generators and data sources at the end of step `due`, or later but before the
+        # next batch was drawn
         self._drawn: Mapping[str, Any] | None = None
-        self._has_drawn = False  # a batch was drawn since the step that is due
+        self._has_drawn = False  # whether a batch was drawn since the end of step `due`
         self.track_anew(**extra)
 
-    # what is tracked
+    # tracked objects
 
     def track(self, **things: Any) -> None:
-        """See PlacedOptimizer.track."""
+        """Track objects and restore their resumed state; see StoredOptimizer.track."""
         if self._stepped and self._begun_at:
             raise LoopError(
-                f"track() was called after step {self._optimizer.steps_done}, but the state of"
-                f" step {self._begun_at}, which this run resumed, must be restored before",
+                f"track() was called after step {self._optimizer.steps_done}, but this run resumed"
+                f" step {self._begun_at}, whose state must be restored before the next step",
                 hint="call track() between place() and the loop",
             )
         self.track_anew(**things)
@@ -107,7 +110,8 @@ class CommittedState:
         return any(map(is_scheduler, self.tracked.values()))
 
     def _before_batch(self) -> None:
-        if self.due is not None and not self._has_drawn:  # an evaluation may have used generators
+        # since step `due` ended, an evaluation may have used generators
+        if self.due is not None and not self._has_drawn:
             self._has_drawn, self._drawn = True, self._draws()
 
     def _draws(self) -> Mapping[str, Any]:
@@ -117,7 +121,7 @@ class CommittedState:
     # committing a step
 
     def step_ended(self, step: int) -> None:
-        """Capture the data position: batches drawn from now on belong to the next step."""
+        """Capture the data position of `step`: later batches belong to the next step."""
         self.due, self._stepped, self._resumed, self._has_drawn = step, True, None, False
         for thing in self.tracked.values():
             if isinstance(thing, LoaderPosition):
@@ -125,20 +129,22 @@ class CommittedState:
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """Hand the last step's job state, which is now final, to the servers for the commit.
+        """Give the job state of the last step, which is now final, to the servers for the commit.
 
-        `at_forward`: the next step is about to compute with the current random generators.
+        `at_forward`: Whether the next step's forward is about to begin. Its computation then uses
+        the current states of the random generators.
         """
         if self.due is not None:
             self._session.worker.blob(self.due, self.encode(self._drawn, at_forward))
-            self.due = None  # if interrupted before this line, it is captured again
+            self.due = None  # if interrupted before this line, the state is captured again
 
     def encode(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
         """Encode the job state as plain data.
 
         Args:
-            drawn: The result of `_draws` when the step ended; None: as it is now.
-            at_forward: Whether the next step is about to compute.
+            drawn: The result of `_draws` at the end of the step. If None, `_draws` is called now.
+            at_forward: Whether the next step's forward is about to begin, so that it computes with
+                the current random generators.
 
         Raises:
             ConfigError: A state cannot be written as plain data (streaming/plain.py).
@@ -164,7 +170,7 @@ class CommittedState:
     # resuming a step
 
     def resume(self, blob: bytes) -> None:
-        """Restore the job state of the session's step from the output of `encode`."""
+        """Restore the job state of the step that the session resumes, from a result of `encode`."""
         state = decode(blob, self._begun_at)
         self._check_residuals(state.get("residuals", ""))
         groups, lines = resumed_groups(state, self._optimizer.param_groups)
@@ -181,16 +187,18 @@ class CommittedState:
             self._restore(name)
 
     def forget_resumed(self) -> None:
-        """Forget the resumed state, because the store now has values of another step."""
+        """Forget the resumed job state, because the store now has values of a different step."""
         self._resumed = None
 
     def resumed(self, name: str) -> Any:
-        """Return the state tracked under `name` at the resumed step; None if there is none, or
-        after the first step of this run."""
+        """Return the state that was tracked under `name` at the resumed step.
+
+        Returns None if there is no such state, and after the first step of this run.
+        """
         return None if self._resumed is None else self._resumed["extra"].get(name)
 
     def resumed_generators(self) -> dict[str, Any]:
-        """Return the random generators with which the step after the resumed one computed."""
+        """Return the generator states with which the step after the resumed step computed."""
         assert self._resumed is not None
         return {key: self._resumed[key] for key in GENERATORS}
 
@@ -199,8 +207,8 @@ class CommittedState:
             return
         if name not in self._resumed["extra"]:
             self._report(
-                f"the store has no state of {name!r} at step {self._begun_at}: it keeps the state"
-                " that the script created it with"
+                f"the store has no state of {name!r} at step {self._begun_at}, so {name!r} keeps"
+                " the state that the script created it with"
             )
             return
         self.tracked[name].load_state_dict(self._resumed["extra"][name])
@@ -213,88 +221,99 @@ class CommittedState:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError where this worker's residuals and the servers' step were committed by
-        different sessions."""
+        """Raise ForkedError if the residuals are from another session than the servers' step.
+
+        `committed`: Identifier of the session that committed the servers' step.
+        """
         found = self._session.residual_sessions[0]
         if found and committed and found != committed:
             raise ForkedError(
-                f"the residuals of worker {self._session.group.rank} at step {self._begun_at} were"
-                f" trained by session {found}, but the servers' step by session {committed}",
+                f"the residuals of worker {self._session.group.rank} at step {self._begun_at} are"
+                f" from session {found}, but the servers' step is from session {committed}",
                 hint=(
                     "nothing was changed. These residuals belong to a copy of the job that was"
-                    " trained elsewhere. Name the directory that was trained with these servers, or"
-                    " an empty one: then residuals begin at zero (lossy)"
+                    " trained elsewhere. Name the directory of residuals that was used with these"
+                    " servers, or an empty directory: the residuals then begin at zero (lossy)"
                 ),
             )
 
     def check_tracked(self) -> None:
-        """Report once, before the first forward, which resumed states are not restored."""
+        """Report once, before the first forward, each resumed state that is not restored."""
         if self._resumed is None or self._checked:
             return
         self._checked = True
-        if self._resumed.get("at_forward"):  # undo what the script has drawn before its loop
+        # the script may have drawn random numbers before its loop
+        if self._resumed.get("at_forward"):
             set_generators(self._resumed, self.device)
         self.check_lightning(self._model)
         step = self._begun_at
         if step and self._has_scheduler() and not self.has_schedule:
             self._report(
-                f"a learning-rate scheduler was built on the optimizer, which is at step {step},"
-                " but is not tracked: its schedule starts from the beginning unless the script"
-                " advances it; optimizer.track(scheduler=scheduler) resumes it"
+                f"the optimizer is at step {step} and has a learning-rate scheduler that is not"
+                " tracked: the schedule starts from its beginning unless the script advances it;"
+                " optimizer.track(scheduler=scheduler) resumes the schedule"
             )
         for name in self._resumed["extra"].keys() - self.tracked.keys():
             self._report(
-                f"the store's state of {name!r} at step {step} is not restored: "
-                f"optimizer.track({name}=...) restores it"
+                f"the store's state of {name!r} at step {step} is not restored: call"
+                f" optimizer.track({name}=...) to restore it"
             )
 
     def _has_scheduler(self) -> bool:
-        """Whether a torch scheduler has wrapped step()."""
+        """Whether a torch learning-rate scheduler has wrapped the optimizer's step method."""
         steps = (vars(opt).get("step") for opt in (self._optimizer, self._user_optimizer))
         return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def check_lightning(self, *modules: Any) -> None:
-        """Raise LoopError where a Lightning Trainer of `modules` would start at its first step on a
-        resumed store, since its progress is only in its checkpoints."""
+        """Raise LoopError if the store was resumed, but a Lightning Trainer is at another step.
+
+        The progress of a Trainer is only in its checkpoints. `modules`: Modules whose Trainer is
+        checked.
+        """
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
         if self._resumed is None or counted in (None, self._begun_at):
             return
         raise LoopError(
             f"Lightning's Trainer is at step {counted}, but the store is at step {self._begun_at}:"
-            " its schedule and data would not match the parameters",
+            " the Trainer's schedule and data would not match the parameters",
             hint=(
-                "nothing was changed. fit(ckpt_path=...) continues from a checkpoint of that step."
-                " With optimizer.whole_states = True a checkpoint holds the whole state, so that"
-                " older ones can be loaded as well. Use another store to start from scratch"
+                "nothing was changed. To continue, call fit(ckpt_path=...) with a checkpoint of the"
+                " store's step, or with any checkpoint that was saved while optimizer.whole_states"
+                " was True. To start from scratch, use another store"
             ),
         )
 
 
 def decode(blob: bytes, step: int) -> dict[str, Any]:
-    """Decode the job state of `step`; raise ForeignError where it is something else."""
+    """Decode the job state of `step`. Raises ForeignError if `blob` is not a job state."""
     state = plain.decode(blob)
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise ForeignError(
-            f"the data committed with step {step} is not the state of a job: it is a "
-            f"{type(state).__name__} without all of {', '.join(sorted(KEYS))}"
+            f"the data committed with step {step} is not a job state: expected a dict with the keys"
+            f" {', '.join(sorted(KEYS))}, found a {type(state).__name__} that lacks some or all"
         )
     return state
 
 
 def bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups without their parameters."""
+    """Return the parameter groups without their parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def resumed_groups(
     state: Mapping[str, Any], script: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
+    """Return the parameter groups of a resumed step, and a report of edited hyperparameters.
 
-    A hyperparameter that the script sets to the same value as before keeps the value of the store,
-    which the loop may have changed since. An edited one gets the script's value, unless a tracked
-    scheduler has set it: then the schedule continues.
+    If the script still sets a hyperparameter to the same value as in the previous run, the result
+    has the store's value, which the loop may have changed. If the script was edited, the result has
+    the script's value. If a tracked scheduler sets the hyperparameter, the schedule continues with
+    the store's value in both cases.
+
+    Args:
+        state: The job state of the resumed step.
+        script: The parameter groups as the script has set them in this run.
     """
     scheduled, groups = state.get("scheduled", False), [dict(group) for group in state["groups"]]
     found: dict[str, list[int]] = {}
@@ -324,7 +343,8 @@ def resumed_groups(
 
 
 def script_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the hyperparameters as the script sets them: `lr` before a scheduler changed it."""
+    """Return the hyperparameters as the script sets them: `lr` is the rate before a scheduler
+    changed it."""
     return [
         {
             key: group.get("initial_lr", value) if key == "lr" else value
@@ -349,7 +369,7 @@ def show(value: Any) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are in the state dict of `model`, by their first names."""
+    """Return the buffers in the state dict of `model`; a shared buffer has its first name."""
     kept = {
         id(b)
         for m in model.modules()

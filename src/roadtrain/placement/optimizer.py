@@ -1,11 +1,11 @@
-"""PlacedOptimizer: a torch.optim.Optimizer over the user's parameter groups whose state is stored
-elsewhere.
+"""PlacedOptimizer: a torch optimizer whose state is in the store instead of in `optimizer.state`.
 
-A step: backward pushes each block's gradient. step() starts the updates, scaled as clipping and
-loss scaling have changed the gradient handles, and ends the step. The step is committed while the
-next one computes.
+In each step, backward pushes the gradient of each block. step() starts the updates and ends the
+step; the factors that clipping and loss scaling have applied to the gradient handles are passed to
+the updates. The step is committed while the next step computes.
 
-Assumes that place() made it. Runs no update rules and moves no bytes; servers/worker.py does.
+Only place() creates a PlacedOptimizer. This module runs no update rules and moves no bytes;
+servers/worker.py moves them.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
 from roadtrain.streaming.split import Split
 
-_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # not closed yet
-_closing: set[PlacedOptimizer] = set()  # dropped without close(), being closed in the background
+_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # optimizers that are not closed yet
+# optimizers that were dropped without close() and are being closed in the background
+_closing: set[PlacedOptimizer] = set()
 
 
 class PlacedOptimizer(StoredOptimizer):
-    """The optimizer that `place` returns; it is a context manager that closes itself.
+    """The optimizer that `place` returns. As a context manager, it calls close() at the end.
 
     Args:
         model: The placed model.
-        optimizer: The user's own optimizer, whose parameter groups are shared.
+        optimizer: The user's own optimizer. Both optimizers share its parameter groups.
         parts: The model's modules and parameters by block.
         plan: Tables, budgets and the request of place().
         session: The open session with the servers.
         extra: Objects to track, by name.
 
     Attributes:
-        steps_done: Steps taken so far, over all runs of the job. Data continues from there.
+        steps_done: The number of steps taken so far, in all runs of the job.
         committed_step: The last step that survives a crash.
-        whole_states: Whether `state_dict()` gathers the whole state by default, once a step was
-            taken in this process. False at first.
+        whole_states: Whether `state_dict()` without arguments gathers the whole state. Has an
+            effect only after a step was taken in this process. Initially False.
     """
 
-    # GradScaler passes its scale to step(); a step with inf or nan is skipped
+    # tells GradScaler that step() itself handles the scale and skips a step with inf or nan
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -70,9 +71,9 @@ class PlacedOptimizer(StoredOptimizer):
         extra: Mapping[str, Any],
     ) -> None:
         super().__init__(model, optimizer, parts, plan, session, extra)
-        # schedulers that were made before place() refer to it; both share their groups
+        # Schedulers that were made before place() refer to the user's optimizer.
         self._user_optimizer: Any = optimizer
-        # BlockStream fetches from, and pushes to, this object
+        # This object is the BlockSource of BlockStream, which calls these methods.
         self.release = self._worker.release
         self.gradient_buffer = self._worker.gradient_buffer
         self.sum_squares = self._worker.sum_squares
@@ -80,14 +81,18 @@ class PlacedOptimizer(StoredOptimizer):
             [p for _, p in part.params if p.requires_grad] for part in (parts.root, *parts.blocks)
         ]
         self._promise = plan.request.backwards_per_step
-        self._passes = 0  # backward passes of this step that have ended
-        # True: the root's gradients stay here after a pass until root.pass_ended() is called
+        self._passes = 0  # number of backward passes of this step that have ended
+        # If True, the end of a pass does not push the root's gradients; the caller pushes them with
+        # root.pass_ended().
         self.root_waits = False
-        # hyperparameters of the updates that were started by this step's backward
+        # hyperparameters of the updates that this step's backward has started; None if it has
+        # started no updates
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
         self._hooks: list[Any] = []
-        self._compiled = False  # torch.compile guards the classes of the root's parameters
+        # Whether torch.compile runs the model. It guards the classes of the root's parameters, so
+        # these classes must not change.
+        self._compiled = False
         self._abandoned = False
         me = weakref.ref(self)
         self._at_exit = lambda: _close_quietly(me())
@@ -96,9 +101,9 @@ class PlacedOptimizer(StoredOptimizer):
         self._made = id(self)
 
     def start(self, parts: Split, plan: SessionPlan) -> None:
-        """Commit a new store as step 0 or resume an old one, and attach to the model's blocks.
+        """Commit a new store as step 0 or resume an old store, and attach to the model's blocks.
 
-        Called once by place(), after a new store has its initial values.
+        place() calls this once. A new store must have its initial values by that time.
         """
         session, directories = self.session, self.session.store_plan.directories
         scratch = directories[0] if directories else None
@@ -145,13 +150,13 @@ class PlacedOptimizer(StoredOptimizer):
         fresh = all(p.grad is None for p in self._of_block[block])
         if not fresh and not state.held and not state.updated:
             raise LoopError(
-                f"block '{self.table.blocks[block].name}' got a gradient while its last one had"
-                " not been cleared",
+                f"block '{self.table.blocks[block].name}' got a gradient, but its gradient of the"
+                " last step was not cleared",
                 hint="call optimizer.zero_grad() once per step",
             )
         if not fresh and self._worker.residual_block:
             raise LoopError(
-                "error feedback keeps one residual per step, and this is a second backward pass",
+                "error feedback allows one backward pass per step, but this is the second pass",
                 hint="run one backward pass before each step(), or set error_feedback=False",
             )
         assert self._stream is not None
@@ -176,11 +181,11 @@ class PlacedOptimizer(StoredOptimizer):
             self.root.pass_ended()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of memory by kind.
+        """Return how much memory is used, in bytes by kind.
 
         Returns:
-            "resident" and "plain" as in StoredOptimizer, and "activations": the peak bytes of
-            activations that were kept on the host.
+            A dict with the keys "resident" and "plain" as in `StoredOptimizer.memory`, and
+            "activations": the peak size of the activations that were kept on the host.
         """
         assert self._stream is not None
         return super().memory() | {"activations": self._stream.activations.peak_bytes}
@@ -188,7 +193,7 @@ class PlacedOptimizer(StoredOptimizer):
     # torch.optim.Optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that step() has not used.
+        """Drop all gradients that no step() has used.
 
         Args:
             set_to_none: Ignored; gradients are always set to None.
@@ -199,40 +204,43 @@ class PlacedOptimizer(StoredOptimizer):
                 p.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse to add a group: parameter groups are fixed once placed.
+        """Refuse to add a parameter group, because the groups are fixed when place() is called.
 
         Args:
             param_group: A torch parameter group.
 
         Raises:
-            LoopError: Always, after placement.
+            LoopError: Always, after place().
         """
         if hasattr(self, "session"):
             raise LoopError(
-                "parameter groups are fixed once placed", hint="add the group before place()"
+                "groups cannot be added to a placed optimizer", hint="add them before place()"
             )
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the updates of this step and end it; they run while the next forward computes.
+        """Start the updates of this step and end it.
 
-        With GradScaler, a step with inf or nan is skipped: only the number of steps changes.
+        The updates run while the next forward computes. With GradScaler, a step with inf or nan is
+        skipped: `steps_done` is increased, but parameters and optimizer state do not change.
 
         Args:
-            closure: Computes the loss and its gradients, as for any torch optimizer.
+            closure: A function that computes the loss and its gradients, as for any torch
+                optimizer.
 
         Returns:
-            The result of `closure`, or None.
+            The result of `closure`, or None without a closure.
 
         Raises:
-            LoopError: Gradients were set by hand, or a promise to place() was broken.
+            LoopError: Gradients were set by hand, or the promise `backwards_per_step` to place()
+                was broken.
         """
         loss = None
         if closure is not None:
             self.job_state.check_lightning(
                 *getattr(closure, "args", ())
-            )  # Lightning passes its module among them
+            )  # the arguments of Lightning's closure include its module
             with torch.enable_grad():
                 loss = closure()
         self.check_usable()
@@ -262,8 +270,8 @@ class PlacedOptimizer(StoredOptimizer):
     ) -> list[int]:
         """Start the updates that backward has not started.
 
-        Returns the blocks that have a gradient. With several workers these are all blocks, since
-        another worker may have a gradient.
+        Returns the blocks that have a gradient. With several workers it returns all blocks, since
+        a block without a gradient here may have one on another worker.
         """
         several = self._worker.workers > 1
         states = self._worker.blocks[: len(self.table.blocks)]
@@ -293,9 +301,9 @@ class PlacedOptimizer(StoredOptimizer):
         for p in itertools.chain.from_iterable(self._of_block[1:]):
             if p.grad is not None and not isinstance(p.grad, PlacedGrad):
                 raise LoopError(
-                    f"the gradient of {self.params[self._index[p]].name!r} was set by hand"
-                    " and would not reach its server",
-                    hint="the gradients of blocks must come from backward()",
+                    f"the gradient of {self.params[self._index[p]].name!r} was set by hand, but"
+                    " such gradients of blocks do not reach the servers",
+                    hint="compute the gradients of blocks with backward()",
                 )
 
     def _check_promise(
@@ -306,9 +314,9 @@ class PlacedOptimizer(StoredOptimizer):
         scaled = any(isinstance(p.grad, PlacedGrad) and p.grad.scale != 1.0 for p in self._params)
         if skip or unscale != 1.0 or scaled or hyperparameters != self._begun_with:
             raise LoopError(
-                "updates began during backward, but gradients were scaled or the learning rate"
-                " was changed afterwards",
-                hint="call place() without backwards_per_step: updates then wait for step()",
+                "with backwards_per_step the updates began during backward, but afterwards the"
+                " gradients were scaled or a hyperparameter such as lr was changed",
+                hint="call place() without backwards_per_step, so that updates begin at step()",
             )
 
     # a forward pass
@@ -344,13 +352,13 @@ class PlacedOptimizer(StoredOptimizer):
             self.root.pass_begins()
         self.root.refresh()
 
-    # the end
+    # closing
 
     def abandon(self) -> None:
-        """Give up the last step unless its commit has begun, which the next forward does.
+        """Give up the last step, unless the next forward has already begun its commit.
 
-        `close` then commits the steps before it, and the next run takes the step again. No step
-        can follow in this process.
+        `close` then commits only the steps before the last step, and the next run of the job takes
+        the last step again. No step can follow in this process.
         """
         self._abandoned = self.job_state.due is not None
         self.job_state.due = None
@@ -359,7 +367,7 @@ class PlacedOptimizer(StoredOptimizer):
         """Commit all steps, end all threads and restore the model's own forward methods.
 
         The model's block parameters can no longer be read: place the model again, or export the
-        store. If the store is on files, state_dict() still works and reads them.
+        store. If the store is on files, state_dict() still works and reads the files.
 
         Raises:
             StoreError: The last steps could not be committed.
@@ -381,7 +389,7 @@ class PlacedOptimizer(StoredOptimizer):
             self.end()
 
     def end(self) -> None:
-        """Close without committing anything more."""
+        """Close without committing further steps."""
         atexit.unregister(self._at_exit)
         _live.discard(self)
         self._closed = True
@@ -394,14 +402,14 @@ class PlacedOptimizer(StoredOptimizer):
         self.session.close()
 
     def __del__(self) -> None:
-        """Close an optimizer that was dropped without close(), as when a notebook cell reruns."""
-        # Lightning's optimizer is an instance of a subclass, with a copy of our attributes
+        """Close an optimizer that was dropped without close(), for example by a rerun cell."""
+        # Lightning's optimizer is an instance of a subclass and has a copy of our attributes.
         if getattr(self, "_made", 0) != id(self) or self._closed:
             return
         if os.getpid() != self._worker.maker:
             return
-        # The garbage collector runs in any thread at any moment. This thread may hold a lock that
-        # close() waits for, or the threading module's lock that starting a Thread takes.
+        # The garbage collector runs in any thread at any moment. The current thread may hold a lock
+        # that close() or Thread.start() needs, so call neither in this thread.
         _closing.add(self)
         closes = threading.Thread(target=_close_and_say, args=(self,), daemon=False)
         _thread.start_new_thread(closes.start, ())
@@ -413,10 +421,10 @@ class PlacedOptimizer(StoredOptimizer):
         self._close_after(kind is not None)
 
     def _close_after(self, failed: bool) -> None:
-        """Close; after a failure give up the last step if a scheduler is tracked.
+        """Close the optimizer. If the loop `failed` and tracks a scheduler, abandon the last step.
 
-        The error may have occurred between step() and scheduler.step(): committing the step then
-        would save a schedule that lags behind it.
+        The error may have occurred between step() and scheduler.step(). The schedule would then be
+        saved one step behind the parameters.
         """
         if failed and self.job_state.has_schedule:
             self.abandon()
@@ -424,31 +432,34 @@ class PlacedOptimizer(StoredOptimizer):
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the factor for gradients and whether to skip the step, as GradScaler.step set them."""
+    """Return the factor for gradients, and whether to skip the step.
+
+    GradScaler.step stores both in attributes of `optimizer`.
+    """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
     return unscale, found is not None and bool(float(found))
 
 
 def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> None:
-    """Close earlier sessions of this process that hold what `request` needs; commit their steps.
+    """Close earlier sessions of this process that conflict with `request`, and commit their steps.
 
-    These are sessions with the same directories or the same rank at the same servers and, with
-    `all_of_model`, sessions of the same model.
+    A session conflicts if it has a directory of the request, or the same rank at a server of the
+    request. If `all_of_model` is set, every session of `model` conflicts.
 
     Raises:
         LoopError: The state of `model` is in RAM and would be lost.
     """
     while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
-        time.sleep(0.01)  # each close has a deadline
+        time.sleep(0.01)  # ends, because each close() has a deadline
     for placed in list(_live):
         if placed.model is model and placed.request.in_memory and not request.in_memory:
             raise LoopError(
-                f"the model is already placed, at step {placed.steps_done}, and its state is only"
-                " in RAM",
+                f"the model is already placed, at step {placed.steps_done}, with its state only in"
+                " RAM: placing the model again would lose the state",
                 hint=(
-                    "continue with the optimizer that place() returned, or save its state_dict()"
-                    " and the model's, then call close() on it"
+                    "continue with the optimizer that place() returned; or save the state_dict() of"
+                    " this optimizer and of the model, then call close() on the optimizer"
                 ),
             )
         if placed._worker.maker != os.getpid():
@@ -460,7 +471,7 @@ def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> 
 
 
 def _close_and_say(placed: PlacedOptimizer) -> None:
-    """Close `placed` and report a step that could not be committed."""
+    """Close `placed`. If its last step could not be committed, report that."""
     try:
         placed.close()
     except Exception as error:
@@ -480,7 +491,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:
-    """Commit what can be committed at exit; errors were raised earlier where they occurred."""
+    """Close an optimizer at exit and ignore errors."""
     if placed is not None:
         with contextlib.suppress(Exception):
             placed._close_after(getattr(sys, "last_value", None) is not None)

@@ -1,13 +1,13 @@
-"""optimizer.state_dict() and load_state_dict() of a placed optimizer: a reference to the store, or
-torch's whole form.
+"""The two forms of a placed optimizer's state dict: the reference form and the whole form.
 
-The small form: {"state": {}, "param_groups": torch's, "roadtrain": {"step", "job", "history",
-"where"}}. When it is loaded, it is checked against the store and its parameter groups are adopted.
-The whole form also has torch's "state"; its "roadtrain" adds "masters" (fp32 values of 16-bit
-parameters) and "parameters", a checksum of the parameters that the state belongs to. The state of
-an ordinary torch optimizer, without "roadtrain", can be loaded as well.
+The reference form only refers to the store: {"state": {}, "param_groups": torch's groups,
+"roadtrain": {"step", "job", "history", "where"}}. Loading it checks the reference against the store
+and adopts the parameter groups.
 
-The whole form is not held in memory: tensors lie in a scratch file, as in state_dicts.py.
+The whole form has torch's "state" as well. Its "roadtrain" has two more keys: "masters" are the
+fp32 values of 16-bit parameters, and "parameters" is a checksum of the parameters that the state
+belongs to. The tensors of the whole form are not held in memory, but in a scratch file as in
+state_dicts.py. The state dict of an ordinary torch optimizer has no "roadtrain", but can be loaded.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Staged = Mapping[int, torch.Tensor]
 
 
 class PlacedState(Protocol):
-    """The part of PlacedOptimizer that is used here.
+    """The part of PlacedOptimizer that this module uses.
 
-    `numbers` maps a trainable parameter's index to its number in torch's form.
+    `numbers` maps a trainable parameter's index in `params` to its number in torch's state dict.
     """
 
     param_groups: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class PlacedState(Protocol):
 
 
 def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return torch's form of the groups, in which parameters are numbers."""
+    """Return the groups as torch's state dict has them, with numbers instead of parameters."""
     out, at = list[dict[str, Any]](), 0
     for group in groups:
         count = len(group["params"])
@@ -65,8 +65,12 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def gather(
     place: PlacedState, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
 ) -> dict[str, Any]:
-    """Return the whole form. `values_of` allocates fp32 tensors for the given parameters."""
-    needed = list[tuple[int, int, str]]()  # number, parameter index, name of the array
+    """Return the whole form of the state dict.
+
+    `pieces` reads arrays from the store. `values_of` allocates fp32 tensors for parameters.
+    """
+    # (number in torch's state dict, parameter index, name of the array)
+    needed = list[tuple[int, int, str]]()
     for index, number in place.numbers.items():
         spec = place.params[index]
         own = [MASTER] if spec.dtype != "fp32" else []
@@ -91,7 +95,10 @@ def gather(
 
 
 def checksum(place: PlacedState, pieces: Pieces, staged: Staged) -> str:
-    """Hash the trainable parameters in their compute dtype; `staged` holds newer values of some."""
+    """Return a hash of the trainable parameters in their compute dtype.
+
+    For a parameter that is in `staged`, the staged value is used instead of the store's.
+    """
     out = xxhash.xxh3_128()
     for index in place.numbers:
         spec = place.params[index]
@@ -108,7 +115,7 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
 
 
 def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError where `form` has the parameter groups of another optimizer."""
+    """Raise LoopError if the parameter groups of `form` have other sizes than the optimizer's."""
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
         raise LoopError("not an optimizer's state dict: 'state' or 'param_groups' is missing")
     theirs, ours = (
@@ -116,7 +123,7 @@ def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
     )
     if theirs != ours:
         raise LoopError(
-            f"the state has parameter groups of {theirs} parameters, but the optimizer of {ours}"
+            f"expected parameter groups of {ours} parameters, but the state has {theirs} parameters"
         )
 
 
@@ -131,7 +138,7 @@ def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
-    """Raise LoopError where the small form refers to another store or step than the current one."""
+    """Raise LoopError if the reference `found` is not to the optimizer's store and step."""
     now = place.reference
     keys = ("job", "history", "step")
     if all(found.get(key) == now[key] for key in keys):
@@ -139,26 +146,26 @@ def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
     same = found.get("job") == now["job"]
     other = "the same store" if same else "another store"
     if same and found.get("step") == now["step"]:
-        other = "the same store from before other values were loaded into it"
+        other = "the same store, whose values were replaced since by load_state_dict"
     raise LoopError(
         f"this state refers to step {found.get('step')} of {other} ({found.get('where')}), but"
         f" the optimizer's store is at step {now['step']} ({now['where']}). Nothing was changed",
         hint=(
-            "without load_state_dict the store continues from its own last step; to be able to go"
-            " back to a checkpoint, save it with state_dict(gather=True) and load that"
+            "without load_state_dict the store continues from its own last step. To return to an"
+            " earlier step, load a state that was saved with state_dict(gather=True)"
         ),
     )
 
 
 def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError where the whole form does not fit the optimizer's rules and parameters."""
+    """Raise LoopError if the whole form does not fit the optimizer's rules and parameters."""
     state = form["state"]
     for index, number in place.numbers.items():
         spec, rule = place.params[index], place.rules[place.params[index].group]
         entry = {k: v for k, v in state.get(number, {}).items() if v is not None}
         if not entry:
             continue
-        # torch's SGD does not keep it
+        # torch's SGD does not keep the step
         optional = {"step"} if isinstance(rule, SgdRule) else set()
         if (
             not {*rule.arrays, *rule.scalars} - optional
@@ -166,28 +173,31 @@ def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
             <= {*rule.arrays, *rule.scalars}
         ):
             raise LoopError(
-                f"the state of {spec.name!r} has {sorted(entry)}, but the optimizer keeps "
-                f"{[*rule.arrays, *rule.scalars]}"
+                f"the state of {spec.name!r} has the entries {sorted(entry)}, but the optimizer"
+                f" needs {[*rule.arrays, *rule.scalars]}"
             )
         if wrong := [k for k in rule.arrays if tuple(entry[k].shape) != spec.shape]:
             shape = tuple(entry[wrong[0]].shape)
             raise LoopError(
-                f"{wrong[0]} of {spec.name!r} has shape {shape}, but the parameter {spec.shape}"
+                f"{wrong[0]} of {spec.name!r} must have shape {spec.shape}, but has shape {shape}"
             )
 
 
 def check_parameters(
     place: PlacedState, found: Mapping[str, Any], pieces: Pieces, staged: Staged
 ) -> None:
-    """Raise LoopError where the whole form belongs to other parameters than the current ones."""
+    """Raise LoopError if the whole form belongs to other values of the parameters.
+
+    `found` is the "roadtrain" entry of the whole form.
+    """
     if found["step"] and found["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
             f"this state of step {found['step']} belongs to other parameters than those in the"
             f" store, which is at step {place.steps_done} ({place.reference['where']}). Nothing"
             " was changed",
             hint=(
-                "load the model's state_dict() of that step first, then the optimizer's; a trainer"
-                " that loads the model before it is placed needs an empty store"
+                f"load the model's state_dict() of step {found['step']} first, then the"
+                " optimizer's; a trainer that loads the model before place() needs an empty store"
             ),
         )
 
@@ -200,14 +210,15 @@ def writer(
 ) -> Callable[[RecordView], None]:
     """Return the function that `JobSession.rewrite` applies to each record.
 
-    It writes the values staged by the model's load_state_dict, then those of the whole form
-    `form`, if any. A whole form also clears the residuals of error feedback.
+    The function writes `staged` values, which the model's load_state_dict has staged. If `form` is
+    not None, the function also writes the values of this whole form, which take precedence, and
+    clears the residuals of error feedback.
     """
     masters = {} if form is None else form.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
         for i, span in enumerate(view.chunk.spans):
-            if span.param >= len(place.params):  # residuals follow the model's own parameters
+            if span.param >= len(place.params):  # a residual: they follow the model's parameters
                 if form is not None:
                     view.piece(MASTER, i)[...] = 0.0
                 continue
@@ -239,7 +250,7 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """Write one parameter's state; an empty `entry` means that it was never updated."""
+    """Write the state of one parameter. An empty `entry` means that it was never updated."""
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
         view.piece(what, i)[...] = (

@@ -1,7 +1,8 @@
 """place(): move a model's parameters and its optimizer's state to files or servers.
 
-The model keeps its modules and the optimizer its class and groups; blocks are fetched as they run.
-Assumes that RANK and WORLD_SIZE are set where there are several workers. Starts no processes.
+The model keeps its modules, and the optimizer keeps its class and its parameter groups. Each block
+is fetched when it runs. Assumes that RANK and WORLD_SIZE are set if there are several workers.
+Starts no processes.
 """
 
 from __future__ import annotations
@@ -91,43 +92,52 @@ def place(
 ) -> PlacedOptimizer:
     """Move a model's parameters and its optimizer's state to files, memory or servers.
 
-    Afterwards the model fetches each block when it runs. Use the returned optimizer instead of
-    `optimizer` from now on. A store that is found in `store` is resumed. Trained parameters have
-    fp32 master values in the store, and so does the optimizer state.
+    After the call, the model fetches each block when the block runs. The returned optimizer
+    replaces `optimizer` in the training loop. If `store` already holds the state of this job,
+    training resumes from that state. The store holds trained parameters and optimizer state in
+    fp32.
 
     Args:
-        model: The model to train. It keeps its modules; its parameters give up their values.
+        model: The model to train. It keeps its modules, but its parameters give up their values.
         optimizer: An optimizer over parameters of `model` that has not taken a step.
-        store: Where parameters and state are kept: one or several directories (same as `Files`),
-            `Files`, `Memory` or `Servers`. None: in the memory of this process, as `Memory()`.
-        compress: How gradients are compressed: `TopK` or `Downcast`. None: not at all.
-        delay: How many updates the parameters of a step may lack. None: no update is missing.
-        host_budget: Bytes of host memory for all buffers of roadtrain, as a number or as
-            text such as "900MiB". None: half of the free memory.
-        device_budget: Bytes of accelerator memory for fetched parameters and their gradients,
-            without what a block's own forward and backward allocate. None: no bound.
-        dtype: The dtype in which parameters are fetched and computed with. None: that of each
-            parameter.
-        blocks: Names or patterns of the modules that are the blocks. None: they are detected.
+        store: The place for parameters and optimizer state: one or several directories (the same
+            as `Files`), `Files`, `Memory` or `Servers`. If None, the memory of this process is
+            used, as with `Memory()`.
+        compress: The compression of gradients, `TopK` or `Downcast`. If None, gradients are not
+            compressed.
+        delay: The number of updates that the parameters of a step may lack. If None, no update is
+            missing.
+        host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
+            as "900MiB". If None, half of the free memory is used.
+        device_budget: Accelerator memory for fetched parameters and their gradients in bytes. It
+            does not include the memory that the forward and backward of a block allocate. If None,
+            there is no limit.
+        dtype: The dtype in which parameters are fetched and used for computing. If None, each
+            parameter keeps its own dtype.
+        blocks: Names or patterns of the modules that are the blocks. If None, the blocks are
+            detected.
         backwards_per_step: A promise that step() follows every N-th backward pass, without
             clipping or loss scaling. Each block is then updated as soon as its last gradient is
-            complete. None: updates begin at step().
-        chunk_elements: Elements in one unit of transfer and storage.
-        device: Where the blocks compute; "cuda" is the GPU of LOCAL_RANK. None: where the model is.
+            complete. If None, updates begin at step().
+        chunk_elements: The number of elements in a chunk, the unit of transfer and storage.
+        device: The device on which the blocks compute; "cuda" is the GPU of LOCAL_RANK. If None,
+            the blocks compute on the device of the model.
         weights: A directory of safetensors files in Hugging Face layout with the initial values.
-        init: Initializes a module of a model that was built on the `meta` device.
-        extra: Objects with state_dict() and load_state_dict() whose state is committed with each
+        init: A function that initializes a module of a model that was built on the `meta` device.
+        extra: Objects with state_dict() and load_state_dict(). Their state is committed with each
             step, and restored when a step is resumed.
-        mark: The run directory's record of its store (storage/mark.py). A missing store, another
-            one, or one at an earlier step is refused before anything is changed.
-        deadline_s: Seconds after which a wait fails with DeadlineError.
-        report: Called with each line to be printed.
-        group: Rank and number of the workers that share the servers. None: from the environment,
-            as torchrun sets it. The ranks of a pipeline stage are a group of their own.
-        **unknown: Always refused; the error names the option that was probably meant.
+        mark: The run directory's record of its store (storage/mark.py). If the store is missing, is
+            a different store, or is at an earlier step than the record says, it is refused before
+            anything is changed.
+        deadline_s: The number of seconds after which a wait fails with DeadlineError.
+        report: A function that is called with each line to be printed.
+        group: Rank and number of the workers that share the servers. If None, both are read from
+            the environment as torchrun sets it. The ranks of a pipeline stage are a group of their
+            own.
+        **unknown: Always refused. The error names the option that was probably meant.
 
     Returns:
-        The optimizer to call step() on, at the step of the store (0 for a new one).
+        The optimizer to call step() on. It is at the step of the store, or 0 for a new store.
 
     Raises:
         UserError: The model, the optimizer or an option is wrong (ConfigError, ModelError,
@@ -177,7 +187,7 @@ def place(
 
 
 def _unknown(name: str) -> ConfigError:
-    """Return the error for a keyword that place() does not have."""
+    """Return the error for a keyword argument that place() does not have."""
     for kind in (Files, Servers):
         if name in kind.__dataclass_fields__:
             return ConfigError(
@@ -188,13 +198,16 @@ def _unknown(name: str) -> ConfigError:
 
 
 def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
-    """Return this worker's place among those that share its servers; alone without servers."""
+    """Return this worker's rank among the workers of its servers.
+
+    Without servers each worker trains alone, so the result is rank 0 of 1 worker.
+    """
     if isinstance(store, Servers):
         return group
     if others := group.workers - 1:
         report(
             f"WORLD_SIZE counts {others} more worker(s), but there are no servers: each worker"
-            " trains by itself, nothing is averaged"
+            " trains by itself, and no gradients are averaged"
         )
     return WorkerIdentity()
 
@@ -214,37 +227,37 @@ def groups_of(
         raise ConfigError(
             f"{len(strangers)} of the optimizer's {len(groups)} parameters are not in the model "
             f"(the first has shape {tuple(strangers[0].shape)})",
-            hint="make the optimizer from the parameters of this model",
+            hint="create the optimizer with the parameters of this model",
         )
     if outside := [n for n, p in model.named_parameters() if p.requires_grad and p not in groups]:
         report(
             f"{len(outside)} parameters are in no parameter group (the first is {outside[0]!r}):"
-            " they are not trained, and clipping does not count their gradients"
+            " these parameters are not trained, and clipping does not count their gradients"
         )
     return groups
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that is placed, or whose state would be lost."""
+    """Raise ConfigError if `optimizer` is already placed, or has state that would be lost."""
     if isinstance(optimizer, PlacedOptimizer):
         raise ConfigError(
             "this optimizer is already placed",
-            hint="pass the optimizer that this one was made from to place()",
+            hint="pass the original torch optimizer to place(), not the result of place()",
         )
     if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
-            f"this {type(optimizer).__name__} has already taken steps: their state would be lost",
+            f"this {type(optimizer).__name__} has already taken steps: its state would be lost",
             hint="place it before its first step, or drop its state with optimizer.state.clear()",
         )
 
 
 def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
-    """Raise ConfigError where neither the model nor a store holds the initial values."""
+    """Raise ConfigError if neither the model nor the store `opened` holds the initial values."""
     empty = [n for n, p in model.named_parameters() if has_released_value(p)]
     if empty and opened is None:
         raise ConfigError(
-            f"{len(empty)} of the model's parameters hold no values (the first is {empty[0]!r}):"
-            " the model is placed, or was placed before",
+            f"{len(empty)} of the model's parameters hold no values (the first is {empty[0]!r}),"
+            " because the model is or was placed",
             hint=(
                 "build the model again, name the store that holds its values, or pass"
                 " weights=DIRECTORY"
@@ -261,8 +274,8 @@ def _fill(
 ) -> None:
     """Write the initial values to a new store block by block, and release them from the model.
 
-    The whole model is never in memory beside the store. Values come from `initial`, from the
-    model or, for a model on `meta`, from `init` or the modules' own initialization.
+    A model on `meta` is thus never in memory as a whole. Values come from `initial`, from the model
+    or, for a model on `meta`, from `init` or the modules' own initialization.
     """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
@@ -294,19 +307,22 @@ def _source(part: ModulePart, initial: Mapping[str, Tensor]) -> Source:
 
 
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
-    """Cast `values` of `dtype` for the store: fp32 if trained, else the compute dtype."""
+    """Cast `values` from `dtype` to the dtype that the store needs.
+
+    The store needs fp32 for a trained parameter, and the compute dtype for others.
+    """
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:
         return values
     if "fp64" in (dtype, want) or dtype not in DTYPES:
-        raise ConfigError(f"parameter {spec.name!r} is {dtype}, the store needs {want}")
+        raise ConfigError(f"parameter {spec.name!r} has dtype {dtype}, but must have {want}")
     out: np.ndarray = np.empty(values.size, np.float32 if want == "fp32" else np.uint16)
     cast(values, dtype, out, want)
     return out
 
 
 def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Record the store that was opened or made in the run directory's mark."""
+    """Record the session's store in the run directory's mark."""
     if mark is not None and plan.request.group.rank == 0:
         mark.adopt(
             "" if plan.request.in_memory else session.meta.job, step, session.servers.history
@@ -314,7 +330,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Report where the state is kept and at which step."""
+    """Report where the training state is kept, and the step at which it is."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():
@@ -330,6 +346,6 @@ def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
             where = "RAM (lost when this process ends)"
     blocks = len(plan.table.blocks) - 1
     line = f"placed {blocks} blocks and the root block; state on {where}; step {step}"
-    # without a host budget, the free memory is the bound
+    # without a host budget, the free memory is the only limit
     bound = "" if request.host_budget is None else f"; {plan.budgets}"
     request.report(line + bound)

@@ -1,10 +1,11 @@
-"""RootBlock: the parameters that lie in no other block, and their gradients.
+"""RootBlock: the parameters that are in no other block, and their gradients.
 
-They stay on the device for the whole job. After a step they are fetched again before the model
-next computes, or when one of them is read. Their gradients are ordinary tensors in `p.grad` until
-they are pushed: by step() or, with several workers, at the end of each backward pass.
+Root parameters stay on the device for the whole job. After a step they are fetched again before
+the next forward, or as soon as one of them is read. Their gradients are ordinary tensors in
+`p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
+pushed at the end of each backward pass.
 
-Assumes that the root is block 0, so that its parameters are the first of the table.
+Assumes that the root is block 0, so that its parameters are the first parameters of the table.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ class RootBlock:
         self.specs = table.params[: len(part.params)]
         self.trained = [(i, p) for i, (_, p) in enumerate(part.params) if p.requires_grad]
         self.layout: FetchedParameters | None = None  # layout of the gradients, set by start()
-        # with several workers: handles of gradients that were pushed, until the next pass begins
+        # With several workers: handles of this step's gradients that were pushed.
         self.handles: dict[nn.Parameter, PlacedGrad] = {}
         self._worker = worker
         self._versions: list[int] = []  # tensor versions at the last fetch
 
     def push_gradients(self) -> None:
-        """Push the tensors in `p.grad` as one flat buffer. Raises LoopError."""
+        """Push the tensors in `p.grad` as one flat buffer.
+
+        Raises LoopError if gradients of the last step were not cleared.
+        """
         grads = {
             i: p.grad
             for i, p in self.trained
@@ -52,13 +56,16 @@ class RootBlock:
         self.layout.lay_out(buffer, grads)
         if self.handles and not self._worker.blocks[0].held:
             raise LoopError(
-                "the root block got a gradient while its last one had not been cleared",
+                "the root block got a gradient, but its gradient of the last step was not cleared",
                 hint="call optimizer.zero_grad() once per step",
             )
         self._worker.push_block(0, buffer, list(grads), fresh=not self.handles)
 
     def pass_ended(self) -> None:
-        """Push the gradients after a backward pass, as with those of blocks (several workers)."""
+        """Push the gradients after a backward pass, and put handles into `p.grad`.
+
+        Called with several workers only.
+        """
         self.push_gradients()
         for i, p in self.trained:
             if p.grad is not None:
@@ -68,14 +75,19 @@ class RootBlock:
                 p.grad = self.handles[p]
 
     def pass_begins(self) -> None:
-        """Clear `p.grad`, so that the pass computes plain gradients; they are added to the pushed
-        ones."""
+        """Replace the handles in `p.grad` by None, so that backward creates ordinary gradients.
+
+        `push_gradients` adds them to the gradients that were pushed before.
+        """
         for p in self.handles:
             p.grad = None
 
     def refresh(self) -> None:
-        """Fetch the parameters if a step has changed them. Called before every module that has
-        root parameters; cheap where nothing has changed."""
+        """Fetch the parameters if a step has changed them.
+
+        Called before each forward of a module that has root parameters. Returns immediately if
+        nothing has changed.
+        """
         if self._versions and not self._worker.root_is_old:
             return
         self.check_unchanged()
@@ -92,12 +104,12 @@ class RootBlock:
             set_stale(p, self.refresh)
 
     def check_unchanged(self) -> None:
-        """Raise LoopError where a parameter was written to since it was fetched."""
+        """Raise LoopError if a parameter was modified in place since it was fetched."""
         if self._versions:
             check_unchanged(self.params, self._versions)
 
     def close(self) -> None:
-        """Make parameters that were not fetched since the last step unreadable."""
+        """Make stale parameters (those not fetched since the last step) unreadable."""
         for _, p in self.params:
             if is_stale(p):
                 set_released(p)

@@ -1,7 +1,8 @@
-"""Request: the checked options of place(). SessionPlan: the tables, budgets and store layout that
-follow from them, and the session that is opened with it.
+"""The plan of a session, and the functions that open the session.
 
-Changes nothing before `open_files`. Does not know modules or values.
+Request has the checked options of place(). SessionPlan has the tables, budgets and store layout
+that follow from these options. `open_files` and `open_session` open the store and the session;
+before `open_files` nothing is changed. This module does not know the model's modules or values.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of place(). Raises ConfigError where two contradict each other."""
+    """The checked options of place(). Raises ConfigError if two options contradict each other."""
 
     store: Store
     compress: TopK | Downcast | None
     delay: Delay | None
     host_budget: str | int | None
     device_budget: str | int | None
-    backwards_per_step: int | None  # None: updates begin at step()
+    backwards_per_step: int | None  # if None, updates begin at step()
     chunk_elements: int
     deadline_s: float
     group: WorkerIdentity  # rank and number of the workers that share the servers
@@ -64,12 +65,12 @@ class Request:
 
     @property
     def downcast(self) -> str:
-        """The dtype in which whole fp32 gradients are sent; "": fp32."""
+        """The dtype to which fp32 gradients are cast for sending. "" if they are not cast."""
         return self.compress.dtype if isinstance(self.compress, Downcast) else ""
 
     @property
     def staleness(self) -> int:
-        """How many updates the parameters of a step may lack."""
+        """The number of updates that the parameters of a step may lack."""
         return self.delay.staleness if self.delay else 0
 
     @property
@@ -91,7 +92,10 @@ class Request:
 
     @property
     def held(self) -> set[object]:
-        """Directories, and (server, rank) pairs, that only one session of a process can have."""
+        """The directories and (server, rank) pairs that this session uses.
+
+        Within a process, each can be used by only one session at a time.
+        """
         servers = self.servers
         files = servers.residual_files if servers else self.store
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
@@ -99,7 +103,7 @@ class Request:
         return {*map(os.path.realpath, paths), *links}
 
     def say_lossy(self) -> None:
-        """Report each lossy or delayed option, as every start does."""
+        """Report each option that makes training lossy or delays updates."""
         if self.compress is not None:
             self.report(f"lossy: {self.compress}")
         if self.delay is not None:
@@ -109,20 +113,20 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raise ConfigError for values that are each valid but do not go together."""
+    """Raise ConfigError if options contradict each other, although each value is valid."""
     _check_error_feedback(request)
     servers = request.servers
     if servers:
         servers.route.check_workers(request.group, str(request.top_k or ""))
     if request.downcast and servers is None:
         raise ConfigError(
-            f"Downcast({request.downcast!r}) without servers: no gradients are sent",
+            f"Downcast({request.downcast!r}) has no effect without servers: no gradients are sent",
             hint="leave compress out, or use store=Servers([...])",
         )
     if request.staleness > 1 and request.buffering == "none":
         raise ConfigError(
-            f"a delay of {request.staleness} updates with buffering 'none': parameters may change"
-            " between forward and backward, which needs the same ones",
+            f"a delay of {request.staleness} updates cannot be combined with buffering 'none':"
+            " backward must use the same parameters as forward, but these may change in between",
             hint="leave buffering out",
         )
 
@@ -131,22 +135,22 @@ def _check_error_feedback(request: Request) -> None:
     residuals = request.servers and request.servers.residual_files
     if request.servers and bool(residuals) != request.error_feedback:
         raise ConfigError(
-            f"{len(request.servers.addresses)} server(s), {int(bool(residuals))} directories for"
-            f" residuals, error feedback {request.error_feedback}",
+            f"error_feedback is {request.error_feedback}, but the `residuals` of Servers are"
+            f" {'set' if residuals else 'not set'}",
             hint=(
-                "with servers, error feedback (and only that) needs a directory of this host for"
-                " residuals: Servers(..., residuals=DIRECTORY)"
+                "pass Servers(..., residuals=DIRECTORY) with a directory of this host if error"
+                " feedback is on, and leave residuals out if it is off"
             ),
         )
     if request.error_feedback and (request.backwards_per_step or 1) > 1:
         raise ConfigError(
-            f"error feedback keeps one residual per step, but backwards_per_step is"
+            "error feedback keeps one residual per step, so backwards_per_step cannot be"
             f" {request.backwards_per_step}",
             hint="set backwards_per_step to 1",
         )
     if request.error_feedback and request.delay:
         raise ConfigError(
-            f"error feedback needs the last update, but delay allows {request.staleness} missing",
+            f"error feedback needs all updates, but delay allows {request.staleness} to be missing",
             hint="leave out delay, or set error_feedback=False",
         )
 
@@ -158,8 +162,9 @@ class SessionPlan:
     request: Request
     device: torch.device
     table: ChunkTable  # the model's blocks
-    store_plan: StorePlan  # which server has which chunk; without servers, residuals too
-    residuals: Residuals | None  # with servers: this worker's own residuals
+    # assignment of chunks to servers; without remote servers, its table has the residuals as well
+    store_plan: StorePlan
+    residuals: Residuals | None  # with remote servers, this worker's own residuals
     compressor: Compressor | None
     budgets: Budgets
 
@@ -171,9 +176,10 @@ class SessionPlan:
 def plan_session(
     request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Rule]
 ) -> SessionPlan:
-    """Plan the session of `request`; `rules` has one rule per parameter group.
+    """Plan the session of `request` without changing anything.
 
-    Reports lossy and delayed options. Raises BudgetError or ConfigError; changes nothing.
+    `rules` has one update rule per parameter group. Reports lossy and delayed options. Raises
+    BudgetError or ConfigError.
     """
     whole, all_rules = table, rules
     if request.error_feedback:
@@ -216,7 +222,7 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """Append the residual blocks to the model's blocks; return the table and the rules of both."""
+    """Return the table and the rules of the model's blocks followed by the residual blocks."""
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
@@ -253,7 +259,7 @@ def _budgets(
         serves=not served,
         residual_blocks=frozenset(added),
         root_residual=next((i for i in added if whole.blocks[i].name == of_root), 0),
-        # with more staleness, backward needs the parameters that forward had
+        # With a staleness above 1, parameters may change between forward and backward.
         buffering="all" if request.staleness > 1 else request.buffering,
         compressed_bytes=int(keep * 8 * sum(c.numel for c in table.trainable))
         * (request.backwards_per_step or 1),
@@ -264,9 +270,10 @@ def _budgets(
 
 
 def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, OpenedStore | None]:
-    """Open the store that is in the directories, if there is one.
+    """Open the store that is in the plan's directories.
 
-    Where there is none, the returned plan spreads the new store by the requested rates. Raises
+    Returns the plan and the opened store. If the directories hold no store, returns None instead of
+    a store, and a plan that distributes the new store over the directories by `Files.rates`. Raises
     StoreError or ConfigError.
     """
     request = plan.request
@@ -343,9 +350,11 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
 
 
 def keep_blocks(worker: Worker, spare: int) -> str:
-    """Give up `spare` slots if the network delivers a block faster than host memory does.
+    """Decide whether to keep blocks in their slots from forward to backward.
 
-    These slots would keep blocks from forward to backward. Returns a line about the decision.
+    `spare` is the number of slots that serve only this purpose. They are given up if pulling a
+    block over the network is faster than copying it from host memory to the device. Returns a line
+    that reports the decision.
     """
     pulled, copied = worker.pull_rate, worker.root.copy_rate()
     if spare and pulled > copied:
@@ -355,6 +364,6 @@ def keep_blocks(worker: Worker, spare: int) -> str:
     )
     staying = min(len(worker.order), len(worker.prefetch.slots))
     return (
-        f"buffering: {staying} of {len(worker.order)} blocks stay from forward to backward"
+        f"buffering: {staying} of {len(worker.order)} blocks are kept from forward to backward"
         f" ({rates})"
     )

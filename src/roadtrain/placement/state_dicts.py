@@ -1,14 +1,14 @@
-"""model.state_dict() and load_state_dict() of a placed model, whose values are with the servers.
+"""model.state_dict() and load_state_dict() of a placed model, whose values are in the store.
 
-Saving: every module that has placed parameters adds the store's values to the dict being filled. A
-dict that such a module creates itself is a StateDict, whose tensors are read when they are first
-accessed. They lie in a memory-mapped scratch file (storage/scratch.py), so a model larger than
-memory has a state dict. The values are those after the last step() before the dict was made; it is
-read to its end before the next step changes them.
+Saving: every module that has placed parameters adds values of the store to the state dict. If such
+a module creates the dict, it is a StateDict, whose tensors are read on first access. The tensors
+are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may be larger
+than memory. The values are those after the last step() before the dict was made. Before the next
+step changes the values in the store, all tensors of the dict that were not accessed yet are read.
 
-Loading: values that differ from the store's are staged in such a file. The next use of the model,
-its optimizer or the store writes them all at once (StoredOptimizer.write_staged). If the
-optimizer's state is refused first, they are discarded.
+Loading: values that differ from the store's values are staged in a scratch file. The next use of
+the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
+the optimizer's load_state_dict() fails before that, the staged values are discarded.
 
 Assumes that the hooks of torch.nn.Module are called, as every framework's wrapper does. Does not
 see direct reads of a parameter (`p.data`, `p.clone()`); streaming/released.py does.
@@ -40,7 +40,8 @@ from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.units import round_up
 
-# (parameter, array name) -> (first element, values), ...
+# A function that reads an array from the store. Its arguments are the names of a parameter and of
+# an array; it yields pairs (index of the first element, values).
 Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]
 # PEFT methods that write parameters in place
 MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "merge", "unmerge")
@@ -51,22 +52,26 @@ class ValueSource(Protocol):
     """The owner of the values: PlacedOptimizer."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """Let the body read values of the last step taken. Raises LoopError where there are
-        none."""
+        """Return a context manager, inside which values as of the last step() can be read.
+
+        Its target is the function that reads them. Raises LoopError if there are no values.
+        """
 
     def write_staged(self) -> None:
         """Write staged values to the store."""
 
     def check_rewrite(self) -> None:
-        """Raise LoopError where other values cannot be written to the store now."""
+        """Raise LoopError if the values in the store cannot be replaced by new values now."""
 
     @property
     def closed(self) -> bool: ...
 
 
 class Values:
-    """Tensors in one scratch file, by parameter index; each has a storage of its own, shared by
-    tied parameters."""
+    """The tensors of parameters in one scratch file.
+
+    Each tensor has a storage of its own. Tied parameters have the same index and share a tensor.
+    """
 
     def __init__(self, params: Sequence[ParamSpec], dtypes: Sequence[str], where: Path) -> None:
         self.params, self.dtypes = params, dtypes
@@ -76,7 +81,10 @@ class Values:
         self._live: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
-        """Return the tensor of parameter `index`, filled from `pieces` unless it still exists."""
+        """Return the tensor of parameter `index`.
+
+        If the tensor does not exist any more, it is created and filled from `pieces`.
+        """
         if (tensor := self._live.get(index)) is not None:
             return tensor
         spec, dtype, at = self.params[index], self.dtypes[index], self._at[index]
@@ -92,15 +100,15 @@ class Values:
 
 
 class _LazyTensor:
-    """Placeholder for a tensor that was not accessed yet."""
+    """Placeholder in a StateDict for a tensor that was not accessed yet."""
 
     def __init__(self, take: Callable[[], torch.Tensor]) -> None:
         self.take = take
 
 
 class StateDict(OrderedDict[str, Any]):
-    """An OrderedDict, as torch's state dicts are, whose tensors are read from the store on first
-    access. Copies and pickles are ordinary OrderedDicts."""
+    """A state dict (an OrderedDict, as in torch) whose tensors are read from the store on first
+    access. Copies and pickles of it are ordinary OrderedDicts."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -109,7 +117,7 @@ class StateDict(OrderedDict[str, Any]):
             super().__setitem__(key, value)
         return value
 
-    # these go through __getitem__, unlike OrderedDict's own
+    # these methods call __getitem__, while those of OrderedDict do not
     items, values = Mapping.items, Mapping.values  # type: ignore[assignment]
     get, setdefault = Mapping.get, MutableMapping.setdefault  # type: ignore[assignment]
     __eq__ = Mapping.__eq__
@@ -139,8 +147,11 @@ class StateDict(OrderedDict[str, Any]):
 
 
 class ModelStates:
-    """The hooks of one placed model. `staged` holds loaded values that are not written yet, by
-    parameter index, in fp32 where trainable."""
+    """The state-dict hooks of one placed model.
+
+    `staged` holds values that were loaded but not written to the store yet, by parameter index.
+    Values of trainable parameters are in fp32.
+    """
 
     def __init__(
         self,
@@ -155,7 +166,7 @@ class ModelStates:
         self._index = {p: i for i, p in enumerate(params)}
         self.where = scratch or Path(tempfile.gettempdir())
         self._report = report
-        self._out: list[weakref.ref[StateDict]] = []  # may have unread values
+        self._out: list[weakref.ref[StateDict]] = []  # dicts that may have unread values
         # the dict that is being filled, and its values
         self._last: tuple[weakref.ref[Any], Values] | None = None
         self._undo: list[Callable[[], None]] = []
@@ -228,7 +239,7 @@ class ModelStates:
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """State-dict hook of a module with placed parameters of its own."""
+        """Add the parameters of `module` to `destination`. A state-dict hook of the module."""
         if not isinstance(destination, StateDict):
             self._source.write_staged()
         values = self._values_of(destination)
@@ -240,12 +251,14 @@ class ModelStates:
             lazy = _LazyTensor(functools.partial(self._read, values, index, with_grad))
             if isinstance(destination, StateDict):
                 OrderedDict.__setitem__(destination, key, lazy)
-            else:  # a module around the placed one: its dict is an ordinary one
+            else:  # a module around the placed model has created an ordinary dict
                 destination[key] = lazy.take()
 
     def _values_of(self, destination: Any) -> Values:
-        """Return the Values of a dict, shared by all modules that fill it, so that tied parameters
-        stay tied."""
+        """Return the Values of a state dict.
+
+        All modules that fill the dict share the Values, so tied parameters stay tied.
+        """
         if self._last is not None and self._last[0]() is destination:
             return self._last[1]
         values = Values(self._specs, [s.dtype for s in self._specs], self.where)
@@ -264,7 +277,7 @@ class ModelStates:
         return nn.Parameter(tensor, self._params[index].requires_grad) if with_grad else tensor
 
     def settle(self) -> None:
-        """Read all state dicts that still exist to their end, before the store's values change."""
+        """Read all tensors of existing state dicts. Called before the store's values change."""
         unread, self._out, self._last = self._out, [], None
         for ref in unread:
             if (out := ref()) is not None:
@@ -282,13 +295,13 @@ class ModelStates:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         self._hidden = self._direct(module)
-        # needed as well: a module around the placed one may be loaded
+        # discards here too, because load_state_dict of a module around the placed model may fail
         with undone_on_error(self.discard), self._without(module):
             original(*args, **kwargs)
 
     @contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:
-        """Hide the module's placed parameters from torch in the body."""
+        """Context manager that hides the module's placed parameters from torch."""
         before, placed = dict(module._parameters), self._direct(module)
         for name in placed:
             del module._parameters[name]
@@ -310,8 +323,10 @@ class ModelStates:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Stage the module's placed parameters; runs after its other hooks, which may rename
-        keys."""
+        """Stage the loaded values of the module's placed parameters. A load-state-dict pre-hook.
+
+        It runs after the module's other pre-hooks, because these may rename keys.
+        """
         for name, index in self._hidden.items():
             key = prefix + name
             if key not in state_dict:
@@ -332,15 +347,18 @@ class ModelStates:
                 )
             elif value.is_meta or NAMES.get(value.dtype) is None:
                 errors.append(
-                    f'While loading "{key}": a tensor of {value.dtype} on {value.device} has no'
-                    " values"
+                    f'While loading "{key}": cannot use the values of a {value.dtype} tensor on'
+                    f" device {value.device}"
                 )
             else:
                 self.stage(index, value)
 
     def stage(self, index: int, value: torch.Tensor) -> None:
-        """Stage `value` unless the store has the same. A 16-bit value equal to the copy that the
-        model computes with leaves the fp32 master unchanged."""
+        """Stage `value` for a parameter, unless the store already has the same value.
+
+        A 16-bit value is compared with the 16-bit copy that the model computes with. If both are
+        equal, the fp32 master value stays unchanged.
+        """
         spec = self._specs[index]
         held = "fp32" if spec.trainable else spec.dtype
         exact = spec.trainable and value.dtype in (torch.float32, torch.float64)
@@ -364,7 +382,7 @@ class ModelStates:
         self.staged[index] = self._stage.take(index, pieces_of_it)
 
     def discard(self) -> None:
-        """Discard loaded values that are not written yet."""
+        """Discard loaded values that were not written to the store yet."""
         self.staged.clear()
         self._stage = None
 
@@ -373,7 +391,10 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap model.to(), half(), cuda()...: buffers follow, placed parameters do not change."""
+        """Wrap `_apply`, which model.to(), half() and cuda() call. It only changes buffers.
+
+        Placed parameters keep their dtype and device.
+        """
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:
             probe = fn(torch.empty(0, dtype=dtype, device=device))
@@ -381,8 +402,8 @@ class ModelStates:
                 raise LoopError(
                     f"a placed model computes in {dtype} and cannot be cast to {probe.dtype}",
                     hint=(
-                        "set the compute dtype with place(..., dtype=torch.bfloat16); master values"
-                        " stay fp32"
+                        "set the compute dtype when placing, for example with place(...,"
+                        " dtype=torch.bfloat16); master values stay in fp32"
                     ),
                 )
             if probe.device != device:
@@ -408,8 +429,8 @@ def _refuse_copy(*_: Any) -> Any:
 
 def _refuse_merge(name: str, *_: Any, **__: Any) -> Any:
     raise LoopError(
-        f"{name}() changes parameters in place, but those of a placed model are not in memory:"
-        " nothing was merged",
+        f"{name}() changes parameters in place, but the parameters of a placed model are not in"
+        " memory: nothing was merged",
         hint=(
             "save the adapters with save_pretrained(), load them into a model that is not placed,"
             " and merge there"
@@ -422,7 +443,7 @@ def steps_of(numel: int, most: int = 1 << 20) -> Iterator[tuple[int, int]]:
 
 
 def flat_of(values: torch.Tensor, start: int, stop: int, dtype: str) -> np.ndarray:
-    """Elements [start, stop) of a flat or shaped tensor in `dtype`; 16-bit floats as uint16."""
+    """Return elements [start, stop) of a flattened tensor in `dtype`, 16-bit floats as uint16."""
     return as_numpy(values.reshape(-1)[start:stop].to(DTYPES[dtype]))
 
 

@@ -1,9 +1,9 @@
-"""StoredOptimizer: a torch optimizer whose state is with servers, and how it is committed, saved,
-loaded and read.
+"""StoredOptimizer: a torch optimizer whose state is in the store.
 
-A state dict refers to the store or is gathered from it (optimizer_states.py). Loaded values are
-written to the store at once. The model's state dicts (state_dicts.py) also read and write the store
-through this object.
+StoredOptimizer commits, saves, loads and reads this state. Its state dict either refers to the
+store or contains the values (optimizer_states.py). load_state_dict() immediately writes values to
+the store. The model's state dicts (state_dicts.py) also read and write the store through this
+class.
 
 The subclass PlacedOptimizer (optimizer.py) takes the steps; servers/worker.py moves the bytes.
 """
@@ -42,7 +42,7 @@ from roadtrain.streaming.split import Split
 
 
 class StoredOptimizer(torch.optim.Optimizer):
-    _states: ModelStates  # the model's own state dicts, from start() on
+    _states: ModelStates  # the model's state dicts; set by start()
 
     def __init__(
         self,
@@ -59,26 +59,28 @@ class StoredOptimizer(torch.optim.Optimizer):
         self.request = plan.request
         self.group = session.group  # this worker's rank and the number of workers
         self.steps_done = session.step  # over all runs of the job
-        # what state_dict() does by default, once a step was taken in this process
-        self.whole_states = False
+        self.whole_states = False  # see PlacedOptimizer
         self.root = RootBlock(parts.root, plan.table, session.worker)
         self._worker, self._report = session.worker, plan.request.report
         self.job_state = CommittedState(self, optimizer, model, session, extra, self._report)
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
-        # norm of the last step's gradient or, until it is requested, (blocks, inverse loss scale)
+        # norm of the last step's gradient, or the pair (blocks, inverse loss scale) from which
+        # grad_norm() computes the norm
         self._norm: float | tuple[list[int], float] = math.nan
         self._begun_at = session.step
         self._closed = False
-        # whether load_state_dict ignores a state of an earlier step of this store
+        # whether load_state_dict ignores a reference to an earlier step of this store
         self.passes_over_earlier = False
-        self._placed_again = False  # another session of this process has the store or the model
-        self._writing = False  # loaded values are being written to the store
-        self._reopened: Pieces | None = None  # reads a closed store, inside reading()
-        self._warned_ram = False  # that a small state refers to memory of this process
+        # whether a later place() in this process has taken over the store or the model
+        self._placed_again = False
+        self._writing = False  # whether loaded values are being written to the store
+        # the function that reads the store after close(); set inside reading()
+        self._reopened: Pieces | None = None
+        self._warned_ram = False  # whether _say_ram has reported
 
     def check_usable(self) -> None:
-        """Raise LoopError where no step can be taken: after `close`, and in a forked child."""
+        """Raise LoopError if no step can be taken: after `close`, and in a forked child."""
         self._worker.check_process()
         if self._placed_again:
             raise LoopError(
@@ -89,12 +91,13 @@ class StoredOptimizer(torch.optim.Optimizer):
             raise LoopError("the placed optimizer is closed", hint="place the model again")
 
     def track(self, **things: Any) -> None:
-        """Commit the state of these objects with each step, and restore that of a resumed step.
+        """Commit the state of these objects with each step, and restore their resumed state.
 
-        Call it after the objects are made and before the loop. On a resumed optimizer the objects
-        get the state of the resumed step: a scheduler continues its schedule, a DataLoader
-        continues with the next batch of its epoch. The state of a step includes what the loop does
-        until the next forward, such as `scheduler.step()`; batches are counted until `step()`.
+        Call this method after the objects are created and before the loop. If the optimizer has
+        resumed a store, the objects get their state at the resumed step: a scheduler continues its
+        schedule, and a DataLoader continues with the next batch of its epoch. The state of a step
+        includes changes that the loop makes before the next forward, for example by
+        `scheduler.step()`. However, batches drawn after `step()` belong to the next step.
 
         Args:
             **things: Learning-rate schedulers, a DataLoader, a torch.Generator, a GradScaler, or
@@ -103,7 +106,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: The state of an object cannot be committed or restored.
-            LoopError: A step was taken after the resumed one, whose state would be lost.
+            LoopError: A step was already taken in this run, so the resumed state would be lost.
         """
         self.job_state.track(**things)
 
@@ -113,7 +116,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._worker.committed
 
     def flush(self) -> None:
-        """Wait until every step taken, and every loaded state, is committed.
+        """Wait until all steps that were taken and all states that were loaded are committed.
 
         Raises:
             LoopError: The optimizer is closed.
@@ -136,14 +139,15 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self.table.params
 
     def read(self, name: str, what: str = "master") -> np.ndarray:
-        """Read a parameter's master values or optimizer state, after the commit of the last step.
+        """Wait for the commit of the last step, then read values of a parameter.
 
         Args:
             name: Name of the parameter in the model.
-            what: "master", or the name of a state array or state scalar of its update rule.
+            what: "master" for the master values, or the name of a state array or state scalar of
+                the parameter's update rule.
 
         Returns:
-            fp32 values in the shape of the parameter; a state scalar as an array of shape (1,).
+            An fp32 array in the shape of the parameter. For a state scalar, the shape is (1,).
 
         Raises:
             ConfigError: There is no such parameter or state.
@@ -154,11 +158,12 @@ class StoredOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """Return the 2-norm of the last step's gradient over all parameters.
 
-        It is taken before clipping and after loss scaling is undone, and is inf if the gradient has
-        an inf or nan. Waits until the servers have summed it.
+        Loss scaling is undone, but clipping is not included. Waits until the servers have summed
+        the gradient.
 
         Returns:
-            The norm; nan before the first step.
+            The norm. It is inf if the gradient contains an inf or nan, and nan before the first
+            step.
         """
         self._worker.check_process()
         if isinstance(self._norm, tuple):
@@ -168,20 +173,21 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Return the seconds and bytes of each stage of a step since the last call.
+        """Return the seconds and bytes that each stage of the steps has taken since the last call.
 
         Returns:
-            Totals by the name of the stage.
+            A dict from the name of a stage to its totals.
         """
         self._worker.check_process()
         return self.session.stages.take()
 
     def memory(self) -> dict[str, int]:
-        """Return bytes of memory by kind.
+        """Return how much memory is used, in bytes by kind.
 
         Returns:
-            "resident": bytes of roadtrain's buffers now. "plain": bytes of the parameters,
-            gradients and optimizer state that ordinary training of this model would hold.
+            A dict with two keys. "resident" is the current size of roadtrain's buffers. "plain" is
+            the size of the parameters, gradients and optimizer state that ordinary training of this
+            model would hold.
         """
         plain = 0
         for chunk in self.table.chunks:
@@ -210,7 +216,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map each trainable parameter that has elements to its number in torch's form."""
+        """Map each non-empty trainable parameter's index to its number in torch's state dict."""
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))
         return {
@@ -221,7 +227,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The step and the store that a small state refers to."""
+        """The reference to the store and its current step, as state dicts contain it."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -231,25 +237,29 @@ class StoredOptimizer(torch.optim.Optimizer):
         }
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
-        """Return the optimizer's state: a reference to the store, or the whole state.
+        """Return the optimizer's state in one of two forms.
 
-        The small form has the step, the parameter groups and a reference to the store, which is
-        itself the checkpoint. With one worker the step is committed on return.
+        The reference form has the step, the parameter groups and a reference to the store; the
+        store itself is the checkpoint. With one worker, the step is committed before the method
+        returns.
 
-        The whole form is torch's, with fp32 tensors in a memory-mapped scratch file, beside the
-        store or in the temporary directory. With several workers, all of them must ask for it.
+        The whole form has all values, as the state dict of an ordinary torch optimizer. Its fp32
+        tensors are in a memory-mapped scratch file, beside the store or in the temporary directory.
+        With several workers, all workers must call the method to get the whole form.
 
         Args:
-            gather: True: the whole form. False: the small form. None: the whole form if
-                `whole_states` is set and a step was taken in this process, else the small one.
+            gather: If True, return the whole form. If False, return the reference form. If None,
+                return the whole form if `whole_states` is set and a step was taken in this process,
+                otherwise the reference form.
 
         Returns:
-            A dict with "state", "param_groups" and "roadtrain".
+            A dict with the keys "state", "param_groups" and "roadtrain".
 
         Raises:
             LoopError: Updates of an unfinished step have begun during backward.
         """
-        if gather is None:  # accelerate saves and loads a state before the first step
+        # accelerate saves and loads a state before the first step, which should not gather values
+        if gather is None:
             gather = self.whole_states and self.steps_done != self._begun_at
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -276,22 +286,26 @@ class StoredOptimizer(torch.optim.Optimizer):
         if self.steps_done and in_memory and not self._warned_ram:
             self._warned_ram = True
             self._report(
-                "this optimizer.state_dict() only refers to the state in RAM, which ends with this"
-                " process: use state_dict(gather=True) to save the values"
+                "this optimizer.state_dict() only refers to the state in RAM, which is lost when"
+                " this process ends: use state_dict(gather=True) to save the values"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Adopt a state: its parameter groups and, if it is a whole one, its values.
+        """Load a state dict in either form; see `state_dict`.
 
-        A small state must refer to this store at its current step. A whole one is written to the
-        store, which is then at the step of that state; on files it is committed on return.
+        The parameter groups of both forms are adopted. A state dict in reference form must refer to
+        this store at its current step. The values of a whole form replace the values in the store,
+        and the step number of the state dict becomes the step of the store. If the store is on
+        files, the new values are committed before the method returns.
 
         Args:
-            state_dict: The result of state_dict(), or of an ordinary torch optimizer's.
+            state_dict: The result of `state_dict`, or the state dict of an ordinary torch
+                optimizer.
 
         Raises:
-            LoopError: The state does not fit this optimizer, its store or its step. Nothing was
-                changed, and values loaded by the model's load_state_dict just before are dropped.
+            LoopError: The state dict does not fit this optimizer, its store or its step. The store
+                was not changed. If the model's load_state_dict() was called before, its values are
+                discarded.
         """
         with undone_on_error(self._states.discard):
             self._load(state_dict)
@@ -314,8 +328,8 @@ class StoredOptimizer(torch.optim.Optimizer):
             return
         if not form["state"] and (ours is None or ours["step"]):
             raise LoopError(
-                "this state holds no values of any parameter and refers to no store",
-                hint="save with state_dict() for a reference, state_dict(gather=True) for values",
+                "this state dict has neither values nor a reference to a store",
+                hint="save a reference with state_dict(), or values with state_dict(gather=True)",
             )
         optimizer_states.check_state(self, form)
         with self.reading() as pieces:
@@ -329,7 +343,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._rewrite(form, self.steps_done if ours is None else ours["step"])
 
     def _is_earlier(self, found: Mapping[str, Any]) -> bool:
-        """Whether a state refers to an earlier step of this store."""
+        """Whether the reference `found` is to an earlier step of this store."""
         now = self.reference
         same = all(found.get(key) == now[key] for key in ("job", "history"))
         return same and found["step"] < now["step"]
@@ -346,9 +360,12 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _rewrite(
         self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """Write staged values and the whole form `form` to the store, which is then at `step`.
+        """Write staged values and values of the whole form `form` to the store, and commit them.
 
-        `elsewhere`: the store is on remote servers, which are filled again.
+        Args:
+            form: A state dict in whole form, or None to write staged values only.
+            step: The step of the store after the call.
+            elsewhere: Whether the store is on remote servers. They are filled again.
         """
         if elsewhere:
             self._check_refill()
@@ -379,18 +396,19 @@ class StoredOptimizer(torch.optim.Optimizer):
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """Write these values to the store, which is at `step` afterwards, and commit them.
+        """Write these values to the store and commit them; the store is then at `step`.
 
-        With servers, all workers call it, and the values of worker 0 are used.
+        With servers, all workers must call this method, and the values of worker 0 are used.
 
         Args:
             step: The step that the values belong to.
-            values: Values by parameter index: fp32 if trainable, else in the parameter's dtype.
-            state: Optimizer state by parameter index, for parameters that were updated before:
-                the arrays and scalars of the update rule by name.
+            values: Values by parameter index. They are in fp32 if the parameter is trainable, else
+                in its own dtype.
+            state: Optimizer state by parameter index. Each entry has the arrays and scalars of the
+                update rule by name. Parameters that were never updated have no entry.
 
         Raises:
-            LoopError: The store cannot take other values now.
+            LoopError: The values in the store cannot be replaced now.
         """
         numbers = self.numbers
         masters = {numbers[i]: value for i, value in values.items() if i in numbers}
@@ -406,19 +424,20 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def scratch(self) -> Path:
-        """The directory for scratch files of values that are saved or loaded."""
+        """The directory for scratch files with values that are being saved or loaded."""
         return self._states.where
 
     def square_sums(self) -> dict[int, float]:
-        """Return the sum of squares of the gradients that all workers have pushed in this step.
+        """Return the sums of squares of this step's gradients.
 
-        The gradients are added up over the workers; the call waits for them.
+        The gradient of a parameter is the sum over all workers. The call waits until all workers
+        have pushed their gradients.
 
         Returns:
-            The sum of squares by index of each parameter with a gradient.
+            A dict from the index of each parameter with a gradient to its sum of squares.
         """
         workers, out = self.group.workers, dict[int, float]()
-        if workers > 1:  # every worker asks for all: another may have a gradient
+        if workers > 1:  # a block without a gradient here may have one on another worker
             for block in range(len(self.table.blocks)):
                 out |= self._worker.block_sums(block)
         else:
@@ -428,7 +447,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return {index: value * workers**2 for index, value in out.items()}
 
     def check_rewrite(self) -> None:
-        """Raise LoopError where other values cannot be written to the store now."""
+        """Raise LoopError if the values in the store cannot be replaced by new values now."""
         self._worker.check_process()
         if self._closed:
             raise LoopError(
@@ -439,28 +458,28 @@ class StoredOptimizer(torch.optim.Optimizer):
         if not local or self.session.store_plan.staleness == 1:
             what = "with staleness 1" if local else "on servers"
             raise LoopError(
-                f"other values cannot be loaded into a state {what}",
+                f"new values cannot be loaded into a store {what}",
                 hint=(
-                    "place the model on empty directories with place(..., weights=DIRECTORY) to"
-                    " begin with other values"
+                    "to begin with new values, place the model on an empty store with place(...,"
+                    " weights=DIRECTORY)"
                 ),
             )
         self._check_replaceable()
 
     def _check_refill(self) -> None:
-        """Raise LoopError where remote servers cannot be filled with other values now."""
+        """Raise LoopError if remote servers cannot be filled with new values now."""
         self._check_replaceable()
         if self.session.store_plan.staleness or self._worker.residual_block:
             raise LoopError(
-                "other values cannot be loaded into servers with a delay or with error feedback",
-                hint="leave both out, or place this stage on files of its host",
+                "new values cannot be loaded into servers with a delay or with error feedback",
+                hint="leave out delay and error feedback, or place this stage on files of its host",
             )
 
     def _check_replaceable(self) -> None:
-        """Raise LoopError where a step is in progress."""
+        """Raise LoopError if a step is in progress."""
         if any(p.grad is not None for p in self._params):
             raise LoopError(
-                "other values cannot be loaded while there are gradients for the next step()",
+                "new values cannot be loaded while there are gradients for the next step()",
                 hint="call step() or zero_grad() first",
             )
         self._check_not_updating()
@@ -469,18 +488,21 @@ class StoredOptimizer(torch.optim.Optimizer):
         step = self.steps_done + 1
         if any(state.updated for state in self._worker.blocks):
             raise LoopError(
-                f"updates of step {step} have begun during backward: no step is complete now",
+                f"updates of step {step} have begun during backward, but the step has not ended",
                 hint="call step() first",
             )
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """Let the body read values as of the last step taken. Those of a closed optimizer come
-        from its files."""
+        """Context manager, inside which values as of the last step() can be read.
+
+        Its target is the function that reads them. If the optimizer is closed, the function reads
+        the files of the store.
+        """
         if not self._closed or self._placed_again:
             self.check_usable()
             self._check_not_updating()
-            # some workers may not be in step(): waiting for a commit would never end
+            # Perhaps not all workers call this method, so waiting for the commit might never end.
             if self.group.workers > 1:
                 self.job_state.capture()
             else:
@@ -502,12 +524,12 @@ class StoredOptimizer(torch.optim.Optimizer):
         if not store_plan.directories:
             where = "in RAM and are lost" if self.session.servers.local else "on the servers"
             raise LoopError(
-                f"the placed optimizer is closed: the parameters of this model were {where}",
+                f"the model's parameters cannot be read after close(), because they were {where}",
                 hint="call state_dict() before close(), or place the model again",
             )
         store = open_store(store_plan.directories, direct=store_plan.direct)
         if store is None:
-            raise GoneError(f"{store_plan.directories[0]}: the store is no longer there")
+            raise GoneError(f"{store_plan.directories[0]}: the store no longer exists")
         with contextlib.closing(store):
             if (store.meta.job, store.step) != (self.session.meta.job, self.steps_done):
                 raise LoopError(
@@ -526,14 +548,14 @@ class StoredOptimizer(torch.optim.Optimizer):
 
 
 class _NoState(defaultdict[Any, Any]):
-    """`optimizer.state`: empty, and an error where its truth is tested.
+    """`optimizer.state` of a placed optimizer: an empty dict that raises an error as a boolean.
 
-    torch.distributed.checkpoint.state_dict does so, and would then take a step with zero gradients
-    to create the state, which would count as a step of the job.
+    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If it were false, it would
+    take a step with zero gradients to create the state, and this would count as a step of the job.
     """
 
     def __bool__(self) -> bool:
         raise LoopError(
-            "the state of a placed optimizer is in its store",
+            "optimizer.state is empty, because the state of a placed optimizer is in its store",
             hint="use optimizer.state_dict(), or state_dict(gather=True) for the values",
         )

@@ -1,6 +1,7 @@
-"""Files, Memory and Servers: where place() keeps parameters and optimizer state.
+"""Files, Memory and Servers: the places where place() keeps parameters and optimizer state.
 
-Each value checks itself when it is made; nothing is opened or connected here.
+Each class checks its options when an instance is created. This module opens no files and no
+connections.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from roadtrain.units import parse_bytes
 
 @dataclass(frozen=True)
 class Files:
-    """Keep the state in directories of this host. A store that is found there is resumed.
+    """Keep the state in directories of this host.
+
+    If the directories already hold a store, it is resumed.
 
     Args:
         directories: One directory or several, usually one per SSD. Each gets a server thread.
-        rates: Relative speeds by which a new store is spread over the directories, each above 0;
-            "measured": they are measured now. None: evenly.
-        direct: Use direct I/O where the file system supports it.
-        moved_from: Directories that the store was in and should leave. No other directories than
+        rates: Relative speeds of the directories, each above 0. A new store is distributed in
+            proportion to them. If "measured", the speeds are measured when a new store is made. If
+            None, the store is distributed evenly.
+        direct: Whether to use direct I/O if the file system supports it.
+        moved_from: Directories that held the store before and should not hold it any more. Only
             these and `directories` are read, written or removed.
 
     Raises:
-        ConfigError: A directory is named twice, none is named, or `rates` does not fit.
+        ConfigError: A directory is named twice, no directory is named, or the number of `rates`
+            differs from the number of directories.
     """
 
     directories: PathLike | Sequence[PathLike]
@@ -59,7 +64,7 @@ class Files:
             return
         if len(self.rates) != len(self.paths) or min(self.rates) <= 0:
             raise ConfigError(
-                f"rates {self.rates!r} for {len(self.paths)} directories",
+                f"rates {self.rates!r} do not fit {len(self.paths)} directories",
                 hint="use 'measured', or one number above 0 per directory",
             )
 
@@ -85,24 +90,26 @@ class Servers:
     Each update takes the mean of the workers' gradients.
 
     Args:
-        addresses: HOST:PORT of every server, always in the same order.
-        token: The job's secret, or the path of a file with it (mode 600).
+        addresses: HOST:PORT of every server, in the same order in every run.
+        token: The job's secret, or the path of a file that contains the secret (mode 600).
         tls: The certificate authority of the servers, and this worker's certificate and key.
-        connections: TCP connections to each server.
-        retry_s: Seconds to retry a connection. None: as long as place's `deadline_s`.
-        link: All options of the links at once, instead of `token`, `tls`, `connections` and
-            `retry_s`.
-        replicas: 1, or 2: a second server holds each chunk and applies the same updates.
+        connections: The number of TCP connections to each server.
+        retry_s: The number of seconds during which a failed connection is retried. If None,
+            `deadline_s` of place() is used.
+        link: An object with all options of the connections. If it is set, `token`, `tls`,
+            `connections` and `retry_s` cannot be set.
+        replicas: The number of servers that hold each chunk, 1 or 2. With 2, both servers apply the
+            same updates.
         give_up: Addresses of servers whose contents may be discarded if the servers disagree at
-            the start. Such a server is left out if it is away; if it answers, its store is moved
-            aside and filled again from its replica.
-        relay: Host bytes of a relay process that communicates for all workers of this host. None:
-            no relay.
-        fan_in: Switches on the way that sum gradients and copy parameters: a `FanIn`, or a list
-            with the HOST:PORT of the only switch. None: no switch.
+            the start. Such a server is left out if it does not answer. If it answers, its store is
+            moved aside and filled again from its replica.
+        relay: Host memory in bytes of a relay process that communicates with the servers for all
+            workers of this host. If None, there is no relay.
+        fan_in: Switches between workers and servers that sum gradients and copy parameters: a
+            `FanIn`, or a list with the HOST:PORT of the only switch. If None, there is no switch.
         buffering: Which blocks are kept on the device from forward to backward instead of being
-            fetched twice: "all", "none", or "auto": as many as fit, if that is faster than the
-            network.
+            fetched twice: "all", "none" or "auto". With "auto", as many blocks are kept as fit, but
+            none if fetching again is faster.
         residuals: A directory of this host for the residuals of error feedback (gradients that
             were not sent yet). Required with error feedback.
 
@@ -127,17 +134,17 @@ class Servers:
         check_options(Servers, vars(self))
         if not self.addresses:
             raise ConfigError(
-                f"Servers({self.addresses!r}): no addresses", hint="list at least one HOST:PORT"
+                f"Servers({self.addresses!r}) has no addresses", hint="list at least one HOST:PORT"
             )
         own = (self.token, self.tls, self.connections, self.retry_s)
         if self.link is not None and own != (None, None, 1, None):
             raise ConfigError(
-                "Servers(link=...) together with token, tls, connections or retry_s",
-                hint="set all of them in link",
+                "Servers(link=...) cannot be combined with token, tls, connections or retry_s",
+                hint="set these options in link",
             )
         if self.residual_files and len(self.residual_files.paths) != 1:
             raise ConfigError(
-                f"residuals are in {len(self.residual_files.paths)} directories, must be in 1",
+                f"residuals need 1 directory, but {len(self.residual_files.paths)} are named",
                 hint="name one directory of this host",
             )
         self._check_replicas()
@@ -147,20 +154,20 @@ class Servers:
         count, given_up = len(self.resolved), set(self.given_up)
         if self.replicas not in (1, 2) or self.replicas > count:
             raise ConfigError(
-                f"replicas = {self.replicas} with {count} server(s)",
-                hint="use 1, or 2 with at least 2 servers",
+                f"replicas = {self.replicas} with {count} server(s) is not possible",
+                hint="set replicas to 1, or to 2 with at least 2 servers",
             )
         unknown = not given_up <= set(self.resolved)
         if given_up and (unknown or self.replicas == 1 or len(given_up) == count):
             raise ConfigError(
-                f"give_up = {list(self.give_up)} of servers {list(self.addresses)} with replicas ="
-                f" {self.replicas}",
-                hint="list some, but not all, of the addresses, with replicas = 2",
+                f"give_up = {list(self.give_up)} with replicas = {self.replicas} is not possible"
+                f" for the servers {list(self.addresses)}",
+                hint="list some, but not all, of the servers, with replicas = 2",
             )
 
     @cached_property
     def route(self) -> Route:
-        """How this worker reaches the servers: directly, or through a relay or switches."""
+        """The route from this worker to the servers: direct, or through a relay or switches."""
         route: Route = DirectRoute()
         if self.fan_in is not None:
             route = load("fan-in")(self.fan_in)
@@ -182,9 +189,10 @@ class Servers:
         return files if files is None or isinstance(files, Files) else Files(files)
 
     def options(self, deadline_s: float) -> TcpOptions:
-        """Return the options of the links; by default they retry as long as `deadline_s`.
+        """Return the options of the connections to the servers.
 
-        Servers may still be starting, or still be serving workers that are leaving.
+        If `retry_s` is not set, connections are retried for `deadline_s`, because a server may
+        still be starting, or still be serving the workers of an earlier session.
         """
         token = self.token if isinstance(self.token, bytes | None) else token_of(str(self.token))
         own = TcpOptions(

@@ -1,14 +1,16 @@
 """Objects whose state is committed with each step: schedulers, loaders, generators, loss scalers.
 
-Note "when a state is captured". A step is complete only after the next lines of the loop, such as
-scheduler.step() and scaler.update(). So most states are captured when the next forward begins, and
-the step cannot be committed before that. By then the loop has drawn the next batch, which belongs
-to the next step. So the sources of batches (iterables, torch.Generator) and the random generators
-of the process are captured when step() ends, and again when a tracked DataLoader is asked for the
-next batch, since an evaluation may lie in between.
+When states are captured: After step(), the loop still changes some states, for example with
+scheduler.step() and scaler.update(). Therefore most states are captured when the next forward
+begins, and the step cannot be committed before the next forward. At that time the loop has already
+drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
+torch.Generator) and the random generators of the process are captured earlier: when step() ends,
+and again just before a tracked DataLoader draws the next batch. The second capture includes the
+random numbers that an evaluation between both may have drawn.
 
-A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers the
-generators that determined their order. Batches that a loop draws ahead of its steps are not seen.
+A DataLoader has no state of its own: `LoaderPosition` counts its batches, and stores the states of
+the generators that determined their order. A loop that draws batches ahead of its steps is not
+detected.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
     """Set the process's random generators to the result of `generators`."""
     torch.set_rng_state(state["torch"])
     if (saved := state["cuda"]) and device.type == "cuda":
-        # the first version stored those of all devices that the process saw
+        # the first version of the format stored the generators of all devices
         own = saved[min(device.index or 0, len(saved) - 1)]
         torch.cuda.set_rng_state(own, device)
     random.setstate(state["python"])
@@ -57,13 +59,14 @@ def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
 def trackable(
     name: str, thing: Any, before_batch: Callable[[], None], settle: Callable[[], None]
 ) -> Any:
-    """Return `thing`, or a wrapper of it, with `state_dict` and `load_state_dict`.
+    """Return an object with `state_dict` and `load_state_dict`: `thing` itself, or a wrapper.
 
     Args:
-        name: Name for messages.
+        name: The user's name of the object, for messages.
         thing: The object that the user tracks.
-        before_batch: Called before a DataLoader draws a batch.
-        settle: Sets the process's generators to those of the resumed step.
+        before_batch: A function that is called before a DataLoader draws a batch.
+        settle: A function that sets the process's generators to their states at the end of the
+            resumed step.
 
     Raises:
         ConfigError: The state of `thing` cannot be saved or restored.
@@ -84,8 +87,10 @@ def trackable(
 
 
 def _has_state(thing: Any) -> bool:
-    """Whether `thing` can save and restore its state. The loaders of accelerate have the methods,
-    but these fail if the wrapped loader has none."""
+    """Whether `thing` can save and restore its state.
+
+    Loaders of accelerate have both methods, but these fail if the wrapped loader lacks them.
+    """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
         return False
@@ -98,22 +103,22 @@ def _has_state(thing: Any) -> bool:
 
 
 def is_data(thing: Any) -> bool:
-    """Whether batches come from `thing`, so that its state is captured when step() ends."""
+    """Whether `thing` is a source of batches, so that its state is captured when step() ends."""
     iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
     mine = isinstance(thing, (LoaderPosition, GeneratorState))
     return mine or (iterable and not isinstance(thing, torch.nn.Module))
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether `thing` sets hyperparameters. accelerate wraps schedulers."""
-    inner = getattr(thing, "scheduler", thing)
+    """Whether `thing` is a learning-rate scheduler."""
+    inner = getattr(thing, "scheduler", thing)  # accelerate wraps schedulers
     return isinstance(inner, LRScheduler) or (
         hasattr(inner, "optimizer") and hasattr(inner, "step")
     )
 
 
 class GeneratorState:
-    """A torch.Generator as an object with a state dict."""
+    """A wrapper that gives a torch.Generator the methods of a Stateful."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -128,9 +133,9 @@ class GeneratorState:
 class LoaderPosition:
     """The position of a DataLoader in its current epoch.
 
-    `began` holds the generators and counters of its samplers at the start of the epoch, `served`
-    counts the batches drawn since. The loader keeps its identity; its class is replaced by a
-    subclass that counts.
+    `began` holds the states of the random generators and the counters of the samplers at the start
+    of the epoch. `served` is the number of batches that were drawn in the epoch. The DataLoader
+    object stays the same, but its class is replaced by a subclass that counts batches.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class LoaderPosition:
         self._loader, self.before_batch, self._settle = loader, before_batch, settle
         self.began: Mapping[str, Any] = {}
         self.served = 0
-        # the position to resume at, until a step is taken or the epoch ends
+        # the position at which the next iteration resumes; None after a step or the end of an epoch
         self.resumed: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +158,10 @@ class LoaderPosition:
         self.resumed = state if state["served"] else None
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> _Batches:
-        """Iterate from the current position; `begin` is the loader's own `__iter__`."""
+        """Return an iterator that begins at the resumed position, or at the start of an epoch.
+
+        `begin` is the loader's own `__iter__`.
+        """
         self.before_batch()
         if self.resumed is None:
             return _Batches(self, self.begin_epoch(begin), None)
@@ -179,7 +187,7 @@ class LoaderPosition:
             setattr(owner, key, value)
 
     def _owners(self) -> list[Any]:
-        """Return the loader and its samplers, each once."""
+        """Return the loader and its samplers without duplicates."""
         found: list[Any] = [self._loader]
         for owner in found:
             inner = (getattr(owner, name, None) for name in SAMPLERS)
@@ -196,7 +204,7 @@ class LoaderPosition:
 
 
 def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return a subclass of the same name that counts its batches."""
+    """Return a subclass of `cls` with the same name that counts its batches."""
 
     def __iter__(self: Any) -> _Batches:
         position: LoaderPosition = self._position
@@ -206,7 +214,11 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 class _Batches:
-    """The iterator of one epoch. `begin` is set if it resumes within an epoch, else None."""
+    """The iterator over the batches of one epoch.
+
+    `begin` is None, except if the iterator resumes within an epoch: it then starts the next epoch
+    in case no batch of this epoch is left.
+    """
 
     def __init__(
         self,
@@ -228,7 +240,7 @@ class _Batches:
             position.resumed = None
             if self._begin is None:
                 raise
-            # the resumed step was the last one of its epoch
+            # the resumed step was the last step of its epoch
             self._batches, self._begin = position.begin_epoch(self._begin), None
             batch = next(self._batches)
         self._begin = None
@@ -237,7 +249,10 @@ class _Batches:
 
 
 def _skip(batches: Iterator[Any], count: int) -> None:
-    """Skip `count` batches, without reading their items if they are read in this process."""
+    """Skip `count` batches.
+
+    If the loader has no worker processes, the items of skipped batches are not read.
+    """
     source: Iterator[Any] = batches
     if getattr(batches, "_num_workers", 1) == 0:
         by_index = hasattr(getattr(batches, "_dataset", None), "__getitem__")

@@ -3,15 +3,16 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-The trainers thus spend neither interpreter lock nor CPU time on the network. The relay pulls
-parameters once for all workers and caches them while its budget lasts. It forwards the gradients of
-a single worker as they arrive, and those of several workers as their sum (fp32, in worker order:
-Rule 1). To the servers it is one worker. It has one ServerChannel per server: link threads around
-the state machine in relay/protocol/relay.py, and no others.
+So the training processes spend no CPU time on the network. The relay pulls parameters once for all
+workers and caches as many as its memory can hold. Gradients of a single worker are forwarded as
+they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule 1), and the
+sum is sent. To the servers, the relay looks like one worker. It has one ServerChannel per server.
+A ServerChannel has no threads of its own: threads of links call the state machine in
+relay/protocol/relay.py.
 
-Worker 0 of the host starts the relay and writes its orders to its standard input; the relay ends
-when the workers have left. Does NOT import torch, make decisions, or hold anything that a restart
-needs.
+Worker 0 of the host starts the relay and writes an Orders object to the relay's standard input. The
+relay ends when the workers have left. Does NOT import torch, make decisions, or hold state that is
+needed after a restart.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ from roadtrain.transport.listener import Listener
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import round_up, show_bytes
 
-SILENT_S = 30.0  # a worker silent for longer counts as stopped: no more heartbeats to the server
+# If a worker is silent for longer, the relay stops sending heartbeats to the server.
+SILENT_S = 30.0
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def run(orders: Orders) -> None:
-    """Serve until every worker has left, or until the deadline if none connects."""
+    """Serve until every worker has left. Raises DeadlineError if no worker connects in time."""
     ends, over = orders.ends, threading.Semaphore(0)
     route = routes.from_json(*orders.onward).open(ends)
     directory = Path(orders.directory)
@@ -111,7 +113,7 @@ def run(orders: Orders) -> None:
 
 
 def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
-    """Listen, and retry while the relay of the previous start still holds the socket."""
+    """Listen on the socket `path`. Retry while the relay of the previous start still uses it."""
     near = local_options(options)
     return retry(
         lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
@@ -119,8 +121,11 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 
 
 class ServerChannel(IntermediarySession):
-    """The traffic between the workers of this host and one server: the workers' session, and the
-    Receiver of the link to the server. Ranks are ranks on this host."""
+    """The traffic between the workers of this host and one server.
+
+    It is the session of the workers and the Receiver of the link to the server. Ranks are ranks
+    within this host.
+    """
 
     machine: RelayStateMachine
 
@@ -132,10 +137,10 @@ class ServerChannel(IntermediarySession):
         self.orders, self.number, self._finished = orders, number, finished
         self._route = route
         self._signature, self._chunks = meta.signature, meta.table.chunks
-        self._tickets = itertools.count(1)  # of pushed sums; the server identifies buffers by it
+        self._tickets = itertools.count(1)  # tickets of pushed sums
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
-        # (chunk, worker) -> tickets of the pushes held for it
+        # (chunk, worker) -> tickets of the worker's pushes whose buffers are still in use
         self._kept: dict[tuple[int, int], list[int]] = {}
         self._grads: Any = None  # PushedGradients, with several workers
         if orders.local > 1:
@@ -143,8 +148,10 @@ class ServerChannel(IntermediarySession):
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """Connect to the server as a worker whose rank is the number of this host. Raises
-        PeerError."""
+        """Connect to the server like a worker; the rank is the number of this host.
+
+        Raises PeerError.
+        """
         ends, local = self.orders.ends, self.orders.local
         group, summed = ends.group, 1 if local == 1 else -local
         hello = m.Hello(
@@ -169,12 +176,12 @@ class ServerChannel(IntermediarySession):
                 raise self.busy()
             if not 0 <= index < local:
                 raise WireError(
-                    f"worker {caller.rank} is not among the {local} of host {host.rank}"
+                    f"worker {caller.rank} is not one of the {local} worker(s) of host {host.rank}"
                 )
             if caller.signature != self._signature:
                 raise ForeignError(
-                    f"worker {caller.rank} has a different model, dtype, chunk size or optimizer"
-                    " from worker 0 of its host",
+                    f"the model, dtype, chunk size or optimizer of worker {caller.rank} is not the"
+                    " same as on worker 0 of its host",
                     hint="run the same job on every worker",
                 )
             return self.join(index, link)
@@ -192,7 +199,7 @@ class ServerChannel(IntermediarySession):
             self.post(messages.PeerLost(rank, str(error)))
 
     def ended(self, error: BaseException) -> None:
-        """Tell the remaining workers the reason. The server sees its worker disconnect."""
+        """Send the reason to the remaining workers. The server only sees a lost connection."""
         self.dismiss(error)
         if self._connected.is_set():
             self._up.close()
@@ -202,11 +209,11 @@ class ServerChannel(IntermediarySession):
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
-            raise WireError(f"there is no chunk {number}, only {len(self._chunks)} chunks")
+            raise WireError(f"chunk {number} does not exist: there are {len(self._chunks)} chunks")
         return self._chunks[number]
 
     def beat(self) -> None:
-        """Forward a heartbeat, but only while no worker of the host is silent."""
+        """Forward a heartbeat to the server, but only while no worker of the host is silent."""
         if not any(worker.silent_for(SILENT_S) for worker in self.everyone()):
             super().beat()
 

@@ -1,8 +1,7 @@
-"""The route by a relay: the workers of a host reach the relay over shared memory, and the relay
-reaches the servers.
+"""The route through a relay, which `Servers(relay=SIZE)` selects.
 
-`Servers(relay=SIZE)` selects it. Worker 0 of each host starts the relay process (relay/relay.py),
-which uses the route `onward` to reach the servers.
+Worker 0 of each host starts the relay process (relay/relay.py). The workers of the host reach the
+relay over shared memory, and the relay reaches the servers by the route `onward`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import MIB, show_bytes
 
-END_S = 10.0  # for the relay to exit after its workers have left
+END_S = 10.0  # time for the relay to exit after its workers have left
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class RelayRoute:
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         if replicas > 1:
             raise ConfigError(
-                f"a relay cannot tell which of {replicas} replicas of a server is missing",
+                f"a relay cannot be combined with replicas = {replicas}",
                 hint="leave out relay or replicas",
             )
         if type(options) is not TcpOptions:
             raise ConfigError(
                 "a relay reaches the servers over TCP, but link is"
                 f" {type(options).__module__}.{type(options).__name__}",
-                hint="leave out relay, or pass roadtrain.transport.tcp.TcpOptions as link",
+                hint="leave out relay, or pass a roadtrain.transport.tcp.TcpOptions as link",
             )
         self.onward.check_links(options, replicas)
 
@@ -64,7 +63,7 @@ class RelayRoute:
         self.onward.check_workers(_hosts(group), compressed)
         if compressed and group.local > 1:
             raise ConfigError(
-                f"a relay sums whole gradients of its {group.local} workers, not top-k ones",
+                f"a relay sums whole gradients of its {group.local} workers, but TopK sends parts",
                 hint="leave out relay or TopK",
             )
 
@@ -72,8 +71,10 @@ class RelayRoute:
         return self.onward.lossy(_hosts(group))
 
     def open(self, ends: RouteEnds) -> OpenRoute:
-        """Start the relay on worker 0 of the host. Raises BudgetError if its memory is too
-        small."""
+        """Return the open route. Worker 0 of the host starts the relay.
+
+        Raises BudgetError if `host_bytes` is too small.
+        """
         group = ends.group
         budgets = derive_relay(
             ends.meta.table,
@@ -100,10 +101,10 @@ class RelayRoute:
 
 @dataclass(frozen=True)
 class OpenRelayRoute:
-    """An OpenRoute: the sockets of a relay, and its process on worker 0 of the host."""
+    """An OpenRoute through a relay."""
 
-    directory: Path
-    process: subprocess.Popen[bytes] | None
+    directory: Path  # contains the sockets of the relay
+    process: subprocess.Popen[bytes] | None  # the relay, in worker 0 of the host; else None
     via = ""
 
     def connect(
@@ -119,8 +120,7 @@ class OpenRelayRoute:
         )
 
     def close(self) -> None:
-        """Wait until the relay exits, which it does when the workers have left; kill it after
-        END_S."""
+        """Wait until the relay has exited. Kill it if it has not exited after END_S."""
         if self.process is not None:
             try:
                 self.process.wait(END_S)
@@ -134,15 +134,20 @@ class OpenRelayRoute:
 
 
 def _hosts(group: WorkerIdentity) -> WorkerIdentity:
-    """Return the identity of this host's relay among the relays, for the route onward."""
+    """Return the rank of this host's relay among all relays, for the route onward.
+
+    `group` is the identity of a worker of this host.
+    """
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1
     )
 
 
 def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
-    """Return the directory of the sockets of a host's relay. It is the same for all workers of the
-    host and changes with every start of a job."""
+    """Return the directory for the sockets of a host's relay.
+
+    The directory is the same for all workers of the host, and differs at every start of a job.
+    """
     name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
 
@@ -154,19 +159,19 @@ def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
 class RelayBudgets:
     """The memory that a relay uses for each server."""
 
-    copies: int  # buffers of parameters
-    pool: int  # gradient buffers of each worker
-    piece_bytes: int  # of each of these buffers
-    scratch_bytes: int  # of one sum
+    copies: int  # number of buffers for parameters
+    pool: int  # number of gradient buffers per worker
+    piece_bytes: int  # size of each buffer for parameters or gradients
+    scratch_bytes: int  # size of the buffer for one sum
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The input of a relay process, which reads it as JSON from its standard input."""
+    """The input of a relay process, which reads this object as JSON from its standard input."""
 
-    directory: str  # of the sockets that the relay listens on
-    ends: RouteEnds  # of the route onward; its participants are the relays, one per host
-    local: int  # workers of this host
+    directory: str  # directory of the sockets that the relay listens on
+    ends: RouteEnds  # the ends of the route onward; its participants are the relays, one per host
+    local: int  # number of workers of this host
     budgets: RelayBudgets
     onward: tuple[str, str]  # the route to the servers: its name and options (routes.from_json)
 
@@ -184,13 +189,13 @@ def start(orders: Orders) -> subprocess.Popen[bytes]:
 def derive_relay(
     table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
 ) -> RelayBudgets:
-    """Split a relay's `host_bytes`. Raises BudgetError if they are too few."""
+    """Divide the memory of a relay. Raises BudgetError if `host_bytes` is too small."""
     least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
     if host_bytes < least:
         raise BudgetError(
             f"a relay of {local} worker(s) and {servers} server(s) needs at least"
             f" {-(-least // MIB)} MiB, but it has {show_bytes(host_bytes)}",
-            hint="raise relay, or use smaller chunks",
+            hint="give the relay more memory (the option `relay`), or use smaller chunks",
         )
     more = (host_bytes - least) // (servers * own.piece_bytes)
     return replace(own, copies=own.copies + min(more, len(table.chunks)))
@@ -199,10 +204,13 @@ def derive_relay(
 def least_relay(
     table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
 ) -> tuple[int, RelayBudgets]:
-    """Return the minimum memory of a relay in bytes, and how it is split. The gradients of a single
-    worker pass through. Those of several are held until all workers have sent theirs; if they wait
-    for step(), those of the whole model are held at once."""
-    share = -(-len(table.trainable) // servers) + 2  # chunks of a server
+    """Return the minimum memory of a relay in bytes, and its division among the kinds of buffers.
+
+    Gradients of a single worker are forwarded at once. With several workers, the gradient of a
+    chunk is held until all workers have sent it. If `holds_gradients`, all gradients wait for
+    step(), so the gradients of the whole model must fit.
+    """
+    share = -(-len(table.trainable) // servers) + 2  # most trainable chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)
     scratch = buffer_for(chunk.numel * 4 for chunk in table.trainable) if local > 1 else 0
     pool = min(share, 8) if local == 1 or not holds_gradients else share

@@ -1,7 +1,8 @@
-"""Parameter servers and their workers. A server applies the update rule to pushed gradients and
-answers pulls with the new parameters.
+"""Parameter servers and their workers. Workers push gradients to a server and pull parameters from
+it. The server applies the update rule.
 
-The same state machines (`protocol/`) run in a thread of this process and in `roadtrain serve`; only
-the link differs. Read `session.py` first (a worker's links to its servers), then `worker.py` and
-`server.py`. `routes.py` describes how a worker reaches servers on other hosts.
+A server is either in the worker's process or a process of `roadtrain serve`. Both run the same
+state machines (`protocol/`); only the links to the workers differ. Read `session.py` first (a
+worker's links to its servers), then `worker.py` and `server.py`. `routes.py` describes how a worker
+reaches servers on other hosts.
 """

@@ -1,14 +1,15 @@
-"""MessageLink: a worker's link to a server. WorkerConnection and HostedSession: the workers of one
-start of a job, as seen by a server, relay, reducer or coordinator.
+"""MessageLink: a worker's link to a server. HostedSession and WorkerConnection: a session of
+workers and its connections, in the process of a server, relay, reducer or coordinator.
 
     listener: a link and its hello --> HostedSession.join --> WorkerConnection, the link's Receiver
     link:     room, arrived        --> the header is checked --> HostedSession.take
-    link:     lost                 --> HostedSession.left --> end, once, with the reason
-    end                            --> every worker is told the reason, every link is closed
+    link:     lost                 --> HostedSession.left --> end, if all links are closed
+    end                            --> every worker gets the reason, every link is closed
 
-A session has one place per rank: a second connection for the same rank, or one from another start
-of the job, is refused with BusyError. An invalid frame from one worker ends the session for all.
-Assumes that the listener has checked the hello. Does NOT know what frames mean.
+A session has one connection per rank. A second connection for the same rank is refused with
+BusyError, and so is a connection from another start of the job. An invalid frame from any worker
+ends the session for all workers. Assumes that the listener has checked the hello. Does NOT know
+what frames mean.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 MOST_WORKERS = 1 << 16
-COMING_S = 600.0  # the longest time that receiving one frame may take, on a slow link
+COMING_S = 600.0  # the longest time that receiving a frame may take; for slow links
 # Hints for a wait that exceeded its deadline
 NO_ANSWER = "restart the silent process, then the job; it resumes at the last committed step"
 SLOW = (
@@ -37,42 +38,52 @@ SLOW = (
 
 
 class MessageLink(Protocol):
-    """A link to one server, which is a Server of this process or elsewhere. Messages refer to bulk
-    data by memoryviews (`into`, `grad`)."""
+    """A link to one server, in this process or in another. Messages refer to parameters and
+    gradients by memoryviews (`into`, `grad`)."""
 
     peer: str  # name in messages to the user: "server 0 (/mnt/ssd0/run)"
 
     def send(self, message: Any) -> None:
-        """Queue a message; order is kept. Does not block. Raises LostError once closed."""
+        """Queue a message without blocking. Messages arrive in the order of the calls.
+
+        Raises LostError if the link is closed.
+        """
 
     def waits_for(self) -> str:
-        """Return ", which waits for ..." if the server itself waits for somebody, else an empty
-        string. For messages to the user."""
+        """Return a clause for messages to the user that says what the server itself waits for.
+
+        The clause is ", which waits for ...". It is empty if the server does not wait.
+        """
 
 
 class WorkerConnection:
-    """The place of one worker in a session: the Receiver of its link.
+    """The connection of one worker in a session, and the Receiver of the worker's link.
 
-    Invariant: each frame with a payload gets a buffer and then arrives, in order, so `_arrived` is
-    at most `_buffered`."""
+    Invariant: `_arrived` is at most `_buffered`, because each frame with a payload first gets a
+    buffer and then arrives, in order.
+    """
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
         self.session, self.rank, self.link = session, rank, link
-        self.last_seen = time.monotonic()  # when its last frame arrived
-        self._buffered = 0  # frames with a payload that got a buffer
-        self._arrived = 0  # frames with a payload that arrived
-        # While this thread waits for a buffer or handles a frame, the worker is not silent.
+        self.last_seen = time.monotonic()  # time at which the worker's last frame arrived
+        self._buffered = 0  # number of frames with a payload that got a buffer
+        self._arrived = 0  # number of frames with a payload that arrived
+        # Whether the link's thread waits for a buffer, or handles a frame. The worker does not
+        # count as silent meanwhile, because the thread cannot receive its frames.
         self._allocating = False
         self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Send a frame ahead of bulk data. If the worker is lost, `lost` reports it."""
+        """Send a frame ahead of queued parameters. Does not raise if the link is lost, because the
+        link then calls `lost`."""
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
     def silent_for(self, limit_s: float) -> float:
-        """Return the seconds since its last frame if they exceed `limit_s` (COMING_S while a frame
-        is being received), else 0."""
+        """Return the seconds since the worker's last frame if they exceed `limit_s`, else 0.
+
+        While a frame is being received, the limit is at least COMING_S.
+        """
         if self._allocating or self._handling:
             return 0.0
         if self._buffered != self._arrived:
@@ -90,7 +101,7 @@ class WorkerConnection:
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if nbytes > self.session.payloads.get(kind, 0):
-            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes")
+            raise WireError(f"a payload of {nbytes} bytes is too large for a frame of kind {kind}")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -99,7 +110,7 @@ class WorkerConnection:
             self.take(kind, m.header(kind, header), payload)
         except RoadtrainError as error:
             self.session.end(error)
-        except Exception as error:  # a bug here: without this nobody would end the session
+        except Exception as error:  # a bug in this process, which must also end the session
             self.session.end(LostError(f"this server failed: {type(error).__name__}: {error}"))
         finally:
             self.last_seen, self._handling = time.monotonic(), False
@@ -116,24 +127,27 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class HostedSession(Generic[C]):
-    """The workers `0..workers-1` of one start of a job.
+    """The session of the workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `lost_ranks` is a subset of `connections`; once `over` is set it
-    stays, and no worker joins any more."""
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, it does
+    not change, and no worker can join.
+    """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
-    payloads: ClassVar[Mapping[int, int]] = {}  # kind of frame -> its largest payload, in bytes
+    # kind of frame -> size of its largest payload in bytes; other kinds have no payload
+    payloads: ClassVar[Mapping[int, int]] = {}
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.connections: dict[int, C] = {}
         self.lost_ranks: set[int] = set()  # ranks whose link is closed
-        self.over: BaseException | None = None  # why the session has ended; None: it has not
-        self.threads: list[threading.Thread] = []  # they close links, and end soon after `end`
+        # the reason for which the session has ended; None while the session is running
+        self.over: BaseException | None = None
+        self.threads: list[threading.Thread] = []  # threads that close links after `end`
         self.lock = threading.Condition()  # notified when a link is closed
 
     def join(self, rank: int, link: Link) -> C:
-        """Add a worker. Raises BusyError if its place is taken."""
+        """Add a worker. Raises BusyError if the rank is already connected, or the session over."""
         with self.lock:
             if not self.takes(rank):
                 raise self.busy()
@@ -142,7 +156,7 @@ class HostedSession(Generic[C]):
         return connection
 
     def takes(self, rank: int) -> bool:
-        """Return whether a worker may take this place. Call under `lock`."""
+        """Return whether a worker may join with this rank. Call under `lock`."""
         return self.over is None and 0 <= rank < self.workers and rank not in self.connections
 
     def busy(self) -> BaseException:
@@ -157,7 +171,7 @@ class HostedSession(Generic[C]):
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """Handle a frame. An exception ends the session."""
+        """Handle a frame. If this method raises, the session ends."""
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -165,7 +179,7 @@ class HostedSession(Generic[C]):
             return list(self.connections.values())
 
     def left(self, connection: C, error: PeerError) -> None:
-        """Record that the link of a worker is closed."""
+        """Record that the link of a worker is closed, and call `one_left`."""
         with self.lock:
             self.lost_ranks.add(connection.rank)
             all_gone = len(self.lost_ranks) == len(self.connections)
@@ -185,13 +199,15 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Handle the end of the session. Called once, from any thread including those of links, so
-        it must not block."""
+        """Handle the end of the session. Called once, and possibly in the thread of a link, so this
+        method must not block."""
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
-        """Send the reason to all workers and close their links, each from a new thread, because a
-        link cannot be closed by its own thread."""
+        """Send the reason to all workers and close their links.
+
+        Each link is closed in a new thread, because a link's own thread cannot close it.
+        """
         for connection in self.everyone():
             connection.say(m.FAILED, (type(error).__name__, str(error)))
             self.threads.append(
@@ -200,7 +216,7 @@ class HostedSession(Generic[C]):
             self.threads[-1].start()
 
     def wait_for_the_end(self, wait_s: float | None = None) -> None:
-        """Join the threads that close links, each for at most `wait_s`."""
+        """Wait until all links are closed, at most `wait_s` for each."""
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(wait_s)
@@ -214,8 +230,11 @@ def link_to(
     options: TcpOptions,
     name: str = "the coordinator",
 ) -> Link:
-    """Connect to a reducer or its coordinator. With no address, connect to `own`, which accepts
-    links of this process."""
+    """Connect to a reducer or its coordinator, and return the link.
+
+    A TCP or shared-memory address leads to another process. If `address` is None, connect to `own`,
+    the function that accepts links in this process.
+    """
     greeting = m.encode(hello)
     if isinstance(address, str):
         near = local_options(options)

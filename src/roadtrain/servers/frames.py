@@ -5,17 +5,18 @@
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
 
-The frames before the bar set a session up (servers/serve.py, servers/remote_servers.py); the others
-carry the messages of servers/protocol/messages.py. Everything is checked on arrival: a frame that
-does not fit raises WireError, and nothing is executed or unpickled (Rule 8).
+The frames before the bar set up a session (servers/serve.py, servers/remote_servers.py). The frames
+after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on arrival:
+an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
 
-Optional packages have frames of their own (sums/sum_frames.py, switch/switch_frames.py), with
-numbers that are used nowhere else.
+Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py), whose numbers
+are not used here.
 
-NOTE language. LANGUAGE is a digest of all messages of all packages: the name and number of each,
-and the types of its header; also of the hello and of payloads that have types. Both ends of a link
-exchange it in the handshake. tests/unit/test_language.py computes it and prints the new value.
-EDITION stands for what types cannot express: raise it when the meaning of a field changes.
+NOTE language. LANGUAGE is a digest of all frames of all packages: of the name and number of each
+frame and the types in its header, and of the hello and the payloads that have types. Both ends of a
+link compare it in the handshake. tests/unit/test_language.py computes the digest and prints the new
+value. EDITION stands for changes that types cannot express: increase it when the meaning of a field
+changes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ STEP_WORDS = 49
 
 
 class ChunkHeader(NamedTuple):
-    chunk: int  # in Read and Record also -1: the blobs committed with the last step
+    chunk: int  # in Read and Record, -1 stands for the blobs committed with the last step
 
 
 class StepHeader(NamedTuple):
@@ -76,20 +77,24 @@ class StepHeader(NamedTuple):
 
 
 class OpenHeader(NamedTuple):
-    """Worker 0's order to open or make the server's part of the store. The payload describes it."""
+    """Worker 0's order to open or make the server's part of the store.
 
-    new: bool  # make the part; otherwise open it
-    step: int  # of the generation to open or make
-    servers: int  # servers that the store is spread over
-    holds_gradients: bool  # gradients wait for the global norm
-    snapshot: int  # resume from the snapshot of this step, if the new part is of it; -1: none
-    given_up: bool  # move aside the contents that the new part replaces
+    The payload describes the store.
+    """
+
+    new: bool  # True: make the part; False: open it
+    step: int  # step of the part to open or make
+    servers: int  # number of servers of the store
+    holds_gradients: bool  # whether gradients wait for the global norm
+    # Step of the snapshot to open, -1 for none. If it equals `step`, a new part is filled from it.
+    snapshot: int
+    given_up: bool  # whether the contents that the new part replaces are moved aside
 
 
 class WelcomeHeader(NamedTuple):
-    step: int  # newest step of the store here, -1 without a store
-    snapshots: tuple[int, ...]  # steps of its snapshots
-    every: int  # steps between two snapshots; 0: none are taken
+    step: int  # newest step of this server's store, -1 without a store
+    snapshots: tuple[int, ...]  # steps of this server's snapshots
+    every: int  # number of steps between two snapshots, 0 if none are taken
     rests: str  # location of the state, as text
 
 
@@ -97,16 +102,20 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The reason why a server keeps its workers waiting, with its progress until Ready."""
+    """The reason why a server keeps its workers waiting, and its progress in bytes.
+
+    If `of` is WAITS_ONLY, there is no progress, and `doing` names the peer that does not answer
+    ("" if all peers answer).
+    """
 
     doing: str
     done: int
-    of: int  # WAITS_ONLY: no progress; `doing` names who does not answer ("": everybody does)
+    of: int
 
 
 class ReadyHeader(NamedTuple):
     step: int  # the last committed step
-    members: tuple[int, ...]  # the session's servers
+    members: tuple[int, ...]  # numbers of the servers that take part in the session
     job: str
 
 
@@ -123,10 +132,10 @@ class PulledHeader(NamedTuple):
 
 class PushHeader(NamedTuple):
     chunk: int
-    fresh: bool  # the first of its step: it replaces what is held
+    fresh: bool  # whether it replaces the gradient that is held; else it is added
     ticket: int
-    values: int  # number of values of a sparse gradient; -1: it is dense
-    dtype: str  # of the values; of a dense gradient only if it was downcast, else ""
+    values: int  # number of values of a sparse gradient; -1 if the gradient is dense
+    dtype: str  # dtype of the values; "" for a dense gradient that was not downcast
 
     @property
     def dense(self) -> bool:
@@ -147,7 +156,8 @@ class ApplyUpdateHeader(NamedTuple):
 
 class WrittenHeader(NamedTuple):
     step: int
-    sums: tuple[tuple[int, int, int], ...]  # (owner, sum, weighted sum) for each owner
+    # (owner, sum, weighted sum) for each owner; see Note "two sums" in protocol/commit.py
+    sums: tuple[tuple[int, int, int], ...]
 
 
 class FailedHeader(NamedTuple):
@@ -158,8 +168,8 @@ class FailedHeader(NamedTuple):
 NO_FIELDS = tuple[()]
 HEADERS: Mapping[int, Any] = {
     OPEN: OpenHeader,
-    FILL: ChunkHeader,  # the payload is its record
-    SETTLE: NO_FIELDS,  # a new part is complete and counts; the payload is the blobs of its step
+    FILL: ChunkHeader,  # the payload is the chunk's record
+    SETTLE: NO_FIELDS,  # the new part is complete; the payload has the blobs of its step
     BEGIN: NO_FIELDS,
     READ: ChunkHeader,
     PULL: PullHeader,
@@ -195,23 +205,24 @@ class Hello(NamedTuple):
     session: str
     rank: int
     workers: int
-    local: int  # workers per host that are summed first; negative: a relay has summed them
+    local: int  # workers per host whose gradients are summed first; negative if a relay sums them
     server: int  # number of the server
     signature: str  # digest of the layout
 
 
-# Prefix of a hello that tells a server to resume without others; a Without follows it.
+# Prefix of a hello that allows a server to resume without some other servers. An encoded Without
+# follows.
 WITHOUT = b"roadtrain without "
 
 
 class Without(NamedTuple):
     job: str
     link: str  # id of the last link of the history (storage/history.py)
-    servers: tuple[int, ...]
+    servers: tuple[int, ...]  # the servers that may be absent
 
 
-# The answer of health.answer: the server's state, worker -> (seconds, what it waits for), and
-# stage -> seconds.
+# The frame that health.answer sends: (the server's state as text, a dict from each worker to the
+# seconds for which it has been waiting and the reason, a dict from each stage to its seconds).
 Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
 HELLO = msgspec.msgpack.Decoder(Hello)
 WITHOUT_REST = msgspec.msgpack.Decoder(Without)
@@ -220,12 +231,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def declare(headers: Mapping[int, Any]) -> None:
-    """Register the headers of these kinds of frames. Each package with frames calls it once."""
+    """Register the header types of kinds of frames. Each package with frames calls it once."""
     _DECODERS.update({kind: msgspec.msgpack.Decoder(header) for kind, header in headers.items()})
 
 
 def _shape(kind: Any) -> str:
-    """Return a type as text, equal in all versions of Python. Named fields are left out."""
+    """Return a text for a type that is the same in all versions of Python, without field names."""
     if hasattr(kind, "_fields"):
         return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
     inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
@@ -234,7 +245,7 @@ def _shape(kind: Any) -> str:
 
 
 def language_of(words: Mapping[str, Any]) -> bytes:
-    """Return a digest of 16 bytes over names and their types or numbers."""
+    """Return a digest (16 bytes) of a mapping from names to types or numbers."""
     lines = [
         f"{name}: {kind if isinstance(kind, (int, str)) else _shape(kind)}"
         for name, kind in sorted(words.items())
@@ -251,14 +262,14 @@ declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
-    """Decode a header. Raises WireError if the kind is unknown or the header does not fit it."""
+    """Decode a header. Raises WireError if the kind is unknown or the header does not match it."""
     if kind not in _DECODERS:
-        raise WireError(f"a frame of unknown kind {kind}")
+        raise WireError(f"a frame has the unknown kind {kind}")
     return decoded(_DECODERS[kind], raw, f"the header of a frame of kind {kind}")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
-    """Decode bytes. Raises WireError if they have another type."""
+    """Decode bytes. Raises WireError, with `what` as a prefix, if the type does not match."""
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
@@ -270,8 +281,10 @@ def as_bytes(array: np.ndarray) -> memoryview:
 
 
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-    """Return (kind, header, payload) of a message from a worker. For a pull, `into` is left
-    out."""
+    """Return (kind, header, payload) of a message from a worker.
+
+    The `into` of a Pull is not sent.
+    """
     match message:
         case messages.Pull(chunk, version, _, ticket):
             return PULL, encode((chunk, version, ticket)), ()
@@ -320,8 +333,8 @@ def apply_update(
     n = len(chunk.spans)
     if len(payload) != 9 * n:
         raise WireError(
-            f"an update of chunk {chunk.id} came with {len(payload)} bytes of scales instead of"
-            f" {9 * n}"
+            f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, but has"
+            f" {len(payload)}"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
@@ -331,8 +344,10 @@ def apply_update(
 
 
 def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
-    """Return the payload bytes of a push of `chunk`. `dense`: those of a dense gradient that is not
-    downcast."""
+    """Return the size of the payload of a push of `chunk` in bytes.
+
+    `dense`: The size if the gradient is dense and not downcast.
+    """
     dtype = fields.dtype
     if not fields.dense:
         itemsize = 4 if dtype == "fp32" else 2
@@ -340,7 +355,7 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(f"a gradient of chunk {chunk.id} of dtype {chunk.dtype} came as {dtype!r}")
+        raise WireError(f"chunk {chunk.id} is {chunk.dtype}, so its gradient cannot be {dtype!r}")
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 
@@ -357,7 +372,7 @@ def push(
     values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
     if k and int(indices.max()) >= chunk.numel:
         raise WireError(
-            f"a gradient of chunk {number} has an index {int(indices.max())}, the chunk has"
-            f" {chunk.numel} elements"
+            f"a sparse gradient of chunk {number} has the index {int(indices.max())}, but the chunk"
+            f" has only {chunk.numel} elements"
         )
     return messages.Push(number, (indices, values), fresh, False, ticket, sums, worker)

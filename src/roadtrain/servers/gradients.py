@@ -1,11 +1,12 @@
 """PushedGradients: the gradients that workers pushed for one server's chunks, until the update.
 
-A pushed gradient is kept in place, copied, written to the spill file, or (top-k) kept as indices
-and values. With several workers their sum is computed in fp32, once for the norm and again for the
-update unless it is cached: `sum_in_order` over the workers of each host, then over the hosts.
-Several pushes of one worker are accumulated in the chunk's dtype, even if they were downcast.
+A pushed gradient is kept in place, copied, or written to the spill file. A top-k gradient is kept
+as indices and values. With several workers, their gradients are summed in fp32, first over the
+workers of each host, then over the hosts. The sum is computed for the norm, and computed again for
+the update unless it was cached. Several pushes of one worker are accumulated in the chunk's dtype,
+even if they were downcast.
 
-Assumes that only one thread works on a chunk at a time. Does NOT know steps or waiters.
+Assumes that only one thread works on a chunk at a time. Does NOT know steps.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class PushedGradients:
     """The gradients of one server's chunks.
 
     Args:
-        buffers: Scratch buffers of `scratch_bytes`, at least two. A sum, a spilled gradient and an
-            expanded sparse gradient take one each.
-        local: Workers of a host; negative if each push is already the fp32 sum of a host.
+        chunks: The server's chunks by number.
+        tier: The files of the server, which contain the spill file. None if there are no files.
+        buffers: Number of scratch buffers of `scratch_bytes`, at least two. A sum, a spilled
+            gradient and an expanded sparse gradient take a buffer each.
+        workers: Number of workers, or of relays if `local` is negative.
+        local: Number of workers per host. Negative if each push is the fp32 sum of a host.
     """
 
     def __init__(
@@ -49,18 +53,22 @@ class PushedGradients:
         local: int = 1,
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
-        self._per_host = local if local > 1 else workers  # workers that are summed first
+        self._per_host = local if local > 1 else workers  # workers whose sum is computed first
         self._at_once = 2 + (1 < local < workers)  # scratch buffers needed for one sum
         self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
-        # chunk -> worker -> (memory with room for the chunk's dtype, dtype), or the dtype if
-        # spilled, or [(indices, values), ...]
+        # chunk -> worker -> the gradient that is held. It is (memory with room for the chunk's
+        # dtype, dtype), or only the dtype if it is in the spill file, or a list of (indices,
+        # values) if it is sparse.
         self._held: dict[int, dict[int, Any]] = {}
         # sums computed for the norm, cached for the update
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """Add a push to its worker's gradient. Returns (sums of squares of that gradient, one per
-        segment; whether the pushed memory stays in use)."""
+        """Add a push to the gradient of its worker.
+
+        Returns a pair: the sums of squares of the worker's gradient, one per segment; and whether
+        the pushed memory stays in use.
+        """
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
             return self._hold_dense(chunk, held, push)
@@ -69,7 +77,7 @@ class PushedGradients:
             return push.sums, False
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
-        # squares of the values sent: those that compression left out are unknown here
+        # only of the values that were sent, since the server does not know the other values
         sums = sums_of_squares(dense, dtype, chunk.segments)
         self.done(scratch)
         return sums, False
@@ -117,8 +125,10 @@ class PushedGradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Return the sums of squares of the sum over workers. The sum is cached for `take` if
-        enough scratch buffers are free."""
+        """Return the sums of squares of the sum over all workers.
+
+        The sum over workers is cached for `take` if enough scratch buffers are free.
+        """
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = sums_of_squares(total, dtype, chunk.segments)
@@ -129,8 +139,10 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Remove and return the gradient for the update, with its dtype. Pass the buffer to `done`
-        afterwards."""
+        """Remove the gradient of a chunk, and return it for the update.
+
+        Returns (buffer, values, dtype). The caller must pass the buffer to `done` after use.
+        """
         held = self._held.pop(number)
         if number in self._totals:
             return *self._totals.pop(number), "fp32"
@@ -162,7 +174,7 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """Yield the sum of each host's workers; the first is computed in `total`."""
+        """Yield the sum over the workers of each host. The first sum is computed in `total`."""
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
             scratch = self.scratch.get() if i else None
@@ -172,7 +184,8 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return all gradients at once if they are in memory; otherwise load them one by one."""
+        """Return a list of all gradients if they are in memory, else an iterator that loads them
+        one by one."""
         if all(isinstance(part, tuple) for part in held.values()):
             return [*self._one_by_one(chunk, held)]
         return self._one_by_one(chunk, held)
@@ -184,8 +197,10 @@ class PushedGradients:
             self.done(scratch)
 
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Return a worker's gradient as one array, with its dtype. A spilled or compressed gradient
-        goes to a scratch buffer, which is returned too."""
+        """Return a worker's gradient as (scratch buffer, values, dtype).
+
+        The buffer contains the values of a spilled or compressed gradient, and is None otherwise.
+        """
         if isinstance(part, tuple):
             memory, dtype = part
             return None, array_in(memory, dtype, 0, chunk.numel), dtype
@@ -215,7 +230,7 @@ class PushedGradients:
 
 
 def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
-    """Add `grad` to `acc` in acc's dtype, rounded to nearest even as torch accumulates p.grad."""
+    """Add `grad` to `acc`, and round the sum to the dtype of `acc` as torch does for `p.grad`."""
     if dtype == "fp32":
         accumulate(acc, grad, of_grad)
         return

@@ -1,9 +1,9 @@
-"""Watch: query every server of a job, over a link of its own, for what it does and which worker
-waits for what.
+"""Status queries: ask every server of a job what it does, and which worker waits for what.
 
-A server answers every caller that proves the token, with one frame of JSON, even while a session
-keeps it busy or hangs. Workers and relays are seen through the servers: by the pulls they wait for
-and the messages they owe. Does NOT disturb training.
+Each query uses a link of its own. A server answers every caller that proves the token, with one
+frame of JSON, even while a session is running or hangs. Workers and relays are not asked: the
+servers report which pulls a worker waits for, and which messages a worker has not sent yet. Does
+NOT disturb training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
-SWITCH = "switch: "  # the status of a switch begins with it; all others are servers
+SWITCH = "switch: "  # prefix of the status of a switch; a status without it is a server's
 Status = m.Status
 
 
 class Watcher:
-    """The Receiver of a status link, at either end."""
+    """The Receiver of a status link, used at both ends of the link."""
 
     def __init__(self) -> None:
         self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -50,7 +50,7 @@ def answer(link: Link, status: Status) -> Watcher:
 
 
 def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
-    """Query the server at `address` for its status; return the error if it does not answer."""
+    """Query the server at `address`. Return its status, or an error if it does not answer."""
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
@@ -61,7 +61,7 @@ def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status |
     except queue.Empty:
         return DeadlineError(f"no answer for {ANSWER_S:.0f} s")
     except msgspec.DecodeError as error:
-        return WireError(f"not a status: {error}")
+        return WireError(f"the answer is not a status: {error}")
     except PeerError as error:
         return error
 
@@ -77,9 +77,17 @@ def rows(
     switches: int = 0,
     role: str = "server",
 ) -> list[tuple[str, str]]:
-    """Format the statuses as (node, its state) rows, servers first. Each worker's row shows the
-    longest wait that any server reports. The last `switches` of `names` are switches; the others
-    have the role `role`."""
+    """Format statuses as a list of rows (node, state of the node).
+
+    The rows of the nodes that were asked are first. The row of each worker follows, with the
+    longest wait that any server reports.
+
+    Args:
+        names: Addresses of the nodes that were asked. The last `switches` names are switches.
+        found: Their statuses, or the errors of nodes that did not answer.
+        switches: The number of switches.
+        role: The role of the nodes that are not switches.
+    """
     out, workers = [], dict[str, tuple[float, str]]()
     for number, (name, status) in enumerate(zip(names, found)):
         if isinstance(status, PeerError):

@@ -1,8 +1,8 @@
-"""HostedStore: the storage directory of a server and that of its snapshots, which one process keeps
-from one session to the next.
+"""HostedStore: the directories of a server for its store and its snapshots.
 
-Opening or making the store requires its lock (`storing`). If a session hangs on a device it keeps
-the lock, and the next session is refused. Does NOT keep the store open: a session does.
+The process of a server has one HostedStore for all its sessions. A session must hold the lock
+(`storing`) to open or make the store. If a session hangs because of a device, it keeps the lock,
+and the next session is refused. The open store belongs to the session, not to the HostedStore.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from roadtrain.storage.generation import open_part
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.snapshot import describe_storage, held_in
 
-LOCK_S = 5.0  # how long to wait for the lock
+LOCK_S = 5.0  # limit of the wait for the lock
 
 
 class HostedStore:
     def __init__(self, directory: Path, snapshot: Path = Path(), every: int = 0) -> None:
         self.directory = directory
         self.snapshot = snapshot  # directory for snapshots
-        self.every = every  # steps between two snapshots; 0: none are taken
+        self.every = every  # number of steps between two snapshots, 0 if none are taken
         self.rests = describe_storage(
             directory, snapshot, every
         )  # location and durability, as text
@@ -34,24 +34,27 @@ class HostedStore:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Lock the directory. Raises BusyError while the previous session still uses it, because
-        a device hangs."""
+        """Lock the directory. Raises BusyError if the previous session still uses it, which happens
+        when a device hangs."""
         if not self._lock.acquire(timeout=LOCK_S):
-            raise BusyError(f"{self.directory}: the previous session still uses it")
+            raise BusyError(f"the previous session still uses the directory {self.directory}")
         try:
             yield
         finally:
             self._lock.release()
 
     def file_bytes(self) -> int:
-        """Return the size of its files in bytes, while the store is being made."""
+        """Return the size of the store's files in bytes, as a measure of progress."""
         with suppress(OSError):
             return sum(path.stat().st_size for path in self.directory.glob("gen-*/*"))
         return 0
 
     def held(self, opened: FileTier | None) -> tuple[int, tuple[int, ...], StoreMeta | None]:
-        """Return the newest step of the store (-1: no store), the steps of its snapshots, and its
-        metadata. `opened`: the part that the running session has open."""
+        """Return the newest step of the store, the steps of its snapshots, and its metadata.
+
+        The newest step is -1 if there is no store. `opened` is the part that the running session
+        has open, if any.
+        """
         with self.storing():
             if opened is not None:
                 return opened.step, (), opened.meta
@@ -64,9 +67,10 @@ class HostedStore:
     def resume_without(
         self, job: str, link: str, servers: tuple[int, ...], opened: FileTier | None
     ) -> StoreMeta | None:
-        """Record in the store's metadata that its session `link` has ended and that this server may
-        resume without `servers`. Durable on return. Returns None if `link` was not the last session
-        here.
+        """Record in the store's metadata that this server may resume without `servers`.
+
+        `link` is the id of the session that has ended. Returns the metadata once it is durable. If
+        `link` is not the last session of this store, records nothing and returns None.
         """
         with self.storing():
             home = None if opened is None else opened.directory

@@ -1,9 +1,11 @@
-"""IntermediarySession: the process between several participants and one server (a relay for the
-workers of a host, the end of a fan-in). It is the session of the participants and the Receiver of
-the link to the server. The state machine is servers/protocol/intermediary.py.
+"""IntermediarySession: a session of several participants whose requests are forwarded to a server.
 
-Frames that set a session up are forwarded unchanged. Frames from the server go to all participants;
-each gets only its own part of what was committed. Does NOT know gradients: subclasses do.
+An intermediary is a relay (its participants are the workers of a host) or the end of a fan-in. An
+IntermediarySession is also the Receiver of the link to the server. The state machine is in
+servers/protocol/intermediary.py.
+
+Frames that set up a session are forwarded unchanged. Frames from the server go to all participants,
+but each participant gets only its own part of the committed job state. Subclasses handle gradients.
 """
 
 from __future__ import annotations
@@ -27,21 +29,29 @@ from roadtrain.units import round_up
 
 
 class IntermediarySession(ParameterSession):
-    """Invariants, under `lock`: `_greetings` are frames that participants which join later must get
-    too; `_readers` are the participants that wait for a Record, in the order they asked."""
+    """The session of the participants of one server.
+
+    `_readers` has the participants that wait for a Record, in the order of their requests. Access
+    `_readers` and `_greetings` only under `lock`.
+    """
 
     machine: Any  # an Intermediary; set before any pull or end of a step
-    _copies: list[Buffer]  # of parameters, by number
+    _copies: list[Buffer]  # the buffers for parameters, by number
 
     def __init__(
         self, participants: int, *, stands_for: int = 1, deadline_s: float | None = None
     ) -> None:
-        """`stands_for`: workers that each participant commits for. `deadline_s`: for connecting to
-        the server."""
+        """Create the session.
+
+        Args:
+            participants: Number of participants.
+            stands_for: Number of workers whose job state each participant commits.
+            deadline_s: Limit of the wait for the connection to the server.
+        """
         super().__init__(participants, 1)
         self._stands_for, self._up_s = stands_for, deadline_s
-        self._connected = threading.Event()  # `_up` is set
-        self._up: Link
+        self._connected = threading.Event()  # set once `_up` is set
+        self._up: Link  # the link to the server
         # Welcome and Ready frames, sent again to participants that join later
         self._greetings: list[tuple[int, bytes, bytes]] = []
         self._readers: deque[ParameterConnection] = deque()
@@ -64,7 +74,7 @@ class IntermediarySession(ParameterSession):
     # requests of the participants
 
     def beat(self) -> None:
-        """Send a heartbeat of this process to the server; `look` watches the participants."""
+        """Send a heartbeat of this process to the server."""
         if self._connected.is_set():
             with suppress(PeerError):
                 self._up.send(m.BEAT, m.encode(()), urgent=True)
@@ -95,7 +105,7 @@ class IntermediarySession(ParameterSession):
         with self.lock:
             buffer = self.machine.buffer_for(ticket, number)
             if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(f"{nbytes} bytes of chunk {number} arrived for ticket {ticket}")
+                raise WireError(f"ticket {ticket} did not request {nbytes} bytes of chunk {number}")
             return self._copies[buffer].view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -129,8 +139,10 @@ class IntermediarySession(ParameterSession):
             worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     def _part_of(self, rank: int, blobs: list[bytes]) -> bytes:
-        """Return the blobs that the workers of a participant committed. If another number of
-        workers committed, return the first blob."""
+        """Return the blobs that the workers of a participant committed.
+
+        If the step was committed by a different number of workers, return only the first blob.
+        """
         each = self._stands_for
         mine = blobs[each * rank : each * (rank + 1)]
         return pack(mine if len(mine) == each else blobs[:1])

@@ -1,7 +1,8 @@
-"""The servers of a job in threads of this process, one per storage directory; without directories a
-single server keeps everything in RAM.
+"""LocalServers: the servers of a job in threads of this process.
 
-Opens or makes the store, and converts it if its layout differs from the plan.
+There is one server per storage directory. If there are no directories, a single server keeps
+everything in RAM. This module also opens or makes the store, and converts an existing store whose
+layout differs from the plan.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class LocalServers:
     """The servers of a job in this process. RemoteServers has the same methods.
 
     Attributes:
-        running: The servers, once connected.
+        running: The servers. Empty before `connect`.
     """
 
-    local = True  # in this process: the values in their store can be replaced
-    rests = ""  # location of their state, as text
+    local = True  # the servers are in this process, so the values in the store can be replaced
+    rests = ""  # location of the servers' state, as text
 
     def __init__(
         self,
@@ -55,26 +56,26 @@ class LocalServers:
     ) -> None:
         self.store_plan, self.group = store_plan, WorkerIdentity()
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
-        self.store = opened  # the files of this process
-        self.new = opened is None  # this worker must fill the new store
+        self.store = opened  # the open store; None if the state is in RAM
+        self.new = opened is None  # whether this worker must fill a new store
         if opened is None and store_plan.directories:
             meta, owners = store_plan.meta(), store_plan.owners
             self.store = create_store(
                 store_plan.directories, meta, owners, direct=store_plan.direct
             )
-        # the witness of this run, which the run directory keeps (storage/mark.py)
+        # the witness of this run, which is recorded in the run directory (storage/mark.py)
         self.history = str(self.store.begin_session()) if self.store else ""
         in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
-        self.meta = self.store.meta if self.store else in_ram  # layout of what the servers hold
-        # the last committed step, and this worker's job state after it
+        self.meta = self.store.meta if self.store else in_ram  # layout of the servers' chunks
+        # the last committed step, and this worker's job state after that step
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.numbers = range(len(self.meta.directories))
         self.running: list[Server] = []
-        self._reported = opened.notes if opened else ()  # reported by open_or_none
+        self._reported = opened.notes if opened else ()  # notes that open_or_none has reported
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        """Create the servers, which send messages to `deliver`, and return them by number."""
+        """Create the servers and return them by number. They send their messages to `deliver`."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
@@ -92,11 +93,11 @@ class LocalServers:
         return dict(enumerate(self.running))
 
     def fill(self, number: int, chunk: int, record: memoryview) -> None:
-        """Write the initial contents of a chunk to one of its servers."""
+        """Write the initial record of a chunk to server `number`, which must own the chunk."""
         self.running[number].fill(chunk, record)
 
     def start(self, blob: bytes) -> None:
-        """Commit step 0 of a new store with `blob`, then serve."""
+        """Start serving. For a new store, first commit step 0 with the job state `blob`."""
         if self.new and self.store is not None:
             self.store.commit(0, blob)
             self.store.publish()
@@ -107,7 +108,10 @@ class LocalServers:
                 self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
-        """Return a view of the committed record, at least of the part that contains `what`."""
+        """Return a view of a chunk's committed record.
+
+        Only the part of the record that contains the array `what` is certain to be read.
+        """
         if self.store is not None:
             return read_record(self.store, chunk, what)
         return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
@@ -124,11 +128,11 @@ class LocalServers:
             server.reset(self.meta, tier, step, self._deadline_s)
 
     def nbytes(self) -> int:
-        """Return the bytes of memory that the servers use in this process."""
+        """Return the memory that the servers use in this process, in bytes."""
         return sum(server.nbytes() for server in self.running)
 
     def stop(self) -> list[str]:
-        """Stop serving, and return the names of threads that hang."""
+        """Stop serving. Returns the names of threads that have not ended within the deadline."""
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
@@ -136,7 +140,7 @@ class LocalServers:
         if self.store is not None:
             self.store.close()
 
-    abort = close  # replaces `stop` and `close` if no session was started
+    abort = close  # called instead of `stop` and `close` if no session was started
 
 
 def open_or_none(
@@ -144,9 +148,11 @@ def open_or_none(
     report: Callable[[str], None],
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the job's store, and convert it if its layout differs from `store_plan`. Returns None if
-    there is no store yet. `accept`: see open_store. Raises ForeignError if the store belongs to
-    another model or optimizer."""
+    """Open the job's store, and convert it if its layout differs from `store_plan`.
+
+    Returns None if there is no store yet. `accept` is passed to open_store, which calls it to check
+    the store. Raises ForeignError if the store belongs to another model or optimizer.
+    """
     if not store_plan.directories:
         return None
     opened = open_store(
@@ -154,7 +160,7 @@ def open_or_none(
     )
     if opened is None:
         return None
-    for note in opened.notes:  # report them at once: the next lines may fail
+    for note in opened.notes:  # report the notes now, because the following code may raise
         report(note)
     start = time.monotonic()
     with undone_on_error(opened.close):
@@ -164,8 +170,8 @@ def open_or_none(
             return opened
         if meta.staleness:
             raise ConfigError(
-                f"{opened.directories[0]} has staleness 1; such a store cannot be converted",
-                hint="use the directories, chunk_elements and dtype that it was made with",
+                f"the store in {opened.directories[0]} has staleness 1 and cannot be converted",
+                hint="use the directories, chunk_elements and dtype that the store was made with",
             )
         new = convert(
             opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
@@ -175,5 +181,5 @@ def open_or_none(
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of the first element, values) of a parameter, chunk by chunk."""
+    """Yield an array of a parameter in pieces: (index of the first element, values) per chunk."""
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

@@ -1,5 +1,7 @@
-"""How worker 0 opens a job's store, decided from what the answering servers report about theirs
-(storage/history.py explains which contents a job may resume from). Does NOT talk to servers:
+"""The decision how worker 0 opens a job's store on remote servers.
+
+It is made from the reports of the servers that answer: each reports which steps it holds.
+storage/history.py explains from which steps a job may resume. Does NOT communicate with servers;
 remote_servers.py does.
 """
 
@@ -29,7 +31,7 @@ class StartMode(Enum):
     """The state from which a job starts."""
 
     NEW = "a new store is made"
-    RESUMED = "the newest step that counts"
+    RESUMED = "the newest step is resumed"
     SNAPSHOT = "memory was lost: all servers go back to a snapshot"
 
 
@@ -39,35 +41,35 @@ class Opening:
 
     mode: StartMode
     step: int
-    members: tuple[int, ...]  # the servers whose contents count
-    history: tuple[HistoryLink, ...]  # the link of the new session is appended to it
-    meta: StoreMeta  # of the store, before this session
-    kept: int  # the newest step with complete snapshots, -1 for none
-    holders: tuple[int, ...]  # servers that have it
+    members: tuple[int, ...]  # the servers whose contents are used
+    history: tuple[HistoryLink, ...]  # without the link of the new session
+    meta: StoreMeta  # metadata of the store before this session
+    kept: int  # the newest step of which all chunks have a snapshot, -1 for none
+    holders: tuple[int, ...]  # servers that have a snapshot of step `kept`
 
     def refilled(self, step: int) -> Opening:
-        """Return the opening that refills the same store with the contents of `step`."""
+        """Return the opening for filling the same store again, with the contents of `step`."""
         history = back_to(self.history, step)
         return replace(self, mode=StartMode.NEW, step=step, history=history, kept=-1, holders=())
 
 
 @dataclass(frozen=True)
 class FoundStore:
-    """The report of one server when this worker joined it."""
+    """The report of one server about its store, received when this worker joined the server."""
 
-    newest: int  # its newest step, -1: it is empty
-    snapshots: tuple[int, ...]  # steps
-    every: int  # steps between two snapshots, 0: none are taken
-    meta: StoreMeta | None
+    newest: int  # the newest step, -1 if the server is empty
+    snapshots: tuple[int, ...]  # the steps of the snapshots
+    every: int  # number of steps between two snapshots, 0 if none are taken
+    meta: StoreMeta | None  # None if the server is empty
 
 
 class FoundStores:
-    """The reports of all servers, and the decision made from them.
+    """The reports of the servers, and the decision how to open the store.
 
     Attributes:
         found: The reports, by number of the server.
-        given_up: Those servers of the argument `give_up` whose contents are ignored. They are
-            ignored only if it is in doubt which contents are the newest.
+        given_up: The servers whose contents are ignored. Empty if the servers agree which contents
+            are the newest, else all servers of the argument `give_up`.
     """
 
     def __init__(
@@ -82,14 +84,17 @@ class FoundStores:
         self.names = meta.directories
         self.found: dict[int, FoundStore] = {}
         self.given_up: tuple[int, ...] = ()
-        self._decided: Resume | Unclear | None = None  # from `found`; None: not computed yet
+        self._decided: Resume | Unclear | None = None  # cached result of `decide`
 
     def add(self, number: int, found: FoundStore) -> None:
         self.found[number] = found
         self._decided = None
 
     def decide(self) -> Resume | Unclear:
-        """Decide what the servers found so far may resume from. Raises ForkedError, StaleError."""
+        """Decide from which step the servers found so far may resume.
+
+        Raises ForkedError or StaleError.
+        """
         if self._decided is None:
             decided: Resume | Unclear | None = None
             try:
@@ -106,12 +111,14 @@ class FoundStores:
         return self._decided
 
     def opening(self, missing: Collection[int], report: Callable[[str], None]) -> Opening:
-        """Decide how to open the store. `missing`: servers that do not answer. Raises ConfigError,
-        ForeignError, StaleError, and GoneError if the run directory knows of a store that is not
-        here."""
+        """Decide how to open the store. `missing` are the servers that do not answer.
+
+        Raises ConfigError, ForeignError or StaleError. Raises GoneError if the run directory has a
+        record of a store, but the servers are empty.
+        """
         if len(every := sorted({found.every for found in self.found.values()})) > 1:
             raise ConfigError(
-                f"the servers take snapshots at different intervals: {every} steps (0: none)",
+                f"the servers take snapshots at different intervals: {every} steps (0 means never)",
                 hint="give all servers of a job the same --snapshot-every",
             )
         decided = self.decide()
@@ -143,15 +150,18 @@ class FoundStores:
         return ", ".join(self.names[number] for number in numbers)
 
     def _held_by(self, members: tuple[int, ...], step: int, mode: StartMode) -> StoreMeta:
-        """Return the metadata of what `members` hold. Raises if it is not the requested store."""
+        """Return the metadata of the store that `members` hold.
+
+        Raises ConfigError or ForeignError if it is not the requested store.
+        """
         held = self.found[members[0]].meta
         assert held is not None
         check_same(self.names[members[0]], held, self._store_plan)
         if held.signature != self._meta.signature or len(held.directories) != len(self.names):
             raise ConfigError(
-                f"{self.names[members[0]]} holds a store of {len(held.directories)} servers and"
-                f" chunks of {held.chunk_elements} elements; {len(self.names)} and"
-                f" {self._meta.chunk_elements} are requested, or another dtype",
+                f"{self.names[members[0]]} holds a store of {len(held.directories)} servers with"
+                f" chunks of {held.chunk_elements} elements, but {len(self.names)} servers, chunks"
+                f" of {self._meta.chunk_elements} elements or another dtype are requested",
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:
@@ -163,8 +173,8 @@ class FoundStores:
         newest = [found.newest for _, found in sorted(self.found.items())]
         again = max(newest) - kept if max(newest) >= kept else f"fewer than {2 * every}"
         report(
-            f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1: none)."
-            f" All go back to the snapshot of step {kept}; {again} steps are repeated"
+            f"memory was lost: the servers hold steps {', '.join(map(str, newest))} (-1 is none)."
+            f" All servers go back to the snapshot of step {kept}, {again} steps earlier"
         )
 
     def _histories(self, given_up: Sequence[int]) -> Histories:
@@ -178,14 +188,16 @@ class FoundStores:
         return Histories(held, self.names, self._holders())
 
     def _witness(self) -> Witness | None:
-        """Return what the run directory recorded about the history of these servers."""
+        """Return the run directory's record of the history of these servers, if any."""
         jobs = {found.meta.job for found in self.found.values() if found.meta is not None}
         record = None if self._mark is None else self._mark.record
         return Witness.of(record.history) if record is not None and record.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
-        """Return the newest step with a snapshot of every chunk on the servers found, -1 for none,
-        and the servers that have it."""
+        """Return the newest step of which the servers have a snapshot of every chunk.
+
+        Returns the step, or -1 if there is none, and the servers that have its snapshot.
+        """
         kept = {number: found.snapshots for number, found in sorted(self.found.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):
             having = tuple(number for number, steps in kept.items() if step in steps)
@@ -197,7 +209,7 @@ class FoundStores:
         return {self._meta.holders(chunk.id) for chunk in self._store_plan.table.chunks}
 
     def _unborn(self) -> bool:
-        """Whether no session has begun on this store: it was never finished and is made again."""
+        """Whether no session has begun on this store. Such an unfinished store is made again."""
         steps = [found.newest for found in self.found.values()]
         if max(steps) > 0 or min(steps) >= 0:
             return False

@@ -1,8 +1,9 @@
-"""ParameterConnection: the frames that a worker sends to a parameter server or to the relay before
-it. Until the store is open the session handles them, afterwards a state machine does.
+"""ParameterConnection: the connection of a worker at a parameter server or at a relay.
 
-Gradients arrive in buffers of `pool`, in order. When the pool is empty the receiver blocks, which
-throttles the worker (back-pressure). Does NOT know what a server does with a message.
+Frames that open or read the store are handled by the session. The other frames are converted to
+messages for a state machine. Gradients arrive in buffers of `pool`, in order. While the pool is
+empty, receiving blocks, which throttles the worker (back-pressure). Does NOT know what a server
+does with a message.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from roadtrain.servers.protocol import messages
 from roadtrain.transport.link import Link
 from roadtrain.units import round_up
 
-# frames with which worker 0 opens the store, and frames that read it between steps
+# kinds of frames with which worker 0 opens the store, and with which workers read the store
 SETS_UP = (m.OPEN, m.FILL, m.SETTLE, m.BEGIN, m.READ)
-# frames whose payload may have any length; kinds not named here have none, except Push and Fill
-MOST_WORDS = 1 << 16  # bytes of the words that a connection sends with EndStep
+MOST_WORDS = 1 << 16  # most bytes of the words that a connection sends with EndStep
+# Kinds of frames whose payload may have any length. Apart from these, only Push, Fill and EndStep
+# have a payload.
 _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """The destination of a remote worker's pull (`Pull.into`)."""
+    """The destination (`Pull.into`) of a pull whose worker is in another process."""
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
         self.connection, self.ticket, self.chunk = connection, ticket, chunk
@@ -49,7 +51,7 @@ class PullReply:
                 self.connection.session.answers.put(self._buffer)
             done()
 
-        with suppress(PeerError):  # a lost worker ends the session elsewhere
+        with suppress(PeerError):  # if the worker is lost, the link also calls `lost`
             self.connection.link.send(
                 m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent
             )
@@ -57,10 +59,11 @@ class PullReply:
 
 
 class ParameterConnection(WorkerConnection):
-    """The place of one worker at a parameter server.
+    """The connection of one worker at a parameter server.
 
-    Invariants: `_coming` holds the buffers of dense gradients that are being received, in order;
-    a buffer in `_kept` returns to `pool` when the server no longer needs it."""
+    Invariants: `_coming` has the buffers of dense gradients that are being received, in order. A
+    buffer in `_kept` returns to `pool` when the server no longer needs it.
+    """
 
     session: ParameterSession
 
@@ -70,7 +73,7 @@ class ParameterConnection(WorkerConnection):
         self.pool: BufferPool | None = None  # set once the store is open
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # by ticket
-        self._reason: LostError | None = None  # why the worker ends, if it sent a reason
+        self._reason: LostError | None = None  # the reason that the worker sent before it ended
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind == m.PUSH:
@@ -80,12 +83,12 @@ class ParameterConnection(WorkerConnection):
         if kind == m.END_STEP and nbytes <= MOST_WORDS:
             return memoryview(bytearray(nbytes))
         if kind not in _ANY_PAYLOAD:
-            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes, but has no payload")
+            raise WireError(f"a frame of kind {kind} must have no payload, but has {nbytes} bytes")
         return memoryview(bytearray(nbytes))
 
     def _room_for_push(self, fields: m.PushHeader, nbytes: int) -> memoryview:
         chunk = self.session.chunk(fields.chunk)
-        # sums of a relay are fp32
+        # sums that a relay sends are in fp32
         dense = 4 * chunk.numel if self.session.local < 0 else chunk.weights_nbytes
         expected = m.push_nbytes(fields, chunk, round_up(dense, PAGE)) if chunk.trainable else -1
         if nbytes != expected:
@@ -101,7 +104,7 @@ class ParameterConnection(WorkerConnection):
             self.session.set_up(self, kind, fields, payload)
             return
         if kind not in _TAKES:
-            raise WireError(f"a frame of kind {kind} is not for a server")
+            raise WireError(f"a frame of kind {kind} must not be sent to a server")
         _TAKES[kind](self, fields, payload)
 
     def pull(self, fields: m.PullHeader, payload: memoryview) -> None:
@@ -113,13 +116,13 @@ class ParameterConnection(WorkerConnection):
         assert self.pool is not None
         chunk, dense = self.session.chunk(fields.chunk), fields.dense
         if dense and not payload:
-            raise WireError(f"a push of chunk {chunk.id} without a gradient")
-        if dense and fields.dtype:  # with room for the fp32 sum that it may become
+            raise WireError(f"a push of chunk {chunk.id} came without a gradient")
+        if dense and fields.dtype:  # use the whole buffer, which has room for an fp32 sum
             payload = self._coming[0].view[: chunk.weights_nbytes]
         push = m.push(fields, payload, chunk, self.pool.spare >= 2, self.rank)
         if dense:
-            if push.ticket in self._kept:  # freeing the first would free the second's memory
-                raise WireError(f"two pushes with the ticket {push.ticket}")
+            if push.ticket in self._kept:  # the ticket identifies the buffer to free
+                raise WireError(f"two pushes have the ticket {push.ticket}")
             self._kept[push.ticket] = self._coming.popleft()
         self.session.post(push)
 
@@ -135,13 +138,13 @@ class ParameterConnection(WorkerConnection):
         self.session.post(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
 
     def failed(self, fields: m.FailedHeader, payload: memoryview) -> None:
-        self._reason = LostError(f"it ended with {fields.error}: {fields.words}")
+        self._reason = LostError(f"the worker ended with {fields.error}: {fields.words}")
 
     def lost(self, error: PeerError) -> None:
         self.session.left(self, self._reason or error)
 
     def freed(self, ticket: int) -> None:
-        """Return the buffer of the push with this ticket, which the server no longer needs."""
+        """Return to `pool` the buffer of the push with this ticket."""
         buffer = self._kept.pop(ticket, None)
         if buffer is not None and self.pool is not None:
             self.pool.put(buffer)
@@ -166,14 +169,15 @@ _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
 
 
 class ParameterSession(HostedSession[ParameterConnection]):
-    """The requests of workers to a parameter server or to the relay before it."""
+    """A session of workers at a parameter server or at a relay."""
 
     connection_class = ParameterConnection
-    answers: BufferPool  # of a server: buffers that pulls are read into
+    answers: BufferPool  # at a server: the buffers into which pulled parameters are read
 
     def __init__(self, workers: int, local: int) -> None:
         super().__init__(workers)
-        # workers per host that are summed first (Rule 1); negative: their relay has summed them
+        # number of workers per host, whose gradients are summed first (Rule 1); negative if relays
+        # have summed them
         self.local = local
 
     def chunk(self, number: int) -> Chunk:
@@ -184,21 +188,21 @@ class ParameterSession(HostedSession[ParameterConnection]):
         """Handle the heartbeat of a worker's process."""
 
     def look(self, silent_s: float) -> None:
-        """End the session if the process of a worker has stopped. Called regularly."""
+        """End the session if a worker has been silent for `silent_s`. Called regularly."""
         for worker in self.everyone():
             if worker.rank not in self.lost_ranks and (for_s := worker.silent_for(silent_s)):
                 self.end(
                     DeadlineError(
                         f"worker {worker.rank} has been silent for {for_s:.0f} s (limit"
                         f" {silent_s:.0f} s): its process is stopped, or its host hangs",
-                        hint="kill it; the next start resumes at the last committed step",
+                        hint="kill its process; the next start resumes at the last committed step",
                     )
                 )
 
     def set_up(
         self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
     ) -> None:
-        """Handle a frame of SETS_UP."""
+        """Handle a frame whose kind is in SETS_UP."""
         raise NotImplementedError
 
     def post(self, message: Any) -> None:

@@ -1,5 +1,6 @@
-"""The worker's end of the link to one server on another host. Does NOT decide which servers take
-part: remote_servers.py does.
+"""RemoteServer: the worker's end of the link to one server in another process.
+
+Does NOT decide which servers take part; remote_servers.py does.
 """
 
 from __future__ import annotations
@@ -24,27 +25,32 @@ from roadtrain.units import show_bytes
 
 
 class RemoteServer:
-    """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
-    `all`: the job's servers by number. The failure of any of them is reported by every `wait`.
+    """The worker's end of the link to one server: a MessageLink, and the Receiver of the link.
+
+    `all` has the job's servers by number. If any of these servers fails, `wait` raises on all of
+    them.
     """
 
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
         self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
-        self.deliver: Callable[[Any], None] = lambda message: None  # set once there is a worker
+        self.deliver: Callable[[Any], None] = lambda message: None  # set by `connect`
         # ticket -> (chunk, destination of its parameters)
         self._into: dict[int, tuple[int, memoryview]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
         # the operation in progress at the server, how much of it is done, and its total
         self.progress: tuple[str, int, int] = "", 0, 0
         self.moved = -math.inf  # time of the last change of `progress`
-        self.silent = ""  # the peer that keeps it from answering, as it last reported
+        # name of the peer that the server waits for and that does not answer, by the server's last
+        # report; "" if there is none
+        self.silent = ""
         self._error: BaseException | None = None
-        self._reported = False  # it has reported its failure, or the link is lost
-        self.link_lost = False  # the link was lost without such a report
+        self._reported = False  # whether the server has reported a failure, or the link is lost
+        self.link_lost = False  # whether the link was lost without a report of the server
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
-        """Deliver messages to a worker from now on, including an earlier failure."""
+        """Set the function that receives the server's messages. If the server has already failed,
+        `deliver` is called with the failure."""
         self.deliver = deliver
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))
@@ -69,16 +75,19 @@ class RemoteServer:
     ) -> None:
         assert self.link is not None
         try:
-            # a pull names the version that it needs, so it may overtake the pushes that make it
+            # A pull may overtake pushes, because it names the version that it needs.
             self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
         except LostError:
-            # if the server sent a reason before it closed the link, the next wait raises that
+            # If the server sent a reason before it closed the link, the next wait raises it.
             if self._error is None:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """Wait for the next session frame, which must be of `kind`, and return its (fields,
-        payload). The deadline starts anew whenever the server makes progress."""
+        """Wait for the next session frame, which must be of `kind`.
+
+        Returns its (fields, payload). The deadline restarts whenever the server makes progress.
+        `what` names the frame in messages to the user.
+        """
         begin = time.monotonic()
         while True:
             left_s = max(begin, self.moved) + deadline_s - time.monotonic()
@@ -95,11 +104,11 @@ class RemoteServer:
             why = self._error or f"{self.peer} ended"
             raise LostError(f"waiting for {what}: {why}") from self._error
         if got != kind:
-            raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
+            raise WireError(f"expected {what} from {self.peer}, but got a frame of kind {got}")
         return fields, payload
 
     def waits_for(self) -> str:
-        """Return what the server itself waits for, for messages to the user."""
+        """Return a clause for messages that says what the server waits for, as MessageLink does."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
         what = self.silent or what
@@ -111,12 +120,15 @@ class RemoteServer:
                 self.link.send(m.BEAT, m.encode(()), urgent=True)
 
     def has_spoken(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether a session frame has arrived, so that `wait` would not block."""
         return not self._inbox.empty()
 
     def close(self) -> None:
-        """Close the link. If this worker ends because a server failed, send the reason first, so
-        that the other workers can report it."""
+        """Close the link.
+
+        If this worker ends because a server has failed, it first sends the reason, which the other
+        workers can then report.
+        """
         if self.link is None:
             return
         if self._error is not None:
@@ -134,12 +146,12 @@ class RemoteServer:
             expected, into = self._into.get(ticket, (-1, memoryview(b"")))
             if expected != chunk or len(into) != nbytes:
                 raise WireError(
-                    f"{nbytes} bytes of chunk {chunk} arrived for ticket {ticket}, which expects"
-                    f" {len(into)}"
+                    f"ticket {ticket} requested {len(into)} bytes of chunk {expected}, but"
+                    f" {nbytes} bytes of chunk {chunk} arrived"
                 )
             return into
         if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
-            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes, but has no payload")
+            raise WireError(f"a frame of kind {kind} must have no payload, but has {nbytes} bytes")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -162,7 +174,7 @@ class RemoteServer:
                 self.deliver(self._message(kind, fields, payload))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
-        """Decode a message for the worker."""
+        """Decode a frame into a message for the worker."""
         match kind:
             case m.PULLED:
                 ticket, chunk = fields
@@ -178,7 +190,7 @@ class RemoteServer:
                 return messages.CommitDone(fields[0])
             case m.STEP_WORDS:
                 return messages.StepWords(fields[0], unpack(bytes(payload)))
-        raise WireError(f"a frame of kind {kind} is not for a worker")
+        raise WireError(f"a frame of kind {kind} must not be sent to a worker")
 
     def lost(self, error: PeerError) -> None:
         self.link_lost = not self._reported

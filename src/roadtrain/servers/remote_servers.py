@@ -1,17 +1,16 @@
-"""The servers of a job on other hosts: join them, open and fill the store with them, and leave.
+"""RemoteServers: a worker's connections to the servers of a job in other processes.
 
-Worker 0 makes or opens the store, and fills a new one; the others wait until it is ready. From then
-on all workers behave the same, and the servers wait for all of them. A lost server or worker raises
-an error here: the launcher (torchrun) starts the process again, and it resumes at the last
-committed step.
+Worker 0 makes or opens the store, and fills a new store. The other workers wait until the store is
+ready. Afterwards all workers behave the same, and the servers wait for all workers. If a server or
+a worker is lost, an error is raised here. The launcher (torchrun) starts the process again, and
+training resumes at the last committed step.
 
-With replicas, worker 0 leaves out a server that does not answer, and refills a server that missed
-steps from those that did not; the other workers follow its decision. If the newest step cannot be
-restored from the servers' stores, it sends all servers back to a snapshot, if there is one
-(opening.py).
+With replicas, worker 0 leaves out a server that does not answer. It refills a server that missed
+steps from servers that have these steps. The other workers follow its decisions. If the newest step
+cannot be restored from the servers' stores, worker 0 sends all servers back to a snapshot, if there
+is one (opening.py).
 
-Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with
-a message that names what is there.
+Does NOT convert a store to another number of servers, chunk size or dtype, but refuses it.
 """
 
 from __future__ import annotations
@@ -44,27 +43,31 @@ from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.tcp import Address, TcpOptions
 
-FILLS_AT_ONCE = 4  # chunks in flight to a server
-GRACE_S = 5.0  # extra time for the remaining servers once those here hold every chunk
+FILLS_AT_ONCE = 4  # most chunks in flight to a server
+GRACE_S = 5.0  # extra time for absent servers, once the servers that answer hold every chunk
 DIAL_S = 2.0  # timeout of one attempt to connect to a host that may be down
-BEAT_S = 2.0  # between two heartbeats; servers tolerate SILENT_S of silence (servers/serve.py)
+BEAT_S = 2.0  # time between heartbeats; servers tolerate SILENT_S without one (servers/serve.py)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How this worker reaches a job's servers."""
+    """The addresses of a job's servers, and how this worker connects to them."""
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
     group: WorkerIdentity
     route: Route = field(default_factory=DirectRoute)
     mark: Mark | None = None  # the run directory's record of the store
-    give_up: Sequence[int] = ()  # servers whose contents are ignored if they are in doubt
+    give_up: Sequence[int] = ()  # servers whose contents are ignored if the servers disagree
 
 
 class RemoteServers:
-    """The servers of a job on other hosts, with the methods of LocalServers. `servers`: those that
-    take part. Raises ForeignError if they hold another job, LostError, DeadlineError."""
+    """The servers of a job in other processes, with the methods of LocalServers.
+
+    `servers` has the servers that take part. Raises ForeignError if a server holds the store of
+    another job, LostError if a server is lost, and DeadlineError if a server does not answer in
+    time.
+    """
 
     local = False
     store: OpenedStore | None = None
@@ -79,7 +82,7 @@ class RemoteServers:
         report: Callable[[str], None] = print,
         anew: int | None = None,
     ) -> None:
-        """`anew`: worker 0 refills the servers with the contents of this step."""
+        """`anew`: If not None, worker 0 fills the servers again, with the contents of this step."""
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
         self._holds_gradients, self._anew = holds_gradients, anew
@@ -92,11 +95,13 @@ class RemoteServers:
         self.servers: dict[int, RemoteServer] = {}
         self._stores = FoundStores(store_plan, self.meta, reach.mark, reach.give_up)
         self._rests: list[str] = []  # location of the state of each server joined, as text
-        self._ready: dict[int, tuple[Any, Any]] = {}  # the Ready frames received
+        self._ready: dict[int, tuple[Any, Any]] = {}  # server -> its Ready frame
+        # time since which the servers that answer hold every chunk
         self._covered_since: float | None = None
-        self._begun: set[int] = set()  # servers that recorded the begin of this session
+        self._begun: set[int] = set()  # servers that have recorded the begin of this session
+        # server -> number of Fill frames without an answer
         self._unfilled = dict.fromkeys(range(len(self.names)), 0)
-        # servers being refilled -> the blobs of the last commit
+        # servers that are being refilled -> the blobs of the last commit
         self._refilled: dict[int, bytes] = {}
         self.history = ""  # the witness of this run, once its session has begun
         addresses, options, group = reach.addresses, reach.options, reach.group
@@ -111,8 +116,10 @@ class RemoteServers:
                 self._open(missing)
 
     def again(self, step: int) -> RemoteServers:
-        """Start another session with the same servers, to refill them with the contents of `step`.
-        All workers call it, after this session is closed."""
+        """Start another session with the same servers, and fill them with the contents of `step`.
+
+        All workers must call this method. This session must be closed.
+        """
         group = replace(self.group, session=f"{self.group.session}:from step {step}")
         return RemoteServers(
             self.store_plan,
@@ -137,8 +144,10 @@ class RemoteServers:
         return self.servers
 
     def _beat(self) -> None:
-        """Send heartbeats while this process runs, whatever its main thread does. Servers end the
-        session of a worker that is stopped."""
+        """Send heartbeats regularly, independently of the main thread.
+
+        Servers end the session if the process of a worker is stopped.
+        """
         while not self._over.wait(BEAT_S):
             for server in list(self.servers.values()):
                 server.beat()
@@ -146,9 +155,10 @@ class RemoteServers:
     # membership
 
     def _join_all(self) -> dict[int, PeerError | None]:
-        """Connect to the servers until `_enough`. Returns the missing ones with their last errors.
-        Retries for `retry_s` while nobody listens, or while a server is busy with workers that may
-        be leaving.
+        """Connect to the servers until enough servers have joined.
+
+        Retries for `retry_s` if a server does not listen, or is busy with the workers of another
+        session, which may be about to leave. Returns the missing servers and their last errors.
         """
         options = self.reach.options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
@@ -158,7 +168,7 @@ class RemoteServers:
             self._try_to_join(missing)
             if self._enough_for_first(missing) if self.group.rank == 0 else self._enough():
                 return missing
-            # waiting for worker 0 to begin
+            # whether this worker only waits until worker 0 has opened the store
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
             limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
             moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
@@ -171,12 +181,12 @@ class RemoteServers:
             time.sleep(0.05)
         if waiting:
             raise DeadlineError(
-                f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}"
+                f"waited {limit_s:.0f} s for worker 0 to open {self._names(self.servers)}"
             )
         raise self._no_answer(missing, limit_s)
 
     def _try_to_join(self, missing: dict[int, PeerError | None]) -> None:
-        """Try to join each of `missing` once."""
+        """Try once to connect to each server in `missing`, and remove the connected servers."""
         options, spare = self.reach.options, self.meta.replicas > 1
         if spare:
             options = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S))
@@ -194,13 +204,11 @@ class RemoteServers:
         if self.meta.replicas == 1:
             return why
         doubt = self._stores.decide() if self._stores.found else None
-        which = (
-            f"; {doubt.why}" if isinstance(doubt, Unclear) else ", and no other has their chunks"
-        )
+        which = f"; {doubt.why}" if isinstance(doubt, Unclear) else ", the only holder(s) of chunks"
         error = LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
             hint=(doubt.hint if isinstance(doubt, Unclear) else "")
-            or "a new store needs all its servers, later each chunk needs one of its two servers",
+            or "start these servers; a new store needs all servers, an old one half of each pair",
         )
         error.__cause__ = why
         return error
@@ -230,8 +238,11 @@ class RemoteServers:
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
 
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
-        """Whether all servers are here, or those here have held every chunk for GRACE_S and no
-        other is busy."""
+        """Whether enough servers have joined for worker 0 to open the store.
+
+        These are all servers, or servers that together hold every chunk. In the latter case worker
+        0 waits GRACE_S for further servers, and longer if a server is busy.
+        """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
         now = time.monotonic()
@@ -241,11 +252,11 @@ class RemoteServers:
         )
 
     def _enough(self) -> bool:
-        """Whether all servers that worker 0 chose are here and ready; leave the others."""
+        """Whether all servers that worker 0 has chosen are ready. If so, leave all others."""
         for number, server in self.servers.items():
             if number not in self._ready and server.has_spoken():
                 self._ready[number] = server.wait(
-                    m.READY, "word that worker 0 has opened the store", self._deadline_s
+                    m.READY, "the report that the store is open", self._deadline_s
                 )
         members = next((members for (_, members, _), _ in self._ready.values()), ())
         if not members or not self._ready.keys() >= set(members):
@@ -262,8 +273,10 @@ class RemoteServers:
     # the store
 
     def _open(self, missing: Mapping[int, PeerError | None]) -> None:
-        """Worker 0: let the servers make a store, open the one they hold, or go back to a
-        snapshot."""
+        """Let the servers make a store, open their store, or go back to a snapshot.
+
+        Called by worker 0 only.
+        """
         opening = self._stores.opening(missing, self._report)
         if self._anew is not None:
             opening = opening.refilled(self._anew)
@@ -272,7 +285,7 @@ class RemoteServers:
         behind = self.servers if back else sorted(self.servers.keys() - set(opening.members))
         self._refilled = {} if self.new else dict.fromkeys(behind, b"")
         if given_up := self._stores.given_up:
-            self._report(f"given up: contents of {self._names(given_up)} after step {self.step}")
+            self._report(f"discarded: contents of {self._names(given_up)} after step {self.step}")
         link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
         history = opening.history
         self.meta = replace(opening.meta, history=(*history, link), without=())
@@ -281,11 +294,12 @@ class RemoteServers:
             self._send_open(number, opening)
         if missing:
             self._report(
-                f"replicas: no answer from {self._names(missing)}: left out; its chunks have a"
-                " single copy until a later start finds it again"
+                f"replicas: no answer from {self._names(missing)}, which is left out; its chunks"
+                " have only one copy until a later start finds the server again"
             )
         for number in self._refilled:
-            if not back or number not in opening.holders:  # otherwise it restores its snapshot
+            # a server that holds the snapshot restores it by itself
+            if not back or number not in opening.holders:
                 name = self.names[number]
                 self._report(f"replicas: {name} is being refilled at step {self.step}")
                 self._fill_up(number, opening.members)
@@ -294,7 +308,7 @@ class RemoteServers:
         rules = [described(rule) for rule in self.store_plan.rules]
         meta = replace(self.meta, index=number).to_json()
         new = self.new or number in self._refilled
-        # a snapshot elsewhere may belong to another job
+        # snapshots of servers that are not in `holders` may belong to another job
         ours = number in opening.holders and (opening.mode is StartMode.SNAPSHOT or not new)
         given_up = new and number in self._stores.given_up
         kept, holds = opening.kept if ours else -1, self._holds_gradients
@@ -303,7 +317,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Copy all that server `number` must hold from `members`, whose contents count."""
+        """Copy the chunks of server `number` from `members`, whose contents are used."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
@@ -320,8 +334,11 @@ class RemoteServers:
         self._unfilled[number] -= 1
 
     def start(self, blob: bytes) -> None:
-        """Worker 0: commit step 0 of a new store with `blob`, server 0 last. Then let the servers
-        record the begin of this session, and serve."""
+        """Commit step 0 of a new store with `blob`, and start the session on all servers.
+
+        Each server records the begin of the session before it serves. The first server is always
+        the last to commit and to begin. On other workers than worker 0, this method does nothing.
+        """
         if self.group.rank:
             return
         first = self.meta.members[0]
@@ -333,10 +350,10 @@ class RemoteServers:
                 own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
                 self.servers[number].say(m.SETTLE, (), self._refilled.get(number, own))
                 self.servers[number].wait(m.SETTLED, "a new part to be complete", self._deadline_s)
-        # before any other process can know of this session
+        # record the session in the run directory before a server does
         if self.reach.mark is not None and not self.new:
             self.reach.mark.adopt(self.meta.job, self.step, self.history)
-        for number in order:  # all of them now hold what the history link claims
+        for number in order:  # all servers now hold the step in the history link
             self.servers[number].say(m.BEGIN, ())
             _, state = self.servers[number].wait(m.READY, "the store to be ready", self._deadline_s)
             self._begun.add(number)
@@ -362,7 +379,7 @@ class RemoteServers:
         self._route.close()
 
     def abort(self) -> None:
-        """Close everything if no session was started."""
+        """Close everything immediately. Called if no session was started."""
         self._hang_up()
         self._route.abort()
 
@@ -373,9 +390,11 @@ class RemoteServers:
             server.close()
 
     def _leave_witness(self) -> None:
-        """Worker 0, with two servers and no run directory: record at one server that it may resume
-        without the other. It is the server that is left, or else the first. The other server must
-        have begun this session.
+        """Record at one of two servers that it may resume without the other server.
+
+        Only done by worker 0, with two servers and without a run directory. If a server was lost,
+        the remaining server gets the record, else server 0. The other server must have begun this
+        session.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:

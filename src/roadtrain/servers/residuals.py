@@ -1,14 +1,14 @@
 """The residuals of error feedback: the part of the gradients that a worker has not sent
 (kernels/codecs.py).
 
-The residuals of a block form a block of their own, which a server stores under the rule `replace`.
-So they are pulled, pushed, committed and resumed like everything else (Rule 3).
+The residuals of a block form a block of their own, which a server stores with the update rule
+`replace`. Residuals are thus pulled, pushed, committed and resumed like parameters (Rule 3).
 
-With remote servers, residuals stay on the worker's own host, in a server of their own that runs in
-the worker's process (`Residuals`) and that no other worker knows. It prepares each step before the
-others commit it (servers/protocol/commit.py), so after a crash it has the step that the job resumes
-from. If it does not (the worker moved to another host, or all servers went back to a snapshot), the
-residuals start at zero, which is reported.
+With remote servers, residuals stay on the worker's own host (`Residuals`). A separate server in the
+worker's process stores them, and only this worker uses the server. It prepares each step before the
+other servers commit the step (servers/protocol/commit.py). So after a crash it has the step from
+which the job resumes. It lacks this step only if the worker has moved to another host, or if all
+servers went back to a snapshot. The residuals then start at zero, which is reported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 
 class Replace(Rule):
-    """An update rule that replaces the value by the gradient."""
+    """An update rule that replaces the value with the gradient."""
 
     name = "replace"
     arrays: tuple[str, ...] = ()
@@ -51,9 +51,11 @@ class Replace(Rule):
 
 
 def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
-    """Return a block of fp32 residuals for every block with trainable parameters. Each trainable
-    run becomes a run of residuals with the same element offsets; the i-th run has group
-    `groups + i`."""
+    """Return the name and parameters of a residual block for every block with trainable parameters.
+
+    For each trainable run of the block, the residual block has a run of fp32 residuals with the
+    same element offsets. The i-th run is in parameter group `groups + i`.
+    """
     out = []
     for block in table.blocks:
         specs = []
@@ -67,7 +69,7 @@ def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[Para
 
 
 def residual_block_of(table: ChunkTable) -> dict[int, int]:
-    """Return block -> the block of its residuals, for blocks that have one in `table`."""
+    """Map each block that has residuals in `table` to the block of its residuals."""
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}
@@ -77,9 +79,10 @@ def residual_block_of(table: ChunkTable) -> dict[int, int]:
 class Residuals:
     """The residuals of a worker whose servers are remote."""
 
-    store_plan: StorePlan  # the model's blocks, followed by their residuals; one directory
+    # plan of a store in one directory; its table has the model's blocks, then the residual blocks
+    store_plan: StorePlan
     base: int  # number of chunks of the model; all later chunks are residuals
-    number: int  # of its server, one more than the last server of the job
+    number: int  # number of the residuals' server, which follows the job's servers
 
     @property
     def directory(self) -> Path:
@@ -101,8 +104,10 @@ class Residuals:
         )
 
     def open(self, job: str, step: int, report: Report) -> FileTier:
-        """Open the residuals at `step` of `job`, or make new ones. Raises ForeignError if the
-        directory belongs to another job, StoreError."""
+        """Open the residuals of `job` at `step`. If there are none, make residuals that are zero.
+
+        Raises StoreError, for example ForeignError if the directory belongs to another job.
+        """
         meta, steps = self.meta(job), tuple[int, ...]()
         if (found := open_part(self.directory, direct=self.store_plan.direct)) is not None:
             same, steps = (
@@ -126,8 +131,8 @@ class Residuals:
                 report(line)
         if step:
             report(
-                f"lossy: {self.directory} has residuals of step(s)"
-                f" {', '.join(map(str, steps)) or 'none'}, not of {step}: they start at zero"
+                f"lossy: residuals start at zero, because {self.directory} has none of step {step}"
+                f" (found steps: {', '.join(map(str, steps)) or 'none'})"
             )
         return tier
 

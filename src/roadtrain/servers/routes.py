@@ -1,18 +1,19 @@
-"""Routes: how a worker reaches its servers. This module has the direct route; optional packages
-register others.
+"""Routes: the ways in which workers reach their servers. This module has the direct route; optional
+packages register further routes:
 
     [project.entry-points."roadtrain.routes"]
     relay = "roadtrain.relay.route:RelayRoute"
     fan-in = "roadtrain.switch.route:SwitchRoute"
 
-                worker                                                  server
-    Route       checks itself when `Servers` is made, and the job
-    OpenRoute   one link to each server, for one session
-    RouteEnd                          stands before the session if workers use this route
+A route consists of three classes:
 
-A route is a value, loaded by name when an option selects it (transport/plugins.py). If a route has
-an end at the server, its hello starts with `greeting_of(name)`, followed by bytes of its own; the
-server then loads the route of that name.
+    Route       the option value, at the worker; checks whether it fits the options and the job
+    OpenRoute   at the worker: one link to each server, for one session
+    RouteEnd    at the server: accepts the links of workers that use this route
+
+The class of a route is loaded by its name when an option selects it (transport/plugins.py). If a
+route has an end at the server, its hello starts with `greeting_of(name)`, followed by bytes that
+the route defines. The server then loads the route of this name.
 """
 
 from __future__ import annotations
@@ -39,45 +40,54 @@ class RouteEnds:
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
-    group: WorkerIdentity  # the participant: a worker, or a relay that stands for a host's workers
-    meta: StoreMeta  # the layout
+    group: WorkerIdentity  # the participant: a worker, or a relay in place of a host's workers
+    meta: StoreMeta  # the layout of the store
     deadline_s: float
-    holds_gradients: bool = False  # all gradients wait for the global norm
-    adds: bool = False  # gradients are fp32 sums of several workers, whatever the chunk's dtype
+    holds_gradients: bool = False  # whether all gradients wait for the global norm
+    # whether gradients are fp32 sums of several workers, instead of having the chunk's dtype
+    adds: bool = False
 
 
 class OpenRoute(Protocol):
     """A participant's route to its servers during one session."""
 
-    via: str  # appended to a server's name in messages, as " by switch HOST:PORT"; "" if direct
+    # appended to a server's name in messages, for example " by switch HOST:PORT"; "" if direct
+    via: str
 
     def connect(
         self, number: int, receiver: Receiver, options: TcpOptions, hello: m.Hello, report: Report
     ) -> Link:
-        """Return a link to server `number`. `report` gets a line from time to time while the server
-        does not listen. Raises PeerError."""
+        """Return a link to server `number`. Raises PeerError.
+
+        While the server does not listen, `report` is called with a line from time to time.
+        """
 
     def close(self) -> None:
-        """End everything that `open` started, after the links are closed."""
+        """Wait for the end of everything that `Route.open` started. The links must be closed."""
 
     def abort(self) -> None:
-        """End it immediately."""
+        """End everything that `Route.open` started, without waiting."""
 
 
 class RouteEnd(Protocol):
-    """The server's end of a route. The first participant creates it; it stands before `server`,
-    the session. The class is called with the greeting, the server and the options of its links."""
+    """The server's end of a route: it accepts participants and passes their messages to a session.
 
-    name: str  # of the route
-    server: Any
+    It is created when the first participant connects. The class is called with the greeting, the
+    SessionHost and the options of links.
+    """
+
+    name: str  # name of the route
+    server: Any  # the ServerSession
 
     @staticmethod
     def greeting(rest: bytes) -> Any:
-        """Decode the bytes after `greeting_of(name)` into a value whose `hello` is a worker's
-        Hello. Raises WireError."""
+        """Decode the bytes that follow `greeting_of(name)` in a hello. Raises WireError.
+
+        The attribute `hello` of the result is a worker's Hello.
+        """
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Whether that participant belongs to this start of the job."""
+        """Whether the participant that sent `hello` belongs to this start of the job."""
 
     def busy(self) -> RoadtrainError: ...
     def accept(self, link: Link, greeting: Any) -> Receiver: ...
@@ -87,30 +97,32 @@ class RouteEnd(Protocol):
 
 
 class Route(Protocol):
-    """An option value, which checks itself when it is made."""
+    """A way to reach servers, as an option value."""
 
-    name: str  # of its entry point
-    end: Any  # the class of its RouteEnd; None: nothing differs at the server
+    name: str  # name of the entry point
+    end: Any  # class of the RouteEnd; None if links arrive at the server as direct links do
 
     def check_links(self, options: TcpOptions, replicas: int) -> None:
-        """Raise ConfigError for links or replicas that this route cannot serve."""
+        """Raise ConfigError if this route cannot be used with these links or replicas."""
 
     def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
-        """Raise ConfigError for workers that cannot use this route. `compressed`: the option that
-        makes their gradients sparse; "" if they are dense."""
+        """Raise ConfigError if these workers cannot use this route.
+
+        `compressed` names the option that makes gradients sparse. It is "" if they are dense.
+        """
 
     def lossy(self, group: WorkerIdentity) -> str:
-        """Describe what this route loses, for the user (Rule 2); "" if nothing."""
+        """Describe to the user in which way this route is lossy (Rule 2). "" if it is not."""
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
 
     def to_json(self) -> str:
-        """Serialize the value for another process, which reads it with `from_json`."""
+        """Serialize the route, for another process that calls `from_json`."""
 
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """A TCP link to each server: a Route that is also its OpenRoute."""
+    """The route of TCP links from the worker to each server. It is a Route and an OpenRoute."""
 
     ends: RouteEnds | None = None
     name, end, via = "", None, ""
@@ -159,7 +171,7 @@ def dial(
 
 
 def load(name: str) -> Any:
-    """Return the class of the route of this name. Raises ConfigError."""
+    """Return the class of the route with this name. Raises ConfigError."""
     return plugins.load(GROUP, name)
 
 
@@ -169,12 +181,12 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Return the prefix of a hello for a route that has an end at the server."""
+    """Return the prefix of the hello of a route that has an end at the server."""
     return f"roadtrain {name} ".encode()
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """Split a hello into the route's name and the rest; None if it is a plain worker's."""
+    """Split a hello into the name of the route and the rest. None if the route is direct."""
     words = hello.split(b" ", 2)
     if len(words) < 3 or words[0] != b"roadtrain":
         return None

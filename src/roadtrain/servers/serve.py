@@ -1,14 +1,13 @@
-"""SessionHost: the process of `roadtrain serve`. It has one storage directory and serves one
-session of workers at a time.
+"""The process of `roadtrain serve`. SessionHost serves one session of workers at a time.
 
-    listening -> a worker joins -> ServerSession -> the workers leave, or one is lost -> listening
+    listening -> a worker joins -> ServerSession -> all workers leave, or one is lost -> listening
 
-Workers send heartbeats; if one is silent for SILENT_S, its process counts as stopped. A lost or
-stopped worker ends the session: uncommitted contents are dropped, the other workers are notified,
-and the next session starts at the last committed step (Rule 3). The same holds when this process is
-restarted with the same directory.
+Workers send heartbeats. A worker that is silent for SILENT_S counts as stopped. A lost or stopped
+worker ends the session: uncommitted contents are dropped, the other workers are notified, and the
+next session starts at the last committed step (Rule 3). If this process is restarted with the same
+directory, its first session also starts at the last committed step.
 
-Assumes that all workers of a session run the same job (checked). Does NOT restart workers: torchrun
+All workers of a session must run the same job, which is checked. Does NOT restart workers; torchrun
 does.
 """
 
@@ -37,11 +36,11 @@ from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import parse_bytes, show_bytes
 
 Report = Callable[[str], None]
-SILENT_S = 60.0  # a worker without a heartbeat for so long counts as stopped; the session ends
-LOOK_S = 1.0  # between two checks of the session
-EVERY = 100  # steps between two snapshots
-# The other roles of `roadtrain serve`: functions of the address, the memory as the user wrote it
-# (or None), the options of links, and one option specific to the role.
+SILENT_S = 60.0  # a session ends if a worker sends no heartbeat for so long
+LOOK_S = 1.0  # time between two checks of the session
+EVERY = 100  # default number of steps between two snapshots
+# Entry points of the other roles of `roadtrain serve`. Each is a function of the address, the
+# memory as the user wrote it (or None), the options of links, and an option of the role.
 ROLES = "roadtrain.roles"
 
 
@@ -137,7 +136,7 @@ def budget_of(text: str | None) -> int:
 def _check_switch(
     switch: bool, of_switches: Mapping[str, str | None], of_servers: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError for options that a switch, or a server, does not have."""
+    """Raise ConfigError for options of servers with --switch, or of switches without --switch."""
     extra = [name for name, value in of_servers.items() if value is not None and value is not False]
     if switch and extra:
         raise ConfigError(
@@ -148,7 +147,7 @@ def _check_switch(
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
     if extra and not switch:
         raise ConfigError(
-            f"{', '.join(extra)} without --switch", hint="the memory of a server is --budget"
+            f"{', '.join(extra)} without --switch has no effect", hint="servers have --budget"
         )
 
 
@@ -172,24 +171,26 @@ def _check_server(
         )
     if sum and snapshot is not None:
         raise ConfigError(
-            f"--sum and --snapshot {snapshot}: --sum keeps no state", hint="leave out --snapshot"
+            f"--snapshot {snapshot} needs a state, but --sum keeps none",
+            hint="leave out --snapshot",
         )
     if formats is not None and not sum:
-        raise ConfigError(f"--formats {formats} without --sum", hint="leave out --formats")
+        raise ConfigError(f"--formats {formats} can only be used with --sum", hint="leave it out")
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
-            ", ".join(f"{name} {value}" for name, value in values.items() if value is not None),
-            hint=(
-                "--snapshot must name another directory, on files; --snapshot-every is a number of"
-                " steps, at least 1"
-            ),
+            ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+            + " cannot be combined",
+            hint="name another directory for --snapshot; --snapshot-every must be at least 1",
         )
 
 
 class SessionHost:
-    """Listens, and serves one session at a time. `run` returns after `stop`."""
+    """A server with a store that listens for workers and serves one session at a time.
+
+    `run` returns after `stop`.
+    """
 
     def __init__(
         self,
@@ -204,19 +205,20 @@ class SessionHost:
     ) -> None:
         self.store = HostedStore(directory, snapshot, every)
         self.nbytes, self.report = nbytes, report
-        self.silent_s = silent_s  # limit on a worker's silence
+        self.silent_s = silent_s  # the longest time without a heartbeat of a worker
         self.session: ServerSession | None = None
-        self.front: RouteEnd | None = None  # stands before `session` if the workers' route has one
+        # the end of the workers' route, which accepts the workers of `session`; None if direct
+        self.front: RouteEnd | None = None
         self._options = options
         self._ended: queue.SimpleQueue[tuple[ServerSession, BaseException] | None] = (
             queue.SimpleQueue()
         )
-        self._lock = threading.Lock()  # held while a session is made
+        self._lock = threading.Lock()  # guards `session` and `front`
         self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
         self.where = "{}:{}".format(*self._listener.address)
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept a link. The listener calls it after the caller has proven the token."""
+        """Accept a link. The listener calls this after the caller has proven the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if hello.startswith(m.WITHOUT):
@@ -238,12 +240,15 @@ class SessionHost:
             return session.admit(greeting.rank, link, greeting.signature)
 
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
-        """Accept a participant whose route has an end here. The first begins the session."""
+        """Accept a participant whose route has an end at the server.
+
+        If there is no session, the participant begins one.
+        """
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
             raise WireError(
                 f"{self.where} is a server with a store, not a {name}",
-                hint="use it as one of the job's servers only",
+                hint="use this address in the list of the job's servers only",
             )
         greeting = end_class.greeting(rest)
         hello = _checked(greeting.hello)
@@ -258,7 +263,7 @@ class SessionHost:
             return self.front.accept(link, greeting)
 
     def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
-        """Return the error for a worker whose route differs from that of the session."""
+        """Return the error for a worker whose route differs from the route of the session."""
         assert self.session is not None
         if hello.session != self.session.name:
             return self.session.busy()
@@ -286,9 +291,11 @@ class SessionHost:
         self._ended.put((session, error))
 
     def run(self) -> None:
-        """Tear down ended sessions until `stop`, and check running ones for silent workers. If this
-        process itself was suspended, the check is skipped once, so that the links can first read
-        what arrived meanwhile."""
+        """Tear down sessions that have ended, and check running sessions for silent workers.
+
+        Returns after `stop`. If this process itself was suspended, one check is skipped, so that
+        the links can first read the heartbeats that have arrived meanwhile.
+        """
         while True:
             begun = time.monotonic()
             try:
@@ -308,7 +315,7 @@ class SessionHost:
             session.tear_down(error)
             if self.front is not None:
                 self.front.tear_down(error)
-        except Exception as failed:  # whatever it was, the next session must find a free server
+        except Exception as failed:  # the next session must find a free server after any error
             self.report(
                 f"failed to end the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
             )
@@ -330,7 +337,7 @@ class SessionHost:
 
 
 def _checked(hello: m.Hello) -> m.Hello:
-    """Raise WireError for an impossible rank."""
+    """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
-        raise WireError(f"worker {hello.rank} of {hello.workers}")
+        raise WireError(f"worker {hello.rank} of {hello.workers} workers cannot exist")
     return hello

@@ -1,13 +1,13 @@
-"""Server: owns chunks, holds their gradients, and updates them where they are stored. Threads
-around servers/protocol/server.py.
+"""Server: stores chunks, collects their gradients, and updates them. It has threads around the
+state machine in servers/protocol/server.py.
 
-A loop thread feeds the state machine, I/O threads serve the device's queue, and an update thread
-runs kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies)
-releases the GIL.
-Memory: record buffers and scratch are allocated once; resident parts of files share one buffer.
+A loop thread calls the state machine, I/O threads read and write files, and an update thread runs
+kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
+the GIL. Record buffers and scratch buffers are allocated once. All resident parts of records share
+one buffer.
 
-Any failure ends the server: the worker gets Failed with the cause, and the last committed step is
-unaffected.
+Any failure ends the server: the workers get a Failed message with the cause. The last committed
+step is not affected.
 """
 
 from __future__ import annotations
@@ -55,30 +55,33 @@ T = TypeVar("T")
 Outcome = tuple[int, tuple[Any, ...] | None]
 Job = Callable[[], Outcome]
 
-LOOK_S = 2.0  # limit for a query of the loop thread
+LOOK_S = 2.0  # limit of the wait for an answer of the loop thread
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of one server. `meta`: of the whole store. `tier`: None if all records are
-    in memory only."""
+    """The configuration of one server."""
 
     number: int
     name: str
-    meta: StoreMeta
+    meta: StoreMeta  # metadata of the whole store
     rules: Sequence[Rule]
-    tier: FileTier | None
+    tier: FileTier | None  # the server's files; None if all records are only in memory
     budgets: RecordBudgets  # of this server alone
     report: Callable[[str], None]
     workers: int = 1
-    local: int = 1  # workers per host that are summed first; negative: their relay has summed them
-    io_threads: int = 4  # in each direction
-    # buffers for the parameters sent to all workers; None: workers pull into their own memory
+    local: int = 1  # workers per host whose gradients are summed first; negative if relays sum them
+    io_threads: int = 4  # number of threads that read, and of threads that write
+    # Number of buffers for parameters that are sent to workers. None if the worker is in this
+    # process, so that parameters are copied directly to the worker's memory.
     answers: int | None = None
 
 
 class Server:
-    """One server. `deliver(message, worker)` sends to one worker, or to all if it is None."""
+    """One server of parameters.
+
+    `deliver(message, worker)` sends a message to a worker, or to all workers if `worker` is None.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Server:
         self._grads = PushedGradients(
             self.chunks, self.tier, buffers, scratch_bytes, config.workers, config.local
         )
-        # chunk -> checksums of its updated record, until that is written
+        # chunk -> checksums of its updated record, until the record is written
         self._sums: dict[int, dict[str, int]] = {}
         self._delayed = frozenset(
             c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
@@ -142,11 +145,14 @@ class Server:
         return Resident.WEIGHTS if kept else Resident.NOTHING
 
     def nbytes(self) -> int:
-        """Return the bytes of memory that this server holds."""
+        """Return the memory that this server uses, in bytes."""
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _allocate_resident(self) -> dict[int, memoryview]:
-        """Allocate one buffer for all resident parts, and return each chunk's view of it."""
+        """Allocate a buffer for the resident parts of all records. Returns each chunk's view of it.
+
+        The keys of the result are chunk numbers.
+        """
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
@@ -159,8 +165,11 @@ class Server:
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Load the resident parts (`loaded` gets the bytes of each chunk), then serve. Raises
-        StoreError if the files are damaged."""
+        """Load the resident parts of all records, then serve.
+
+        `loaded` is called for each chunk with the number of bytes that are loaded. Raises
+        StoreError if the files are damaged.
+        """
         self._load(loaded)
         n_io = 2 * self.config.io_threads if self.tier is not None else 0
         jobs = [
@@ -174,7 +183,10 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """Receive a message of the worker in this process, to which Server is a MessageLink."""
+        """Receive a message of the worker in this process. The worker uses Server as MessageLink.
+
+        Raises LostError if the server is stopped.
+        """
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
@@ -183,19 +195,24 @@ class Server:
         return ""
 
     def receive(self, message: Any) -> None:
-        """Queue a message of a worker, or an event of a doer. Does not block."""
+        """Queue a message of a worker, or an event from a thread of this server. Does not block."""
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """Query the state machine. Raises DeadlineError if the loop thread is too busy."""
+        """Return the result of the state machine's `waits`.
+
+        Raises DeadlineError if the loop thread does not answer in time.
+        """
         return self._in_loop(
             self.machine.waits, LOOK_S, f"{self.config.name} did not report within {LOOK_S:.0f} s"
         )
 
     def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
-        """Continue at `step` with the records of `tier` (None: those written to its memory).
-        Only between steps, when nothing is in progress. Raises StoreError if the files are
-        damaged, DeadlineError."""
+        """Continue at `step` with the records of `tier`, or with those in memory if it is None.
+
+        Call it only between steps, when nothing is in progress. Raises StoreError if the files are
+        damaged, and DeadlineError if reading them takes too long.
+        """
 
         def change() -> None:
             self.config = replace(self.config, meta=meta, tier=tier)
@@ -208,8 +225,11 @@ class Server:
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """Return the result of `call`, made in the loop thread between two events. An exception is
-        raised here and ends the server. Raises DeadlineError(`late`)."""
+        """Run `call` in the loop thread between two events, and return its result.
+
+        An exception in `call` is raised here and ends the server. Raises DeadlineError with the
+        message `late` after `wait_s`.
+        """
         done: Future[T] = Future()
 
         def run() -> None:
@@ -226,9 +246,11 @@ class Server:
         return done.result()
 
     def stop(self, deadline_s: float) -> list[str]:
-        """End all threads, without waiting for unfinished steps. Returns the names of threads that
-        hang beyond the deadline; they keep their memory until they end. The tier stays open for
-        its owner to close."""
+        """End all threads without waiting for unfinished steps.
+
+        Returns the names of threads that have not ended within the deadline. They keep their memory
+        until they end. The caller must close the tier.
+        """
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -247,7 +269,7 @@ class Server:
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
-        """Write the initial contents of a chunk's record. Only before `start`."""
+        """Write the initial record of a chunk. Call it only before `start`."""
         if self.tier is not None:
             self.tier.write(chunk, "record", view)
         else:
@@ -265,7 +287,7 @@ class Server:
             except BaseException as error:
                 self._fail(error)
                 return
-            del event  # it may refer to a worker's memory, which a waiting thread must not keep
+            del event  # it may refer to memory of a worker, which must not be kept while waiting
 
     def _handle(self, event: Any) -> None:
         if callable(event):
@@ -311,7 +333,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Carry an action out, count and report it. Returns its bytes."""
+        """Run a job, measure it, and report its action as done. Returns the bytes it has moved."""
         start = time.perf_counter()
         try:
             nbytes, result = job()
@@ -357,7 +379,8 @@ class Server:
             error = wrapped
         self._deliver(messages.Failed(self.config.number, error), None)
 
-    # Doers. Each returns its bytes and the action's result; None if the result is reported later.
+    # Methods that carry out actions. Each returns the bytes that it has moved and the result of the
+    # action, or None instead of a result that is reported later.
 
     def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         tier = self.tier
@@ -373,8 +396,10 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """Read the weights part from the file. Cast it from the master if the file does not hold
-        it, or if `newest`."""
+        """Read the weights part of a record from the file.
+
+        If the file does not contain it, or `newest` is set, read the master and cast it instead.
+        """
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:
@@ -409,7 +434,7 @@ class Server:
         if answer.newest:
             record = self._record_view(chunk)
             return self._send_weights(answer, lambda into: self._cast_weights(chunk, record, into))
-        # the resident part may be the weights part alone
+        # the resident part may be only the weights part
         view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
         return self._send_weights(answer, lambda into: copy(into, view[: len(into)]), view)
 
@@ -419,8 +444,11 @@ class Server:
         put: Callable[[memoryview], None],
         view: memoryview | None = None,
     ) -> Outcome:
-        """Send parameters, written by `put`, to a worker. `view`: where they are already in memory,
-        so a link can send them from there."""
+        """Send parameters to a worker.
+
+        `put` writes the parameters to memory. If they are already in memory, `view` refers to them,
+        and a link sends them without a call of `put`.
+        """
         into = answer.pull.into
         if isinstance(into, memoryview):
             put(into)
@@ -431,7 +459,7 @@ class Server:
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
     def _state_part(self, number: int) -> tuple[str, int]:
-        """Return the part of a record that an update reads, and its first byte."""
+        """Return the name of the part of a record that an update reads, and its byte offset."""
         record = self.records[number]
         return ("state", record.weights_nbytes) if record.master else ("record", 0)
 
@@ -451,9 +479,9 @@ class Server:
         public = self.memory.get(number, view)
         if tier is not None and number not in self._resident and rule.reads_state:
             part, first = self._state_part(number)
-            # checked here and not when read, because it is in the cache now
+            # checked here instead of after reading, because the data are in the CPU's cache now
             tier.check_sums(number, part, view[first : record.nbytes])
-        late = number in self._delayed  # the weights part gets the master's previous value
+        late = number in self._delayed  # then the weights part gets the master's previous value
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
@@ -469,8 +497,11 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Return the checksum of an updated record, written or not: of its state and of what a pull
-        returns. The padding behind a 16-bit copy does not count."""
+        """Return the checksum of an updated record, before or after it is written.
+
+        The checksum covers the state and the parameters that a pull returns, but not the padding
+        after a 16-bit copy.
+        """
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -486,8 +517,10 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """Return the part of a record that is written, and its first byte. The 16-bit copy is left
-        out if it is resident, since it can be cast again."""
+        """Return the name of the part of a record that is written, and its byte offset.
+
+        A resident 16-bit copy is not written, because it can be cast from the master.
+        """
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
         )
@@ -509,7 +542,7 @@ class Server:
         self._io_push(WRITE_STATE, -1, "Commit", action, prepare)
 
     def _choose(self) -> None:
-        """Choose at the end of a step whether state reads and writes are mixed or in bursts."""
+        """Choose whether reads and writes of state are mixed or in bursts in the next step."""
         with self._device_ready:
             now, chosen = time.perf_counter(), self.trial.chosen
             busy = self._busy_s + now - self._began  # this job itself is running
@@ -518,7 +551,7 @@ class Server:
         if self.trial.chosen and not chosen:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
             self.config.report(
-                f"{self.config.name}: reads and writes"
+                f"{self.config.name}: reads and writes are"
                 f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
                 f" {bursts})"
             )
@@ -532,9 +565,10 @@ def apply_rule(
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
-    and scale are processed as one range, including padding. The 16-bit copy, if any, is written to
-    the start of `public`.
+    """Apply `rule` to every span of `record` that has a gradient.
+
+    Adjacent spans with equal scalars and scale are processed as one range, including the padding
+    between them. If `public` is not None, the 16-bit copy of the new values is written to it.
     """
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]

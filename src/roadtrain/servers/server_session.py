@@ -1,13 +1,13 @@
-"""ServerSession: the workers of one start of a job at one parameter server, from the first that
-joins until the last has left or any is lost.
+"""ServerSession: the session of a job's workers at one parameter server. It begins when the first
+worker joins, and ends when all workers have left or a worker is lost.
 
     Open, Begin -> served                       the store exists
-    Open, Fill, Settle, Begin -> served         a new store, or one that is refilled
+    Open, Fill, Settle, Begin -> served         the store is new, or is filled again
 
-Worker 0 opens the store and fills a new one; the others wait for Ready and get Progress frames. At
-Begin the server records in its store that it takes part in this session, before the first step
-(storage/history.py). Threads of links call the methods of ParameterSession, the server's loop
-thread calls `deliver`, and the host's thread calls `look` and `tear_down`.
+Worker 0 opens the store, and fills a new store. The other workers wait for Ready and get Progress
+frames meanwhile. At Begin, before the first step, the server records in its store that it takes
+part in this session (storage/history.py). Threads of links call the methods of ParameterSession,
+the server's loop thread calls `deliver`, and the SessionHost's thread calls `look` and `tear_down`.
 """
 
 from __future__ import annotations
@@ -43,31 +43,35 @@ from roadtrain.storage.snapshot import Snapshots, open_snapshot, restore
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
 
-END_S = 10.0  # for a session's threads to end
+END_S = 10.0  # limit of the wait for the end of a session's threads
 
 
 class StoreHost(Protocol):
-    """The process of a session."""
+    """The process that runs a session."""
 
     store: HostedStore
-    nbytes: int  # of memory that a session may use
+    nbytes: int  # memory that a session may use, in bytes
     where: str  # HOST:PORT
     report: Callable[[str], None]
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
-        """Handle the end of a session. The host's own thread calls `tear_down` afterwards."""
+        """Handle the end of a session, so that the process's own thread calls `tear_down` later."""
 
 
-# (layout, number of the server, memory in bytes) -> bytes that are not for the server
+# A function of the layout, the server's number and the session's memory in bytes. It returns the
+# bytes of this memory that the server must leave for another use.
 MemoryBeside = Callable[[StoreMeta, int, int], int]
 
 
 class ServerSession(ParameterSession):
-    """The session of one start of a job. `server` is set at Begin. `host` provides memory and
-    files; it is notified once when the session ends, and then tears it down."""
+    """The session of one start of a job.
+
+    `server` is set at Begin. `host` provides memory and files. When the session ends, `host` is
+    notified once, and must then call `tear_down`.
+    """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
-        """`beside`: memory of this process that others use; called once the layout is known."""
+        """Create the session. `beside` is called once, when the layout is known."""
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
         self.host, self.store = host, host.store
@@ -75,19 +79,19 @@ class ServerSession(ParameterSession):
         self.server: Server | None = None
         self.meta: StoreMeta | None = None
         self.tier: FileTier | None = None
-        self.kept: FileTier | None = None  # the part that holds snapshots
+        self.kept: FileTier | None = None  # the files of the snapshots
         self.snapshots: Snapshots | None = None
         self.answers = BufferPool(0, 1)
-        self.pools: list[BufferPool] = []  # of each worker's gradients
+        self.pools: list[BufferPool] = []  # for the gradients of each worker
         self.ready = False
         self.config: ServerConfig
-        self._new = False  # the part is new
-        self._step = 0  # of the generation that worker 0 named
-        self._storing = threading.RLock()  # held while the tiers are used before serving
-        self._closed = False  # under `_storing`: the tiers are closed, or must be closed
-        self._doing = "worker 0 to open the store"  # until `ready`: what workers wait for
-        self._done = 0  # progress of that, in bytes
-        self._all = 0
+        self._new = False  # whether this server's part of the store is new
+        self._step = 0  # the step at which worker 0 opens or makes the part
+        self._storing = threading.RLock()  # held while the session itself uses the tiers
+        self._closed = False  # under `_storing`: whether the tiers are, or must be, closed
+        self._doing = "worker 0 to open the store"  # the event that workers wait for until `ready`
+        self._done = 0  # progress towards this event, in bytes
+        self._all = 0  # total of `_done`
 
     @property
     def step(self) -> int:
@@ -107,7 +111,7 @@ class ServerSession(ParameterSession):
         return worker
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Whether that worker belongs to this start of the job."""
+        """Whether the worker that sent `hello` belongs to this start of the job."""
         theirs = hello.session, hello.workers, hello.local
         return theirs == (self.name, self.workers, self.local)
 
@@ -115,7 +119,8 @@ class ServerSession(ParameterSession):
         return BusyError(f"busy with a session of {self.workers} worker(s), at step {self.step}")
 
     def _refused(self, worker: ParameterConnection, error: BaseException) -> None:
-        """Remove a worker that cannot join. End the session if nobody or not worker 0 is left."""
+        """Remove a worker that cannot join. End the session if it is worker 0, or if no connected
+        worker is left."""
         with self.lock:
             self.connections.pop(worker.rank, None)
             over = worker.rank == 0 or self.lost_ranks >= self.connections.keys()
@@ -123,7 +128,8 @@ class ServerSession(ParameterSession):
             self.end(error)
 
     def _welcome(self, worker: ParameterConnection) -> None:
-        # Only worker 0 decides by what is held. The others need not wait while a store is made.
+        # Only worker 0 needs the steps of the store. Other workers need not wait for the store's
+        # lock.
         step, kept, meta = self.store.held(self.tier) if worker.rank == 0 else (-1, (), None)
         about = meta.to_json().encode() if meta else b""
         worker.say(m.WELCOME, (step, kept, self.store.every, self.store.rests), about)
@@ -131,13 +137,13 @@ class ServerSession(ParameterSession):
             raise error
 
     def _greet(self, worker: ParameterConnection) -> ForeignError | None:
-        """Send Ready, with all that the worker needs to start from here. A worker of another job
-        ends the session."""
+        """Send Ready and the worker's job state. If the worker runs another job, end the session
+        and return the error."""
         assert self.meta is not None and self.tier is not None
         if worker.signature != self.meta.signature:
             error = ForeignError(
-                f"{worker.link.peer} has a different model, dtype, chunk size or optimizer from the"
-                f" store ({worker.signature} and {self.meta.signature})",
+                f"the model, dtype, chunk size or optimizer of {worker.link.peer} does not fit the"
+                f" store (signatures {worker.signature} and {self.meta.signature})",
                 hint="run the same job on every worker",
             )
             self.end(error)
@@ -150,7 +156,10 @@ class ServerSession(ParameterSession):
         return None
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """End the session unless nothing is in progress: the others may be leaving too."""
+        """End the session if a step is in progress or all workers are lost.
+
+        Between steps, a lost worker is no error, because all workers may be about to leave.
+        """
         if all_gone or self.server is None:
             self.end(error)
         else:
@@ -171,11 +180,11 @@ class ServerSession(ParameterSession):
         _SETS_UP[kind](self, worker, fields, payload)
 
     def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
-        """Make the store, or open it at the requested step."""
+        """Make this server's part of the store, or open it at the requested step."""
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
-            raise WireError("only worker 0 may open a store, once, with this server's number")
+            raise WireError("a store must be opened once, by worker 0, with this server's number")
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
         self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
@@ -212,15 +221,15 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the opened tier. Raises ForeignError if it is not this server's part of the
-        job."""
+        """Return the opened tier. Raises ForeignError if it is not this server's part of the store
+        described by `meta`."""
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
             return tier
         there = f"server {tier.meta.index} of job {tier.meta.job}" if tier else "no server"
         raise ForeignError(
-            f"{self.store.directory}: holds the part of {there}; requested is server {self.number}"
-            f" of job {meta.job}",
+            f"{self.store.directory} holds the part of {there}, but the part of server"
+            f" {self.number} of job {meta.job} is requested",
             hint="name the servers in the original order",
         )
 
@@ -256,12 +265,12 @@ class ServerSession(ParameterSession):
     def _fill(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """Write the initial contents of a chunk's record."""
+        """Write the initial record of a chunk."""
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
-            raise WireError("only worker 0 may fill chunks, and only in a new part")
+            raise WireError("chunks can be filled only by worker 0, and only in a new part")
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
-            raise WireError(f"chunk {chunk.id} has {expected} bytes, not {len(payload)}")
+            raise WireError(f"chunk {chunk.id} has {expected} bytes, but {len(payload)} arrived")
         with self._stored():
             self.tier.write(chunk.id, "record", payload)
         self._count(len(payload))
@@ -270,7 +279,7 @@ class ServerSession(ParameterSession):
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         """Publish a new part, which is complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError("only worker 0 may settle a new part, and only once")
+            raise WireError("a new part must be settled once, by worker 0")
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -285,13 +294,14 @@ class ServerSession(ParameterSession):
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
-                "only worker 0 may begin, once, after it has opened the store and settled a new one"
+                "the session must be begun once, by worker 0, when the store is open and complete"
             )
         with self._stored():
             self._serve(tier, meta)
 
     def _serve(self, own: FileTier, meta: StoreMeta) -> None:
-        with self.store.storing():  # before the first step: an absent server misses this session
+        # recorded before the first step, so a server without the record has missed the session
+        with self.store.storing():
             for tier in filter(None, (own, self.kept)):
                 replace(tier.meta, history=meta.history, without=()).write(tier.directory)
         if self.snapshots is not None:
@@ -313,7 +323,7 @@ class ServerSession(ParameterSession):
     def _read(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """Send a whole record, between steps. Chunk -1: the blobs of the last commit."""
+        """Send a whole record, between steps. For chunk -1, send the blobs of the last commit."""
         if self.meta is None or self.tier is None:
             raise WireError("the store is not open yet")
         if fields.chunk == -1:
@@ -323,8 +333,8 @@ class ServerSession(ParameterSession):
         record = Buffer(self.meta.records[chunk.id].nbytes).view
         with self._stored():
             self.tier.read(chunk.id, "record", record)
-        # With staleness 1 the weights part is the one before step s. If s did not update the chunk,
-        # it equals the master.
+        # With staleness 1 the weights part is one update behind the master, except if the last step
+        # did not update the chunk. Both are then equal.
         delayed = self.meta.staleness and chunk.trainable
         unchanged = delayed and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_weights(chunk.id):
@@ -333,14 +343,14 @@ class ServerSession(ParameterSession):
 
     @contextmanager
     def _stored(self) -> Iterator[None]:
-        """Keep the tiers open in this block. Raises LostError if they are closed."""
+        """Context manager that keeps the tiers open. Raises LostError if they are closed."""
         with self._storing:
             if self._closed:
                 raise LostError("the session has ended")
             try:
                 yield
             finally:
-                # the session ended meanwhile and did not wait: close them here
+                # the session has ended meanwhile, without waiting for this thread
                 if self._closed:
                     self._close_tiers()
 
@@ -359,11 +369,11 @@ class ServerSession(ParameterSession):
 
     def post(self, message: Any) -> None:
         if self.server is None:
-            raise WireError("the server does not serve yet")
+            raise WireError("a message arrived before the session was begun")
         self.server.receive(message)
 
     def deliver(self, message: Any, to: int | None) -> None:
-        """Send a message of the server to its workers. Called by its loop thread."""
+        """Send a message of the server to its workers. Called by the server's loop thread."""
         workers = self.everyone() if to is None else [self.connections[to]]
         match message:
             case messages.BufferFree(ticket):
@@ -378,7 +388,7 @@ class ServerSession(ParameterSession):
                     worker.say(kind, fields, payload)
 
     def look(self, silent_s: float) -> None:
-        """Also send Progress frames to the workers that wait for the store."""
+        """End the session if a worker is silent. Send Progress while workers wait for the store."""
         if not self.ready and self.over is None:
             done = self._done or (self.store.file_bytes() if self.tier is None else 0)
             for worker in self.everyone():
@@ -386,7 +396,7 @@ class ServerSession(ParameterSession):
         super().look(silent_s)
 
     def status(self) -> m.Status:
-        """Return what this server does, and what its workers (or their relays) wait for."""
+        """Return the status of this server, with the wait of each worker (or relay)."""
         with self.lock:
             here, now = dict(self.connections), time.monotonic()
         role = "worker" if self.local > 0 else "relay of host"
@@ -394,7 +404,7 @@ class ServerSession(ParameterSession):
         for rank, worker in here.items():
             names[rank] += f" ({worker.link.peer.partition('(')[2].rpartition(':')[0]})"
         if self._beside is not None:
-            names = {0: "the fan-in"}  # in this process; its own status names the late worker
+            names = {0: "the fan-in"}  # its status names the late worker
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
         text = f"step {self.step}, {self.workers} worker(s)"
         if owed:
@@ -413,8 +423,10 @@ class ServerSession(ParameterSession):
         self.host.session_ended(self, error)
 
     def tear_down(self, error: BaseException) -> None:
-        """Free everything; called by the host's own thread. Uncommitted contents are dropped when
-        the store is opened again."""
+        """Free all resources. Called by the host's own thread.
+
+        Uncommitted contents are dropped when the store is opened the next time.
+        """
         self.dismiss(error)
         for pool in [self.answers, *self.pools]:
             pool.close()
@@ -427,8 +439,8 @@ class ServerSession(ParameterSession):
         if self._storing.acquire(timeout=END_S):
             self._close_tiers()
             self._storing.release()
-        else:  # a device hangs; the thread that waits for it will close the tiers
-            self.host.report(f"{self.store.directory}: still in use by the session that ended")
+        else:  # a device hangs; the thread that waits for the device will close the tiers
+            self.host.report(f"{self.store.directory} is still in use by the session that ended")
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
@@ -444,7 +456,7 @@ _SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memory
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
-    """Decode worker 0's description of the store."""
+    """Decode worker 0's description of the store into its metadata and update rules."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, Any])
         meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")

@@ -1,7 +1,7 @@
-"""JobSession: a worker's links to the servers of its job during one start of it. The servers run in
-this process (local_servers.py) or on other hosts (remote_servers.py).
+"""JobSession: a worker's session with the servers of its job, for one start of the job.
 
-Does NOT know modules or optimizers: values are flat arrays by parameter index.
+The servers are in this process (local_servers.py) or in other processes (remote_servers.py). Does
+NOT know modules or optimizers: values are flat arrays by parameter index.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class JobSession:
     """A worker's session with its servers.
 
     Attributes:
-        stages: Seconds and bytes since the last take.
-        step: The last committed step when the session was opened.
+        stages: Seconds and bytes of each stage since the last `stages.take()`.
+        step: The step that was the last committed step when the session was opened.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class JobSession:
     ) -> None:
         self.servers, self.stages = servers, Stages()
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
-        self.new = servers.new  # this worker must fill the new store
+        self.new = servers.new  # whether this worker must fill a new store
         self._own = None
         with undone_on_error(servers.abort):
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
-            # ids of the sessions that trained this worker's residuals: the previous and this one
+            # ids of the previous session and of this session of this worker's residuals
             self.residual_sessions = ("", "") if tier is None else tier.ledger.begin_session()
             table, own = self.store_plan.table, None
             holders = [
@@ -107,31 +107,39 @@ class JobSession:
         return self.servers.blob
 
     def fill(self, block: Block, source: Source, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write the initial contents of one block of a new store: values from `source`, and the
-        initial state of each rule. `groups`: the optimizer's parameter groups."""
-        self.worker.heap.trim(at_once=True)  # the previous block, which the model has released
+        """Write the initial records of a block of a new store.
+
+        Values come from `source`. Each update rule defines the initial state. `groups` are the
+        optimizer's parameter groups.
+        """
+        self.worker.heap.trim(at_once=True)  # free the previous block, which the model has released
         for chunk in block.chunks:
             record = fill_record(self.meta, self.store_plan, chunk, source, groups)
             for number in self.worker.owners[chunk.id]:
                 self.servers.fill(number, chunk.id, record)
 
     def start(self, blob: bytes) -> None:
-        """Commit step 0 of a new store with `blob`; then start all servers."""
+        """Start all servers. For a new store, step 0 is committed with the job state `blob`."""
         self.worker.heap.trim(at_once=True)
         if self._own is not None:
             self._own.start()
         self.servers.start(blob)
 
     def read(self, name: str, what: str) -> np.ndarray:
-        """Return the master of a parameter (fp32; a frozen one in its own dtype) or one of its
-        state arrays, in its shape; a scalar as an array with one element. Only while no step is
-        open or uncommitted. Raises ConfigError if it does not exist.
+        """Return an array of a parameter. Call it only if all steps have ended and are committed.
+
+        Master values and state arrays have the shape of the parameter, and a state scalar has shape
+        (1,). The dtype is fp32, except that master values of a frozen parameter are in its own
+        dtype. Raises ConfigError if the array does not exist.
         """
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first element, values) of what `read` returns, flat and chunk by chunk. The
-        weights part is pulled without waiting for a commit, which would need all workers."""
+        """Yield the array that `read` returns in pieces: (index of the first element, values).
+
+        If `what` is WEIGHTS, the values are pulled and include updates that are not committed,
+        because other workers may be needed for a commit.
+        """
         if what != WEIGHTS:
             yield from param_pieces(
                 self.meta, name, what, lambda c: self.servers.record_of(c, what)
@@ -142,16 +150,22 @@ class JobSession:
             yield span.origin, array_in(view, chunk.dtype, 0, chunk.numel)[span.start : span.stop]
 
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        """Apply `change` to every record, between steps that are all committed; the result counts
-        as `step`. On files it is atomic, and committed on return. Only with local servers."""
+        """Apply `change` to every record. The store is then at `step`.
+
+        Call it only with local servers, and if all steps have ended and are committed. If the store
+        is on files, the change is atomic, and committed on return.
+        """
         self.worker.rest()
         assert isinstance(self.servers, LocalServers)
         self.servers.rewrite(change, step, blob)
         self.worker.reset(step)
 
     def refill(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        """Replace all contents of remote servers; all workers must call it. Worker 0 applies
-        `change` to records of zeros. If it raises PeerError, the session is unusable."""
+        """Replace all contents of remote servers. The store is then at `step`.
+
+        All workers must call this method. Worker 0 applies `change` to records of zeros and sends
+        the records. After a PeerError the session cannot be used any more.
+        """
         self.worker.rest()
         before = self.servers
         assert isinstance(before, RemoteServers)
@@ -160,7 +174,7 @@ class JobSession:
         self.servers = servers = before.again(step)
         if servers.numbers != before.numbers:
             raise LostError(
-                f"servers {list(before.numbers)} were to be refilled, but now servers"
+                f"servers {list(before.numbers)} must be filled again, but only servers"
                 f" {list(servers.numbers)} answer"
             )
         self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
@@ -174,12 +188,12 @@ class JobSession:
         self.worker.reset(step)
 
     def nbytes(self) -> int:
-        """Return the bytes of the buffers of the worker and of the servers in this process."""
+        """Return the size in bytes of the buffers of the worker and the servers of this process."""
         own = 0 if self._own is None else self._own.nbytes()
         return self.worker.nbytes() + self.servers.nbytes() + own
 
     def close(self) -> None:
-        """Close everything. Raises DeadlineError if threads of a server hang."""
+        """Close everything. Raises DeadlineError if threads of a server do not end in time."""
         deadline_s = self.worker.deadline_s
         late = self.servers.stop()
         if self._own is not None and self._own.tier is not None:

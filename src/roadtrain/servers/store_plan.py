@@ -1,6 +1,7 @@
-"""The requested layout and rules of a job's store, the check of an existing store against them, and
-the initial record of each chunk. Does NOT open or write stores: local_servers.py and
-remote_servers.py do.
+"""StorePlan: the requested layout and update rules of a job's store.
+
+This module also checks whether an existing store fits a plan, and makes the initial record of each
+chunk. Does NOT open or write stores; local_servers.py and remote_servers.py do.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from roadtrain.storage.meta import GroupRule, StoreMeta
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The location of every chunk, and the update rules. `weights`: relative rates of the
-    directories. `staleness`: 1 keeps two versions of the parameters; with a higher one, pulls get
-    the newest."""
+    """The requested location of every chunk, and the update rules."""
 
     table: ChunkTable
     rules: Sequence[Rule]
     directories: tuple[Path, ...]
     direct: bool = True
+    # relative rates of the directories or servers; if empty, all are equal
     weights: tuple[float, ...] = ()
+    # With staleness 1 the store has two versions of the parameters. With a higher staleness it has
+    # one, and pulls get the newest version.
     staleness: int = 0
     replicas: int = 1
-    moved_from: tuple[Path, ...] = ()  # directories that the parts of the store leave
+    moved_from: tuple[Path, ...] = ()  # directories that held parts of the store before
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The server of each chunk, chosen by the weights of the directories (or servers)."""
+        """The server of each chunk, chosen by the weights of the directories or servers."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
 
     @property
@@ -55,8 +57,11 @@ class StorePlan:
 
 
 def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
-    """Raise ForeignError if the store at `where` belongs to another model or optimizer than
-    `store_plan`."""
+    """Raise ForeignError if an existing store does not fit `store_plan`.
+
+    The store must be of the same model and optimizer, with the same staleness and replicas.
+    `where` is the location of the store, and `held` its metadata.
+    """
     if held.table.fingerprint() != store_plan.table.fingerprint():
         ours = {p.name: (p.shape, p.trainable) for p in store_plan.table.params}
         theirs = {p.name: (p.shape, p.trainable) for p in held.table.params}
@@ -64,8 +69,8 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
             (n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the split into blocks"
         )
         raise ForeignError(
-            f"{where}: holds another model: {diff} is {theirs.get(diff, 'absent')} there and "
-            f"{ours.get(diff, 'absent')} here (shape, trainable)",
+            f"{where}: the store is of another model: {diff} is {theirs.get(diff, 'absent')} in the"
+            f" store and {ours.get(diff, 'absent')} in the model (shape, trainable)",
             hint=(
                 "name another store directory, or use the same model, blocks and error feedback as"
                 " before"
@@ -73,8 +78,8 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
-            f"{where}: holds state of {[g.rule for g in held.groups]}, but the optimizer is "
-            f"{[g.rule for g in store_plan.groups]}",
+            f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the optimizer"
+            f" is {[g.rule for g in store_plan.groups]}",
             hint=(
                 "use the same optimizer and parameter groups, or export the weights and start with"
                 " an empty store"
@@ -82,14 +87,14 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
-            f"{where}: trained with staleness {held.staleness}, but {store_plan.staleness} is"
-            " requested",
+            f"{where}: the store was trained with staleness {held.staleness}, but"
+            f" {store_plan.staleness} is requested",
             hint="keep the old staleness, or export the weights and start with an empty store",
         )
     if held.replicas != store_plan.replicas:
         raise ForeignError(
             f"{where}: made with replicas = {held.replicas}, but {store_plan.replicas} requested",
-            hint="keep the old number, or export the weights and start with an empty store",
+            hint="keep the old replicas, or export the weights and start with an empty store",
         )
 
 
@@ -100,8 +105,11 @@ def fill_record(
     source: Source,
     groups: Sequence[Mapping[str, Any]],
 ) -> memoryview:
-    """Return the initial record of `chunk`: values from `source`, and the initial state of its
-    rule. `groups`: the optimizer's; residuals have later groups, without hyperparameters."""
+    """Return the initial record of `chunk`.
+
+    Values come from `source`, and the chunk's update rule defines the initial state. `groups` are
+    the optimizer's parameter groups. Residuals have higher group numbers and no hyperparameters.
+    """
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
     if chunk.trainable:
@@ -113,7 +121,7 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` to a span whose state arrays and scalars are zero."""
+    """Write the initial state of `rule` to a span. Its arrays and scalars must be zero before."""
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(
         view.piece(MASTER, span), [view.piece(what, span) for what in rule.arrays], row, hyper

@@ -1,7 +1,7 @@
-"""Seconds and bytes per stage, summed. Stages have the same names in code, messages and simulator.
+"""Stages: the total seconds and bytes of each stage of training. Thread-safe.
 
-Stages: Fetch Forward Backward Push Sum Read Update Write Commit Wait. Thread-safe. Does NOT sample
-or print.
+The stages are Fetch, Forward, Backward, Push, Sum, Read, Update, Write, Commit and Wait. Code,
+messages and the simulator use the same names.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ class StageTotals:
 
 
 class Stages:
-    """The totals since the last `take`. Seconds of one stage are summed over threads, so they may
-    exceed the wall time."""
+    """The totals of each stage since the last `take`.
+
+    The seconds of a stage are summed over threads, so they may exceed the wall time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +41,7 @@ class Stages:
         self.add(name, time.perf_counter() - start, nbytes)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds so far, without resetting them."""
+        """Return the seconds of each stage since the last `take`, without resetting them."""
         with self._lock:
             return {name: stage.seconds for name, stage in self._sums.items()}
 

@@ -1,13 +1,13 @@
-"""Worker: lends blocks to the model's stream, sends gradients, starts updates and commits steps.
+"""Worker: fetches blocks for the BlockStream, sends gradients, starts updates and commits steps.
 servers/protocol/worker.py makes the decisions; this module carries them out, and waits.
 
-Threads: the training thread and autograd's threads call in; servers deliver messages from their own
-threads. One condition guards all shared state. Every wait has a deadline and a message that names
-what it waits for (Rule 5).
+Threads: the training thread and autograd's threads call the methods. Servers deliver messages in
+threads of their own. One condition guards all shared state. Every wait has a deadline and an error
+message that names the reason of the wait (Rule 5).
 
-Parameters travel: server -> `into` (a slot's host buffer) -> on CUDA one copy to the slot's device
-buffer -> the stream's views. Gradients travel: the stream's flat push buffer -> (CUDA: pinned host
-copy) -> server, dense or top-k.
+The path of parameters: server -> `into` (a slot's host buffer) -> on CUDA, a copy in the slot's
+device buffer -> the parameters' views. The path of gradients: the stream's flat push buffer -> on
+CUDA, a copy in pinned host memory -> server, dense or top-k.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from roadtrain.units import round_up
 
 
 class ProcessLock(threading.Condition):
-    """A condition that only works in the process that made it.
+    """A condition that can only be used in the process that created it.
 
-    A forked child has no threads that could notify it, and may have inherited it locked.
-    `interrupted`: Ctrl-C stopped a change of the guarded state halfway. Interrupting a wait is
-    harmless.
+    A forked child has no threads that could notify the condition, and may have inherited it in
+    locked state. `interrupted` is set if Ctrl-C has stopped a change of the guarded state halfway.
+    An interrupted wait does not set `interrupted`.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,12 @@ class ProcessLock(threading.Condition):
 
 
 class Worker:
-    """The GradBook of streaming/grads.py, and most of a BlockSource (streaming/block_stream.py).
-    Blocks are indices of the ChunkTable. The root block (0) has permanent buffers and no slot."""
+    """A worker's exchange of parameters and gradients with its servers.
+
+    It is the GradBook of streaming/grads.py, and has most methods of a BlockSource
+    (streaming/block_stream.py). Blocks are indices of the ChunkTable. The root block (0) has
+    permanent buffers instead of a slot.
+    """
 
     def __init__(
         self,
@@ -91,9 +95,10 @@ class Worker:
         self._block_of = {
             s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
         }
-        self.word = b""  # sent to the other workers at the end of the step
-        self.grad_dtype = ""  # dtype that fp32 gradients are sent as; "": unchanged
-        # gradients never wait for step(), so servers may keep them in place
+        self.word = b""  # bytes that are sent to the other workers at the end of the step
+        # dtype to which fp32 gradients are cast for sending; "" if they are not cast
+        self.grad_dtype = ""
+        # If True, gradients never wait for step(), so servers may always keep them in place.
         self.keep_always = False
         self._lock = ProcessLock()
         self.maker, self.check_process = self._lock.maker, self._lock.check_process
@@ -102,7 +107,7 @@ class Worker:
         self.root = self.buffers.root
         self.pull_rate = 0.0  # bytes per second of the last block that was pulled alone
         self.heap = Heap()
-        # waits for copies from the device (push) and to it (pull)
+        # threads that call functions after copies from the device (push) and to the device (pull)
         self._after: dict[str, CopyCallbacks] = {}
         if device.type == "cuda":
             self._after = {
@@ -127,8 +132,9 @@ class Worker:
                     try:
                         self._carry_out(self.machine.handle(message))
                     except Exception as error:
-                        # Raising here would end the link that `message` came from. If it is the
-                        # link of another server that was lost, only the next wait raises it.
+                        # Raising here would end the link on which `message` has arrived. If the
+                        # link of another server was lost, `_send` has stored the error in `_error`,
+                        # and the next wait raises it.
                         if error is not self._error:
                             raise
             if (found := self.machine.commit.diverged) is not None and self._error is None:
@@ -136,7 +142,7 @@ class Worker:
             self._lock.notify_all()
 
     def _carry_out(self, actions: Sequence[w.Action]) -> None:
-        """Carry actions out. Call with the lock."""
+        """Carry out actions. The caller holds the lock."""
         for action in actions:
             match action:
                 case w.SendTo(message, servers):
@@ -161,7 +167,7 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """Add the open step and the operation to the error of a link (Rule 5)."""
+        """Return the error of a link with the open step and the operation in its text (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
         detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
@@ -169,11 +175,13 @@ class Worker:
         return detailed
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait under the lock. Raises a server's error if one failed, DeadlineError after the
-        deadline."""
+        """Wait until `ready()`. The caller holds the lock. `what` names the awaited event.
+
+        Raises the error of a server that has failed, or DeadlineError after the deadline.
+        """
         if self._lock.interrupted and self._error is None:
             self._error = LoopError(
-                f"step {self.machine.open_step} was interrupted halfway",
+                f"step {self.machine.open_step} was interrupted and cannot be continued",
                 hint="place the model again to resume from the last committed step",
             )
         self._lock.waiting = True
@@ -184,7 +192,7 @@ class Worker:
         self._lock.waiting = False
         if not in_time:
             waits = {link.peer: link.waits_for() for link in self.links.values()}
-            self._error = DeadlineError(  # kept, so that `close` does not wait again
+            self._error = DeadlineError(  # stored, so that `close` does not wait again
                 f"the worker waited {self.deadline_s:.0f} s for {what} in step"
                 f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
                 f" {', '.join(peer + words for peer, words in waits.items())}",
@@ -215,8 +223,11 @@ class Worker:
         self.heap.trim()
 
     def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
-        """Send pulls into `host`. If the device still reads its old contents, another thread sends
-        them later. Call with the lock."""
+        """Send pulls whose destination is `host`. The caller holds the lock.
+
+        If the device still copies the old contents of `host`, the pulls are sent later, by another
+        thread.
+        """
         if (copying := host.copying()) is None:
             self._send_pulls(host, pulls)
         else:
@@ -233,7 +244,7 @@ class Worker:
             self._send(pull.server, message)
 
     def start_pull(self, block: Block, host: HostBuffer) -> None:
-        """Start fetching `block` into a buffer of its own."""
+        """Start fetching `block` into `host`, which is not a slot."""
         with self._lock:
             self._carry_out(self.machine.fetch_into(block.index, host))
 
@@ -242,7 +253,7 @@ class Worker:
             self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
-        """Fetch `block` into a permanent buffer and wait."""
+        """Fetch `block` into `host`, which is not a slot, and wait until it has arrived."""
         start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
@@ -250,8 +261,10 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Return a chunk's weights part after every update begun so far, committed or not. Waits
-        for it."""
+        """Fetch the weights part of a chunk, wait for it, and return it.
+
+        It includes all updates that have begun so far, also those that are not committed.
+        """
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
             self._carry_out(self.machine.fetch_newest(chunk.id, host))
@@ -259,7 +272,7 @@ class Worker:
         return host.view
 
     def give_up_slots(self, count: int) -> None:
-        """Free `count` slots. Only before the first step."""
+        """Free `count` slots. Call it only before the first step."""
         slots = self.buffers.slots
         self.prefetch.shrink(len(slots) - count)
         for _ in range(count):
@@ -267,11 +280,11 @@ class Worker:
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the updates begun so far gave the root block a newer version than is here."""
+        """Whether updates that have begun make the root parameters on the device obsolete."""
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Fetch the root block if the updates begun so far changed it. Returns whether they did."""
+        """Fetch the root block if it is old. Returns whether it was fetched."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -302,12 +315,17 @@ class Worker:
         step: int = 0,
         hyperparameters: Mapping[int, tuple[float, ...]] = {},
     ) -> None:
-        """Send the gradient of `block` from the flat `buffer`.
+        """Send the gradient of `block`.
 
         Args:
-            fresh: Start a new sum.
-            step: If not 0, the gradient is complete and unscaled, so the update of each chunk in
-                that step begins as soon as the chunk has arrived.
+            block: Index of the block.
+            buffer: The flat buffer with the gradient.
+            present: Indices of the parameters that have a gradient.
+            fresh: If True, the gradient replaces the gradient that the servers hold. If False, it
+                is added.
+            step: The open step if the gradient is complete and unscaled, else 0. If it is not 0,
+                the update of each chunk begins as soon as the chunk's gradient has arrived.
+            hyperparameters: Hyperparameters of each parameter group. Only used if `step` is not 0.
         """
         table = self.table.blocks[block]
         self.machine.check_takes_grad(block)
@@ -347,8 +365,10 @@ class Worker:
         self.deliver(messages.Failed(-1, error))
 
     def _wait_copied(self) -> None:
-        """Wait, with the lock, until no gradient is being copied from the device. Messages about a
-        gradient must be sent after it."""
+        """Wait until no gradient is being copied from the device. The caller holds the lock.
+
+        A message about a gradient must be sent after the gradient itself.
+        """
         self._wait(self.machine.may_send, "gradients to be copied from the device")
 
     def _wait_summed(self, block: int) -> None:
@@ -381,9 +401,10 @@ class Worker:
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
-        """Return a buffer with the newest residuals, to be changed in place and sent."""
+        """Return a buffer with the newest residuals. The caller changes them in place and sends
+        them."""
         block = self.table.blocks[residual_block]
-        if permanent:  # the root's: it never leaves this worker
+        if permanent:  # residuals of the root have a permanent buffer, as the root itself
             host = self.buffers.residual(residual_block, block.pull_nbytes)
             with self._lock:
                 self._wait(
@@ -416,8 +437,11 @@ class Worker:
         fresh: bool,
         then: Mapping[int, w.SendTo] = {},
     ) -> None:
-        """Push `chunks` from `host`, which is free again after every server has read it. `then`:
-        messages to send directly after a chunk."""
+        """Push the gradients of `chunks` from `host`.
+
+        `host` becomes free when all servers have read it. `then` has the messages to send directly
+        after the gradient of a chunk.
+        """
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
             (c, host.view[c.push_offset : c.push_offset + round_up(c.weights_nbytes, PAGE)], dtype)
@@ -430,14 +454,18 @@ class Worker:
     # one step
 
     def sum_squares(self, param: int) -> float:
-        """Return the sum of squares of the gradient of `param` accumulated so far in this step.
-        Waits for the servers that hold it."""
+        """Return the sum of squares of the gradient of `param`, as accumulated so far in this step.
+
+        Waits for the servers.
+        """
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
-        """Return param -> sum of squares, added in flat order and so independent of the chunk size.
-        With several workers it is that of their mean, and the block's gradient must be complete.
-        `last_step`: of the step that ended last instead.
+        """Return a dict from parameter index to the sum of squares of its gradient in this step.
+
+        The squares are added in flat order, so the sums do not depend on the chunk size. With
+        several workers, the gradient is the mean over the workers, and the gradients of the block
+        must be complete. If `last_step` is set, return the sums of the last step that has ended.
         """
         state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
@@ -453,11 +481,11 @@ class Worker:
         return out
 
     def forget(self, block: int) -> None:
-        """Drop the held gradient of `block`, if any."""
+        """Drop the gradient of `block` that the servers hold, if there is one."""
         if not self.blocks[block].held:
             return
         with self._lock:
-            self._wait_summed(block)  # a push that is still being held cannot be dropped
+            self._wait_summed(block)  # a push cannot be dropped while the servers handle it
             self._wait_copied()
             self._carry_out(self.machine.drop_grad(block))
         if block in self.residual_block:
@@ -470,9 +498,11 @@ class Worker:
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: w.Scales,
     ) -> None:
-        """Begin the update of `block` as part of `step`, for every span whose `scales(param)` is
-        not None. With several workers each calls it for every block, and the server merges what
-        they have."""
+        """Begin the update of `block` as part of `step`.
+
+        Updates every span whose `scales(param)` is not None. With several workers, each worker must
+        call this method for every block, and the server merges the requests.
+        """
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
             self._wait_copied()
@@ -489,7 +519,7 @@ class Worker:
             self.forget(residual_block)
 
     def _end_update(self, block: int) -> None:
-        """Finish an update; a single worker drops its chunks without a gradient."""
+        """Finish an update. With a single worker, drop the gradients of chunks that it skips."""
         with self._lock:
             if self.machine.unchanged(block):
                 self._wait_summed(block)
@@ -497,8 +527,10 @@ class Worker:
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
-        """End `step`, whose updates have all begun, and send `word` to the other workers. Waits
-        while too many steps are uncommitted or sums are missing."""
+        """End `step`, all of whose updates have begun, and send `self.word` to the other workers.
+
+        Waits while too many steps are uncommitted, or while sums of squares are missing.
+        """
         machine = self.machine
         with self._lock:
             last, behind = machine.committed_before_end(step), machine.sums_behind
@@ -508,8 +540,10 @@ class Worker:
             self._carry_out(machine.end_step(step, word))
 
     def words(self, step: int) -> Sequence[bytes]:
-        """Wait until all workers have ended `step`, and return the word of each. Only if every
-        worker sends one. Words of earlier steps are dropped."""
+        """Wait until all workers have ended `step`, and return the word of each worker.
+
+        Call it only if every worker sends a word in this step. Drops words of earlier steps.
+        """
         words = self.machine.words
         with self._lock:
             self._wait(lambda: step in words, f"the other workers' end of step {step}")
@@ -526,14 +560,14 @@ class Worker:
             self._wait(lambda: self.committed >= step, f"the commit of step {step}")
 
     def rest(self) -> None:
-        """Wait until nothing is in flight from a server, and drop held gradients."""
+        """Drop all gradients that servers hold, and wait until no parameters are in flight."""
         for block in range(len(self.blocks)):
             self.forget(block)
         with self._lock:
             self._wait(lambda: not self.machine.is_coming(), "the parameters in flight")
 
     def reset(self, step: int) -> None:
-        """Restart at `step`: the servers hold other contents now."""
+        """Restart at `step`, after the contents of the servers were replaced."""
         with self._lock:
             self.machine.reset(step)
 

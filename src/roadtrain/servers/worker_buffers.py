@@ -1,6 +1,8 @@
-"""WorkerBuffers: the memory that a worker's parameters and gradients pass through. Slots and
-gradient buffers have numbers as keys, as in servers/protocol/worker.py; other buffers are their own
-keys."""
+"""WorkerBuffers: the buffers for a worker's parameters and gradients.
+
+servers/protocol/worker.py refers to buffers by keys. The key of a slot or a gradient buffer is its
+number. The key of any other buffer is the buffer itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from roadtrain.servers.protocol.worker import WorkerSetup
 
 
 class WorkerBuffers:
-    """The buffers of one worker. No block is in two of them."""
+    """The buffers of one worker."""
 
     def __init__(self, setup: WorkerSetup, budgets: WorkerBudgets, device: torch.device) -> None:
         root = setup.table.blocks[0]
@@ -31,14 +33,14 @@ class WorkerBuffers:
         yield from self.residuals.values()
 
     def slot(self, target: Any) -> HostBuffer:
-        """Return the buffer that a pull goes to."""
+        """Return the buffer for a pull, from its key `target`."""
         return self.slots[target] if isinstance(target, int) else target
 
     def gradient(self, key: Any) -> HostBuffer:
         return self.gradients[key] if isinstance(key, int) else key
 
     def key(self, host: HostBuffer) -> Hashable:
-        """Return the key by which `gradient` finds this buffer."""
+        """Return the key of this buffer, from which `gradient` returns the buffer."""
         return self.gradients.index(host) if host in self.gradients else host
 
     def with_gradient(self, flat: torch.Tensor) -> HostBuffer:

@@ -1,19 +1,20 @@
-"""Activations: block inputs that the forward keeps for the backward, in host memory up to a byte
-budget and in a scratch file beyond it.
+"""Activations: the inputs of blocks, which are kept from the forward to the backward.
 
-A kept tensor is in one of these states (host bytes that count against the budget):
-    HERE     n bytes: a reference to a CPU tensor; or a pinned copy of a CUDA tensor, plus that
-             tensor until the copy is complete
-    LEAVING  n bytes: being written to the scratch file
-    AWAY     0 bytes: in the file
-    COMING   n bytes: being read before it is needed
-Backward uses tensors last in, first out. So the oldest are written first, and loading a tensor
-starts reading the previous one. A tensor object saved for several blocks (a mask, position
-embeddings) is kept once. Tensors smaller than SMALL and expanded tensors are kept by reference and
-never written. One thread writes and reads the file; it starts with the first write.
+They are kept in host memory up to a byte budget, and in a scratch file beyond it. A kept tensor of
+n bytes is in one of these states, in which it uses the given part of the budget:
+    HERE     n bytes: it is a reference to a CPU tensor, or a pinned copy of a CUDA tensor. The CUDA
+             tensor itself is kept until the copy is complete.
+    LEAVING  n bytes: it is being written to the scratch file
+    AWAY     0 bytes: it is in the file
+    COMING   n bytes: it is being read from the file
+Backward uses the newest tensor first. So the oldest tensors are written first, and loading a tensor
+starts to read the tensor before it. A tensor object that is the input of several blocks (a mask,
+position embeddings) is kept once. Tensors smaller than SMALL and expanded tensors are kept by
+reference and never written. A single thread writes and reads the file; it starts with the first
+write.
 
-Assumes that nobody changes a kept tensor in place; a change raises ModelError when it is loaded.
-Does NOT keep the autograd graph of a tensor, or anything after close().
+Kept tensors must not be changed in place. Loading a tensor that was changed raises ModelError.
+Does NOT keep the autograd graph of a tensor, or any tensor after close().
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, Mo
 from roadtrain.units import round_up, show_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SMALL = 64 << 10  # bytes; bookkeeping for smaller tensors costs more than it saves
+SMALL = 64 << 10  # bytes; smaller tensors are not written, because the effort would be too high
 HERE, LEAVING, AWAY, COMING, FREED = "here", "leaving", "away", "coming", "gone"
 
 
 class KeptTensor:
-    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves that were not
-    freed yet."""
+    """A kept tensor, returned by `Activations.save` as a ticket for `load` and `free`.
+
+    `users` is the number of saves that were not freed yet. The Activations' lock guards all fields.
+    """
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride = tensor.shape, tensor.stride()
@@ -51,15 +54,15 @@ class KeptTensor:
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
-        self.sum = 0  # xxh3 of its bytes in the file
-        self.data: torch.Tensor | None = None  # on the CPU; None while AWAY
-        # the saved tensor, while its version still matters
+        self.sum = 0  # xxh3 of the tensor's bytes in the file
+        self.data: torch.Tensor | None = None  # the values on the CPU; None while AWAY
+        # the saved tensor, as long as it must not change
         self.source: torch.Tensor | None = None
         self.version, self.was_changed = version_of(tensor), False
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
     def let_go(self) -> None:
-        """Drop the saved tensor: from now on it may change."""
+        """Drop the reference to the saved tensor, which may change afterwards."""
         self.was_changed = self.is_changed()
         self.source = None
 
@@ -70,7 +73,10 @@ class KeptTensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes, or -1 for a tensor made under inference_mode."""
+    """Return torch's count of in-place changes of `tensor`.
+
+    Returns -1 for a tensor that was created under inference_mode, which has no such count.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -78,14 +84,15 @@ class Activations:
     """The kept block inputs.
 
     Args:
-        budget_bytes: Host bytes for kept tensors.
-        scratch_dir: Directory of the file for tensors beyond the budget; None: raise instead.
+        budget_bytes: Host memory for kept tensors in bytes.
+        scratch_dir: Directory of the scratch file for tensors beyond the budget. If None, a tensor
+            beyond the budget raises BudgetError.
         device: The device of the blocks.
 
     Attributes:
-        bytes_held: Host bytes in use.
-        peak_bytes: Their maximum.
-        bytes_spilled: Bytes written in total.
+        bytes_held: Host memory in use in bytes.
+        peak_bytes: The maximum of `bytes_held` so far.
+        bytes_spilled: Total number of bytes written to the scratch file.
     """
 
     def __init__(
@@ -101,18 +108,18 @@ class Activations:
         # free() never blocks on the lock, because the garbage collector may call it anywhere
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._dead: deque[KeptTensor] = deque()  # freed, not yet swept
+        self._dead: deque[KeptTensor] = deque()  # tickets of `free` that `_sweep` has not handled
         self._live: dict[int, KeptTensor] = {}  # serial -> ticket with users > 0, oldest first
         # id(tensor) -> (the tensor, its ticket), while both exist
         self._shared: dict[int, tuple[weakref.ref[torch.Tensor], KeptTensor]] = {}
-        self._jobs: deque[KeptTensor] = deque()  # LEAVING: to be written; COMING: to be read
+        self._jobs: deque[KeptTensor] = deque()  # tickets to write (LEAVING) or to read (COMING)
         self._serial = 0
         self._file: Any = None
-        self._end = 0  # bytes of the scratch file in use or in a free list
-        self._holes: dict[int, list[int]] = {}  # nbytes -> offsets
+        self._end = 0  # size of the scratch file, including free regions
+        self._holes: dict[int, list[int]] = {}  # size -> offsets of free regions in the file
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._needed = 0  # bytes of the tensor that failed
+        self._needed = 0  # size of the tensor whose write or read has failed
         self._closed = False
         # device of a kept tensor -> stream for its copies
         self._streams: dict[torch.device, Any] = {}
@@ -120,8 +127,10 @@ class Activations:
     # -- save, load, free
 
     def save(self, tensor: torch.Tensor) -> KeptTensor:
-        """Keep `tensor`. Waits for room. Raises BudgetError if there is none, FullError if the disk
-        is full."""
+        """Keep `tensor`, and wait until it fits in the budget.
+
+        Raises BudgetError if it cannot fit, and FullError if the scratch disk is full.
+        """
         with self._lock:
             self._sweep()
             shared = self._shared.get(id(tensor))
@@ -146,8 +155,10 @@ class Activations:
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
-        """Return the kept values on the tensor's own device. Do not write to them. The ticket
-        stays valid until it is freed."""
+        """Return the kept values on the device of the saved tensor. They must not be changed.
+
+        The ticket stays valid until it is freed.
+        """
         with self._lock:
             self._sweep()
             self._check_failure()
@@ -158,14 +169,14 @@ class Activations:
                 self._wait("reading a block input back")
             copied = ticket.event
         if copied is not None:
-            copied.synchronize()  # without the lock, so that others can save and free meanwhile
+            copied.synchronize()  # without the lock, so other threads can save and free meanwhile
         with self._lock:
             self._settle(ticket)
             if ticket.is_changed():
                 raise ModelError(
                     f"an input of shape {tuple(ticket.shape)} was changed in place between forward"
                     " and backward",
-                    hint="make the change out of place (x = x + y instead of x += y)",
+                    hint="change a copy of the input instead (x = x + y instead of x += y)",
                 )
             data = ticket.data
             assert data is not None
@@ -173,7 +184,7 @@ class Activations:
         return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
 
     def free(self, ticket: KeptTensor) -> None:
-        """Undo one save of this ticket. May be called by a finalizer."""
+        """Undo one `save` that returned this ticket. May be called by a finalizer."""
         self._dead.append(ticket)
         if self._lock.acquire(blocking=False):
             try:
@@ -256,15 +267,17 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the device tensor, whose copy must be complete: from now on it may change."""
+        """Drop the device tensor, which may change afterwards. Its copy must be complete."""
         if ticket.event is None:
             return
         ticket.event = None
         ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` fit the budget. A single tensor may exceed it if it can be written at
-        once."""
+        """Wait until a tensor of `nbytes` fits in the budget.
+
+        If no other tensor can be written to the file, the tensor may exceed the budget.
+        """
         while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:
@@ -282,7 +295,7 @@ class Activations:
     def _send_away(self, nbytes: int) -> None:
         nbytes -= sum(t.nbytes for t in self._live.values() if t.state == LEAVING)
         here = [t for t in self._live.values() if t.state == HERE and t.movable]
-        # tensors used by several blocks go last
+        # tensors that are inputs of several blocks are written last
         for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
             if nbytes <= 0:
                 return
@@ -295,7 +308,7 @@ class Activations:
             self._ask(earlier[-1], COMING)
 
     def _ask(self, ticket: KeptTensor, state: str) -> None:
-        """Queue `ticket` to be written (LEAVING) or read (COMING)."""
+        """Queue the ticket for writing (LEAVING) or reading (COMING)."""
         if self._thread is None:
             self._open()
             name = "roadtrain-activations"
@@ -316,7 +329,7 @@ class Activations:
             self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
             where = f"block inputs in {self.scratch_dir}"
-            raise GoneError(f"no scratch file for {where}: {error}") from error
+            raise GoneError(f"cannot create a scratch file for {where}: {error}") from error
 
     def _wait(self, what: str) -> None:
         if not self._changed.wait(timeout=300):
@@ -329,10 +342,10 @@ class Activations:
             assert self.scratch_dir is not None
             free = shutil.disk_usage(self.scratch_dir).free
             raise FullError(
-                f"no space for block inputs in {self.scratch_dir}: writing them needs"
-                f" {show_bytes(self._needed)} more, {show_bytes(free)} are"
-                f" free ({self._failure.strerror}); {show_bytes(self._end)} are used",
-                hint="free space there, or raise host_budget to keep more of them in RAM",
+                f"no space for block inputs in {self.scratch_dir}: the next block input needs"
+                f" {show_bytes(self._needed)}, but {show_bytes(free)} are free"
+                f" ({self._failure.strerror}); block inputs already use {show_bytes(self._end)}",
+                hint="free space on this disk, or raise host_budget to keep more inputs in RAM",
             ) from self._failure
         if self._failure is not None:
             where = f"block inputs in {self.scratch_dir}"
@@ -397,7 +410,7 @@ class Activations:
     def _move(
         self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
     ) -> int:
-        """Write or read all bytes of `tensor`, and return their xxh3."""
+        """Write or read all bytes of `tensor`, and return the xxh3 of the bytes."""
         left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             done = transfer(self._file.fileno(), left, at)

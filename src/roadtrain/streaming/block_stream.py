@@ -1,19 +1,21 @@
-"""The block stream: runs a model's blocks on fetched parameters, forward and backward.
+"""BlockStream: runs a model's blocks on fetched parameters, in forward and backward.
 
-Each block module gets its own `forward`. Without gradients, it fetches, runs and releases the
-block. With gradients, the block becomes one node of the autograd graph that keeps only its inputs;
-backward fetches the block again, recomputes it, pushes its gradients as one flat buffer, and
-releases it. Parameters of the root stay ordinary. A root parameter that a block uses (tied weights)
-is an input of the block's node, so autograd sums its gradient as usual.
+The `forward` of each block module is replaced. Without gradients, the replacement fetches the
+block, runs it, and releases it. With gradients, the block becomes a node of the autograd graph that
+keeps only the inputs of the block. The node's backward fetches the block again, recomputes it,
+pushes its gradients as one flat buffer, and releases it. Parameters of the root are ordinary
+parameters. A root parameter that a block uses (tied weights) is an input of the block's node, so
+autograd adds up its gradient as usual.
 
-Note SAME GRAPH. The first run has gradients enabled, in a graph whose saved tensors are dropped at
-once. So the same kernels run as in backward and in plain training, it is known which outputs need
-gradients, and a gradient that would flow around the block's arguments raises an error instead of
-being lost.
+Note SAME GRAPH. The forward of a node runs the block with gradients enabled, but drops all tensors
+that autograd saves. This has three reasons. The block runs the same kernels as in backward and in
+plain training. The run shows which outputs need gradients. If a gradient would leave the block by
+another way than its arguments and parameters, an error is raised, and the gradient is not lost.
 
-Assumes that blocks are called, are functions of arguments, parameters, buffers and RNG, and return
-tensors in tuples, lists, dicts or types registered with torch.utils._pytree. Does NOT support
-double backward through a block, or average over workers.
+Assumes that blocks are called; that their results depend only on arguments, parameters, buffers and
+RNG; and that they return tensors in tuples, lists, dicts or types registered with
+torch.utils._pytree. Does NOT support double backward through a block. Does NOT average gradients
+over workers.
 """
 
 from __future__ import annotations
@@ -43,28 +45,40 @@ from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """The provider of parameters and receiver of gradients. Blocks are ChunkTable indices."""
+    """The provider of parameters and receiver of gradients of a BlockStream.
+
+    Blocks are indices of the ChunkTable.
+    """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Wait for the block's parameters. Returns them as one uint8 tensor on the compute device,
-        in the ChunkTable's layout, and their version."""
+        """Wait for the block's parameters, and return them and their version.
+
+        The parameters are one uint8 tensor on the compute device, in the ChunkTable's layout.
+        """
 
     def release(self, block: int) -> None:
-        """End one use of the block. No view of its tensor may be left. The memory is free once the
-        current stream has finished its work."""
+        """End one use of the block. The caller must have dropped all views of the block's tensor.
+
+        The memory becomes free when the current stream has finished its work.
+        """
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Wait for a buffer for the block's gradients: uint8 [push_nbytes] on the compute device,
-        uninitialized."""
+        """Wait for a buffer for the block's gradients, and return it.
+
+        The buffer is an uninitialized uint8 tensor of shape [push_nbytes] on the compute device.
+        """
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """Receive all gradients of one backward of `block`. `present`: indices of the parameters
-        that got one; the others are zero. Called before p.grad is set, when this backward is no
-        longer pending."""
+        """Receive all gradients of one backward of `block`.
+
+        `present` has the indices of the parameters with a gradient. The gradients of all other
+        parameters are zero. Called before `p.grad` is set. This backward does not count as pending
+        any more.
+        """
 
 
 class _Block:
-    """A block of the stream, with its original forward."""
+    """A block of the BlockStream, with its original forward."""
 
     def __init__(
         self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
@@ -75,9 +89,9 @@ class _Block:
         self.params = part.params
         self.original = part.module.forward
         self.own_forward = part.module.__dict__.get("forward")
-        self.depth = 0  # above 0 while its parameters are views of a buffer
-        self.open: set[int] = set()  # recorded calls that wait for their backward
-        self.graph_known = False
+        self.depth = 0  # above 0 while the block is fetched
+        self.open: set[int] = set()  # serial numbers of recorded calls that wait for their backward
+        self.graph_known = False  # whether `_check_graph` has checked the block
         self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for ForwardState
 
     def run(self, leaves: list[Any], spec: Any) -> Any:
@@ -86,7 +100,7 @@ class _Block:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise LoopError(
-            "a placed model cannot be copied or pickled: its parameters are elsewhere",
+            "a placed model cannot be copied or pickled: its parameters are not in memory",
             hint="read the parameters from the optimizer, or export the store",
         )
 
@@ -124,17 +138,19 @@ class BlockStream:
         self._serial = itertools.count()
         self._pass = -1  # the autograd pass at whose end `on_pass_end` will be called
         self._hooks: dict[int, Any] = {}
-        # an input of every node, so that blocks are recorded whatever their arguments
+        # an input of every node, so that blocks are recorded even if no argument needs gradients
         self.gate = torch.empty(0, requires_grad=True)
         self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
 
     # -- public methods
 
     def attach(self, root: torch.Tensor) -> None:
-        """Replace the blocks' forwards and release their parameters, whose values the block source
-        must have. The root's parameters become views of `root` (uint8, pull_nbytes), which must
-        stay."""
-        # a traced forward would keep fetched memory
+        """Replace the blocks' forwards and release their parameters.
+
+        The block source must already have the values. The root's parameters become views of `root`,
+        a uint8 tensor of shape [pull_nbytes] that must not be freed.
+        """
+        # if the forward were traced, the trace would keep fetched memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
             block.fetched.settle()
@@ -145,8 +161,10 @@ class BlockStream:
         self._watch_root()
 
     def detach(self) -> None:
-        """Restore the blocks' own forwards, and drop the kept inputs. The blocks' parameters stay
-        released."""
+        """Restore the blocks' own forwards, and drop the kept inputs.
+
+        The blocks' parameters stay released.
+        """
         self.activations.close()
         for block in self._blocks.values():
             if block.own_forward is not None:
@@ -158,7 +176,7 @@ class BlockStream:
         self._hooks.clear()
 
     def pending(self, block: int) -> int:
-        """Count the recorded forwards of `block` whose backward has not run and still can."""
+        """Return the number of recorded forwards of `block` whose backward can still run."""
         return len(self._blocks[block].open)
 
     # -- a pass
@@ -171,7 +189,7 @@ class BlockStream:
                 self._hooks[index] = hook
 
     def pass_runs(self) -> None:
-        """Make autograd call `on_pass_end`, once, at the end of the running backward."""
+        """Let autograd call `on_pass_end` once at the end of the backward that is running."""
         now = torch._C._current_graph_task_id()
         if now != self._pass and self.on_pass_end is not None:
             self._pass = now
@@ -196,7 +214,7 @@ class BlockStream:
             self.source.release(block.index)
 
     def _forward(self, block: _Block, *args: Any, **kwargs: Any) -> Any:
-        if block.depth:  # a block that calls itself already has its parameters
+        if block.depth:  # a block that calls itself is already fetched
             return block.original(*args, **kwargs)
         _check_frozen(block)
         if torch.is_grad_enabled():
@@ -239,11 +257,11 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """A recorded run of a block. Lives as long as its node in the graph, and frees what it keeps
-    with it.
+    """A recorded run of a block.
 
-    `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves
-    (see `distinct`).
+    It lives as long as its node in the autograd graph, and frees the kept inputs at its end.
+    `inputs` has the distinct tensors in (args, kwargs), and `tickets` the tickets of these tensors
+    in the same order. `slots` has the leaves of (args, kwargs), as returned by `distinct`.
     """
 
     def __init__(
@@ -258,7 +276,7 @@ class _Call:
         self.serial = next(stream._serial)
         self.tickets: list[KeptTensor] = []
         self.closed = False
-        # recorded in backward, by the recomputation of a checkpoint
+        # whether it was recorded during a backward, when a checkpoint was recomputed
         self.inside = torch._C._current_graph_task_id() != -1
         if self.inside:
             stream.pass_runs()
@@ -266,9 +284,9 @@ class _Call:
         self.shared = [p for p in block.shared if p.requires_grad]
         self.shared_versions = [p._version for p in self.shared]
         self.trained = [(i, p) for i, p in block.fetched.trainable if p.requires_grad]
-        self.inputs = inputs  # until the forward has run
+        self.inputs = inputs  # emptied when the forward has run
         self.version = -1
-        # the structure of its result, until that is returned
+        # the structure of the result, until the result is returned
         self.out: tuple[list[tuple[int, Any]], Any] | None = None
         self.n_outputs = 0
 
@@ -297,7 +315,7 @@ class _Call:
                 out = block.run(leaves, self.spec)
             self.when.forward_ended()
             if [version_of(t) for t in inputs] != versions:
-                hint = "make the change out of place inside the block (x = x + y instead of x += y)"
+                hint = "change a copy of the input in the block (x = x + y instead of x += y)"
                 raise ModelError(
                     f"block {block.name!r} changes one of its inputs in place", hint=hint
                 )
@@ -319,7 +337,10 @@ class _Call:
         return outputs, differentiable
 
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the leaves, with `inputs` detached from the graph before them."""
+        """Return the leaves of the arguments, and `inputs` detached from their autograd graph.
+
+        The leaves contain the detached tensors.
+        """
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
         name = self.block.name
         return [tensors[i] if i >= 0 else pristine(leaf, name) for i, leaf in self.slots], tensors
@@ -330,8 +351,8 @@ class _Call:
         return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
 
     def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Raise ModelError if a gradient ends elsewhere than in the arguments, the block's
-        parameters or shared ones: it would be lost."""
+        """Raise ModelError if a gradient flows to a tensor that is neither an argument nor a
+        parameter of the block, because this gradient would be lost."""
         expected = {id(t) for t in (*tensors, *self.block.module.parameters())}
         todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
         seen = set(todo)
@@ -342,7 +363,7 @@ class _Call:
                     f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)}"
                     " that needs gradients and is neither an argument nor a parameter of the"
                     " block",
-                    hint="pass it as an argument, or choose larger blocks that contain it",
+                    hint="pass the tensor as an argument, or choose larger blocks that contain it",
                 )
             for above, _ in node.next_functions:
                 if above is not None and above not in seen:
@@ -359,7 +380,7 @@ class _Call:
         if self.closed:
             raise LoopError(
                 f"backward ran a second time through block {block.name!r}",
-                hint="use backward(retain_graph=True) the first time",
+                hint="set retain_graph=True in the first backward",
             )
         if [p._version for p in self.shared] != self.shared_versions:
             raise self._changed()
@@ -387,8 +408,11 @@ class _Call:
     def _differentiate(
         self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
     ) -> tuple[Sequence[torch.Tensor | None], int]:
-        """Return the gradients of the inputs that need one and of the shared parameters (together
-        `n`), then of `trained`; and n."""
+        """Recompute the block, and return (gradients, n).
+
+        The first n gradients are those of the inputs that need one and of the shared parameters.
+        The gradients of the parameters in `trained` follow.
+        """
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
         except ModelError as error:
@@ -402,7 +426,7 @@ class _Call:
                 raise ModelError(
                     f"block {self.block.name!r} returned {self.n_outputs} tensors in forward but"
                     f" {len(outputs)} when it was recomputed",
-                    hint="it uses state that is not replayed, such as Python's random numbers",
+                    hint="remove state that is not restored, such as Python's random numbers",
                 )
             ends = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
             wants = [t for t in tensors if t.requires_grad] + self.shared
@@ -415,7 +439,7 @@ class _Call:
     def _changed(self) -> LoopError:
         return LoopError(
             f"parameters changed between forward and backward of block {self.block.name!r}",
-            hint="run backward before step(), or run the forward again after it",
+            hint="run backward before step(), or run the forward again after step()",
         )
 
     def _check_handles(self, trained: list[tuple[int, nn.Parameter]]) -> None:
@@ -423,7 +447,7 @@ class _Call:
             if p.grad is not None and (not isinstance(p.grad, PlacedGrad) or p.grad.scale != 1.0):
                 raise LoopError(
                     f"the gradient of {self.stream.table.params[index].name!r} was set or scaled"
-                    " (clipped, unscaled) and then got another backward pass",
+                    " (clipped, unscaled) before another backward pass added to it",
                     hint=(
                         "clip or unscale once, after the last backward pass of a step; then call"
                         " zero_grad()"
@@ -440,13 +464,15 @@ class _Call:
 def _refuse(name: str, _: None) -> Any:
     raise ModelError(
         f"a tensor computed in block {name!r} was differentiated, but the block did not return it",
-        hint="return it from the block's forward (tuples, lists, dicts, registered pytrees)",
+        hint="return this tensor from the forward (in tuples, lists, dicts, registered pytrees)",
     )
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
-    """Copy `tensor` if it lies in `buffer` (a block that returns its weight), whose memory will be
-    reused."""
+    """Return `tensor`, or a copy if it is in `buffer`, whose memory will be reused.
+
+    It is in `buffer` if the block returns a parameter.
+    """
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()
         if at and at == buffer.untyped_storage().data_ptr():
@@ -458,7 +484,7 @@ def _check_frozen(block: _Block) -> None:
     for p in block.fetched.frozen:
         if p.requires_grad:
             raise LoopError(
-                f"a parameter of block {block.name!r} was frozen when it was placed and is"
-                " trainable now",
-                hint="place the model again, with the parameter in the optimizer",
+                f"a parameter of block {block.name!r} was frozen when the model was placed, but"
+                " is trainable now",
+                hint="place the model again, with this parameter in the optimizer",
             )

@@ -1,13 +1,12 @@
-"""The parameters of one block: views of a fetched buffer while the block runs, released afterwards;
-and the layout of their gradients in one flat buffer.
+"""FetchedParameters: the parameters of one block. They are views of a fetched buffer while the
+block runs, and released afterwards.
 
-Released parameters keep shape, dtype and device, take 0 bytes and raise when they are read
-(streaming/released.py). Code that reads their memory anyway finds NaN (integers: their minimum),
-never stale values. A Parameter keeps its identity throughout, even if it was made on `meta`,
-because optimizers hold it.
+Released parameters keep shape, dtype and device, take 0 bytes, and raise an error when they are
+read (streaming/released.py). Code that reads their memory in another way finds NaN (or the minimum
+of an integer dtype), never stale values. A Parameter always stays the same object, even if it was
+created on `meta`, because optimizers refer to it.
 
-Assumes that the buffer has the ChunkTable's layout and outlives its views.
-Does NOT know where the buffer comes from, or when.
+Assumes that the buffer has the ChunkTable's layout and outlives its views. Does NOT fetch.
 """
 
 from __future__ import annotations
@@ -27,17 +26,20 @@ from roadtrain.streaming.split import DTYPES
 class _Place:
     """The location of a parameter: elements [start, stop) of `run`."""
 
-    index: int  # in ChunkTable.params
+    index: int  # index in ChunkTable.params
     param: nn.Parameter
     run: Run
     start: int
     stop: int
-    released_value: torch.Tensor  # its data while it is released
+    released_value: torch.Tensor  # data of the parameter while it is released
 
 
 class FetchedParameters:
-    """The parameters of `block`, by index in table.params. `trainable`: (index, parameter) of those
-    whose gradients go to the block source."""
+    """The parameters of `block`, and the layout of their gradients in one flat buffer.
+
+    `params` maps indices in `table.params` to parameters. `trainable` has (index, parameter) for
+    each parameter whose gradient is pushed to the block source.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class FetchedParameters:
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
-        """Move every parameter to the device and release it. Its values are lost."""
+        """Move every parameter to the device and release it. The values are lost."""
         for place in self.places:
             settle(place.param, place.released_value)
             set_released(place.param)
@@ -88,8 +90,11 @@ class FetchedParameters:
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
-        """Write `grads` (by index) into the flat push `buffer`. Padding and parameters without a
-        gradient become zero."""
+        """Write gradients to the flat `buffer` in the layout for a push.
+
+        `grads` maps parameter indices to gradients. Padding and the elements of parameters without
+        a gradient are set to zero.
+        """
         for run in self.block.runs:
             if not run.trainable:
                 continue

@@ -1,13 +1,13 @@
 """PlacedGrad: the value of `p.grad` after a gradient was sent to its server.
 
-It has the parameter's shape, dtype and device and takes 0 bytes. Gradient clipping, norms, scaling
-by a number and `torch.amp.GradScaler` accept it like a tensor, also in lists with ordinary
-gradients. A norm asks the server for the sum of squares; a product changes `scale`, a factor that
-the server applies when it updates.
+A PlacedGrad has the parameter's shape, dtype and device and takes 0 bytes. Gradient clipping,
+norms, scaling by a number and `torch.amp.GradScaler` accept it like a tensor, also in lists with
+ordinary gradients. A norm asks the server for the sum of squares. A product changes `scale`, a
+factor that the server applies in the update.
 
-Assumes that the book's sum is that of the step's accumulated gradient before `scale`, and that it
-is inf or nan if any element is.
-Does NOT provide elements: every operation that needs them raises LoopError.
+Assumes that the sum of squares is of the step's accumulated gradient without `scale`, and that the
+sum is inf or nan if any element is inf or nan. Does NOT provide the elements: every operation that
+needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Return the sum of squares of the step's accumulated, unscaled gradient of
-        ChunkTable.params[param]. Waits for it."""
+        """Wait for the sum of squares of a gradient and return it.
+
+        It is the gradient of ChunkTable.params[param], accumulated in this step and not scaled.
+        """
 
 
 class PlacedGrad(torch.Tensor):
     """A handle to a gradient on a server.
 
     Attributes:
-        param: Index in ChunkTable.params.
+        param: Index of the parameter in ChunkTable.params.
+        book: The GradBook that knows the sum of squares.
+        label: Name of the parameter for messages.
         scale: Factor for the gradient, initially 1.0.
-        shared: The list that holds the scale, shared with aliases (`detach()`, `.data`).
+        shared: The list that contains `scale`. Aliases (`detach()`, `.data`) use the same list.
     """
 
     param: int
@@ -99,8 +103,8 @@ def _left(func: Any, args: Any, why: str = "") -> LoopError:
         f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
         f"which was sent to its server{why}",
         hint=(
-            "norms of order 2, clip_grad_norm_, GradScaler and scaling by a number work on it; "
-            "call zero_grad with set_to_none=True"
+            "use only norms of order 2, clip_grad_norm_, GradScaler and scaling by a number on the"
+            " gradient; call zero_grad with set_to_none=True"
         ),
     )
 
@@ -111,8 +115,10 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 
 
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
-    """Return the norm as a 0-dim tensor, in fp32 even for a narrower gradient, whose square could
-    overflow a half."""
+    """Return the norm of a gradient as a 0-dim tensor.
+
+    The norm of a 16-bit gradient is in fp32, because it could overflow fp16.
+    """
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))
     return torch.tensor(value, dtype=dtype, device=grad.device)
@@ -123,7 +129,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     whole = not any(args[2:4]) and not kwargs.get("dim") and not kwargs.get("keepdim")
     euclidean = order is None or float(order) == 2.0
     if not isinstance(args[0], PlacedGrad) or not euclidean or not whole:
-        raise _left(func, args, f" (order {order}; the server only has the whole norm of order 2)")
+        raise _left(func, args, f" (order {order}; the server only has the full norm of order 2)")
     value = _norm_of(args[0])
     return value if kwargs.get("dtype") is None else value.to(kwargs["dtype"])
 
@@ -138,7 +144,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _on_rest(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply `func` to the ordinary tensors of the list args[0]."""
+    """Apply `func` to the tensors in the list args[0] that are not PlacedGrads."""
     rest = [g for g in args[0] if not isinstance(g, PlacedGrad)]
     return func(rest, *args[1:], **kwargs) if rest else None
 
@@ -181,7 +187,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
                 grad.scale *= by
 
 
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {  # for all overloads of an operation
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {  # operation -> handler of all overloads
     aten.detach: _detach,
     aten.alias: _detach,
     aten.linalg_vector_norm: _norm,

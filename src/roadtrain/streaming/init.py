@@ -1,20 +1,22 @@
-"""Initial values for a model that was built on `meta`, computed part by part, so that the whole
-model never exists in memory.
+"""Initial values for a model that was built on `meta`. They are computed for one block at a time,
+so the whole model is never in memory.
 
-    for part in (split.root, *split.blocks):  # the root first, see below
-        materialize(part, split, init)        # init: the user's function of a module, or None for
-                                              the model's own
+    for part in (split.root, *split.blocks):  # the root is first, see below
+        materialize(part, split, init)        # init: a function of the user that initializes a
+                                              # module, or None for the model's own initialization
         ...use the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model,
-or else each module's `reset_parameters()`. Buffers are computed too, and stay in memory. A tensor
-that gets no value raises an error. The same `torch.manual_seed` gives the same values.
+The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model.
+If there is none, it is `reset_parameters()` of each module. Buffers are initialized too, and stay
+in memory. If a tensor gets no value, an error is raised. The same `torch.manual_seed` gives the
+same values.
 
-The root comes first because the init of its modules may write into blocks; at that time blocks are
-still on `meta`, where a write has no effect. Other parts are on `meta` or released when a part is
-initialized, and shared parameters are restored afterwards. Does NOT reproduce the values that
-building on the CPU gives under the same seed: the order of random draws differs.
+The root must be first, because the initialization of its modules may write to blocks. At that time
+blocks are still on `meta`, where a write has no effect. While a part is initialized, all other
+parts are on `meta` or released. Parameters that the part shares with another part are restored
+afterwards. The values differ from those of a model that is built on the CPU with the same seed,
+because the order of random draws differs.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ Init = Callable[[nn.Module], None]
 
 
 def own_init(model: nn.Module) -> Init:
-    """Return the model's own initialization, to be called on each of its modules, children
-    first."""
+    """Return the model's own initialization: a function of a module.
+
+    It must be called for each module of the model, and for children before their parents.
+    """
     families: dict[int, Init] = {}
 
     def walk(module: nn.Module, family: Init | None) -> None:
@@ -50,7 +54,7 @@ def own_init(model: nn.Module) -> Init:
         module.__dict__.pop("_is_hf_initialized", None)
         family(module)
         if family is not _reset and any(_starts_nan(t) for t in _direct(module)):
-            _reset(module)  # which its constructor did too
+            _reset(module)  # as the constructor of the module does
             module.__dict__.pop("_is_hf_initialized", None)
             family(module)
 
@@ -65,12 +69,14 @@ def materialize(
     values: bool = True,
     loaded: Collection[str] = (),
 ) -> None:
-    """Give those parameters and buffers of `part` that are on `meta` their initial values, on the
-    CPU.
+    """Replace the parameters and buffers of `part` on `meta` by initialized ones on the CPU.
 
     Args:
-        values: Whether to initialize parameters; if not, all of them stay on `meta`.
-        given: Names of parameters that stay on `meta`, because their values are loaded.
+        part: The block or the root.
+        split: The split of the model.
+        init: A function that initializes a module. If None, the model's own initialization is used.
+        values: Whether to initialize parameters. If False, all parameters stay on `meta`.
+        loaded: Names of parameters that stay on `meta`, because their values will be loaded.
 
     Raises:
         ModelError: A parameter or buffer got no value.
@@ -107,7 +113,7 @@ def materialize(
         left += [f"{names[id(m)]}.{k} (buffer)" for m, k in lost]
     if left:
         raise ModelError(
-            "no initial value for"
+            "the initialization gave no value to"
             f" {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
             hint=(
                 "give the module a reset_parameters(), pass init=, load weights, or build the model"
@@ -117,8 +123,11 @@ def materialize(
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules of a part, children first, each once. `seen` starts with the modules of the
-    other parts, so those of the root part are the modules outside all blocks."""
+    """Yield each module of a part once, children before their parents.
+
+    `seen` must contain the ids of the modules of all other parts. The root part thus has the
+    modules outside all blocks.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -145,15 +154,20 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of values that no init writes: NaN, or the minimum of an integer type."""
+    """Return a CPU tensor whose values show that it was not initialized.
+
+    The values are NaN, or the minimum of an integer dtype.
+    """
     return released_value(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
         memory_format=torch.contiguous_format
     )
 
 
 def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Replace buffers on `meta` and yield their (module, key). A buffer registered twice stays
-    shared."""
+    """Replace buffers on `meta` with blank CPU tensors, and yield the (module, key) of each buffer.
+
+    A buffer that is registered twice stays shared.
+    """
     blanks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in modules:
         for key, buffer in module._buffers.items():

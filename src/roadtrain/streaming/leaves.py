@@ -1,7 +1,6 @@
-"""The arguments and results of a block as a flat list of leaves, and the distinct tensors among
-them.
+"""Functions for the arguments and results of a block as a flat list of leaves.
 
-A key-value cache is always one leaf, even if torch.utils._pytree could flatten it.
+A key-value cache is always a single leaf, even if torch.utils._pytree could flatten it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,16 @@ from roadtrain.errors import ModelError
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of `value`, and the spec for pytree.tree_unflatten."""
+    """Return the leaves of `value`, and the spec with which pytree.tree_unflatten restores it."""
     return pytree.tree_flatten(value, is_leaf=_is_cache)
 
 
 def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-    """Return the distinct tensors among `leaves`, and for each leaf the index of its tensor or
-    (-1, the leaf itself)."""
+    """Return the distinct tensors among `leaves`, and a pair for each leaf.
+
+    The pair of a tensor is (its index among the distinct tensors, None). The pair of any other leaf
+    is (-1, the leaf).
+    """
     tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     at = {key: i for i, key in enumerate(tensors)}
     return list(tensors.values()), [
@@ -34,15 +36,18 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 
 def pristine(leaf: Any, name: str) -> Any:
-    """Return a leaf that is not a tensor in the form that a run of block `name` gets. A block
-    appends to its key-value cache, and recomputing it would append twice, so every run gets its own
-    empty cache. (Not None: a cache determines the memory layout of keys, and kernels round by
-    stride.) Raises ModelError if the cache is not empty."""
+    """Return the value that a run of block `name` gets for a leaf that is not a tensor.
+
+    For a key-value cache, it is a new empty cache, because a block appends to its cache, and the
+    recomputation would append again. It is not None, because a cache determines the memory layout
+    of keys, and the rounding of kernels depends on the layout. Any other leaf is returned itself.
+    Raises ModelError if the cache is not empty.
+    """
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:
         raise ModelError(
-            f"block {name!r} trains with a filled {type(leaf).__name__}",
+            f"block {name!r} got a {type(leaf).__name__} that is not empty during training",
             hint="pass use_cache=False",
         )
     return copy.deepcopy(leaf)

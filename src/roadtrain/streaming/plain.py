@@ -1,13 +1,13 @@
-r"""The job state as bytes: nested values and tensors of known types, nothing else (Rule 8).
+r"""The encoding of the job state as bytes. It can only contain nested values and tensors of known
+types, so decoding runs no code (Rule 8).
 
     b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
-The header is one value. None, bool, int, float, str and bytes represent themselves; everything else
-is [tag, ...]: a container has its items, a tensor its dtype and shape. So reading runs no code, and
-every length is checked before it is used.
+The header is a single value. None, bool, int, float, str and bytes represent themselves. Any other
+value is a list [tag, ...]: the tag of a container is followed by its items, and the tag of a tensor
+by its dtype and shape. Every length is checked before it is used.
 
-Decoded tensors are on the host, contiguous, and do not share memory. Does NOT know what the values
-mean.
+Decoded tensors are on the host, contiguous, and do not share memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roadtrain.errors import ConfigError, DamagedError, ForeignError
 
 MAGIC = b"RTstate\1"
 LENGTH = struct.Struct("<Q")
-# The dtypes that hold one number, by their own names (not aliases such as `half`).
+# The dtypes whose elements are numbers, by their full names (not aliases such as `half`).
 _FIXED = re.compile(r"bool|bfloat16|(u?int|float)(8|16|32|64)(_.*)?|complex(64|128)")
 DTYPES = {
     name: kind
@@ -49,15 +49,21 @@ HINT = (
 
 
 def encode(value: Any, what: str = "the state") -> bytes:
-    """Encode `value`. Raises ConfigError naming the place in `what` whose type is unsupported."""
+    """Encode `value`.
+
+    Raises ConfigError if a value has an unsupported type. The error names its place in `what`.
+    """
     pieces: list[memoryview] = []
     header = msgspec.msgpack.encode(_to_header(value, pieces, what, 0))
     return b"".join([MAGIC, LENGTH.pack(len(header)), header, *pieces])
 
 
 def decode(raw: bytes | memoryview) -> Any:
-    """Decode the result of `encode`. Raises DamagedError if the bytes are incomplete or hold
-    unknown types, ForeignError if `encode` did not make them."""
+    """Decode the result of `encode`.
+
+    Raises ForeignError if the bytes are not a result of `encode`, and DamagedError if they are
+    incomplete or contain unknown types.
+    """
     view = memoryview(raw)
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
@@ -66,11 +72,11 @@ def decode(raw: bytes | memoryview) -> Any:
         )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:
-        raise DamagedError(f"the job state has {len(view)} bytes, fewer than its first {at}")
+        raise DamagedError(f"the job state must have {at} bytes or more, but has {len(view)}")
     (length,) = LENGTH.unpack(view[len(MAGIC) : at])
     if length > len(view) - at:
         raise DamagedError(
-            f"the header of the job state has {length} bytes, but {len(view) - at} are left"
+            f"the header of the job state needs {length} bytes, but only {len(view) - at} are left"
         )
     rest = _Unread(view[at + length :])
     try:
@@ -78,7 +84,7 @@ def decode(raw: bytes | memoryview) -> Any:
     except _OTHER_FORMS as error:
         raise DamagedError(f"the job state has an invalid header: {error}") from error
     if rest.nbytes:
-        raise DamagedError(f"{rest.nbytes} bytes follow the job state")
+        raise DamagedError(f"{rest.nbytes} unexpected bytes follow the job state")
     return value
 
 
@@ -98,7 +104,7 @@ def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> 
             *(_to_header(item, pieces, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)),
         ]
     if kind in MAPPINGS.values():
-        # the state_dict of a module stores the versions of its modules there
+        # state_dict() of a module stores the versions of its modules in an attribute
         if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
                 raise ConfigError(
@@ -122,7 +128,8 @@ def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
             what = f"a tensor of {value.dtype} that is {value.layout} on {value.device}"
             raise ConfigError(f"{where} is {what}, which cannot be saved", hint=HINT)
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        # torch calls a single element contiguous whatever its stride, but cannot view it as bytes
+        # a tensor with one element is always contiguous, but with other strides it cannot be viewed
+        # as bytes
         if flat.stride() != (1,):
             flat = flat.new_empty(flat.shape).copy_(flat)
         pieces.append(flat.view(torch.uint8).numpy().data)
@@ -144,7 +151,7 @@ def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
 
 
 class _Unread:
-    """The tensors' bytes that were not read yet."""
+    """The part of the tensors' bytes that was not read yet."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -154,8 +161,7 @@ class _Unread:
         return len(self._view)
 
     def take(self, shape: list[int], itemsize: int) -> bytearray:
-        """Return the bytes of the next tensor. Raises ValueError, before it allocates, if there
-        are too few."""
+        """Return the bytes of the next tensor. Raises ValueError if too few bytes are left."""
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{shape!r} is not a shape")
         nbytes = itemsize
@@ -168,8 +174,10 @@ class _Unread:
 
 
 def _from_header(header: Any, rest: _Unread) -> Any:
-    """Decode a value of the header. Raises ValueError or TypeError if `_to_header` cannot have made
-    it."""
+    """Decode a value of the header.
+
+    Raises ValueError or TypeError if `header` cannot be a result of `_to_header`.
+    """
     if not isinstance(header, list):
         if type(header) not in PLAIN and type(header) is not int:
             raise ValueError(f"unexpected {type(header).__name__} in the header")
@@ -179,7 +187,7 @@ def _from_header(header: Any, rest: _Unread) -> Any:
         return SEQUENCES[tag]([_from_header(item, rest) for item in items])
     if tag in MAPPINGS:
         if len(items) % 2:
-            raise ValueError(f"a {tag} with {len(items)} keys and values, an odd number")
+            raise ValueError(f"a {tag} has an odd number of keys and values, {len(items)}")
         pairs = [_from_header(item, rest) for item in items]
         made: Any = MAPPINGS[tag]()
         made.update(dict(zip(pairs[::2], pairs[1::2])))
@@ -187,11 +195,11 @@ def _from_header(header: Any, rest: _Unread) -> Any:
     if tag == METADATA:
         bare, metadata = (_from_header(item, rest) for item in items)
         if type(bare) is not OrderedDict:
-            raise ValueError(f"metadata on a {type(bare).__name__}")
+            raise ValueError(f"a {type(bare).__name__} cannot have metadata")
         vars(bare)[METADATA] = metadata
         return bare
     if tag not in _LEAVES:
-        raise ValueError(f"unknown kind of value {tag!r}")
+        raise ValueError(f"a value has the unknown tag {tag!r}")
     return _LEAVES[tag](rest, *items)
 
 
@@ -205,7 +213,7 @@ def _tensor(rest: _Unread, dtype: str, shape: list[int]) -> torch.Tensor:
 def _array(rest: _Unread, dtype: str, shape: list[int]) -> np.ndarray:
     kind = np.dtype(str(dtype))
     if kind.kind not in ARRAYS:
-        raise ValueError(f"unsupported dtype {dtype!r} of an array")
+        raise ValueError(f"an array has the unsupported dtype {dtype!r}")
     return np.frombuffer(rest.take(shape, kind.itemsize), kind).reshape(shape)
 
 

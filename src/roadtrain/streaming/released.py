@@ -1,16 +1,16 @@
-"""Parameters whose values are elsewhere. Reading such a parameter raises an error, or fetches its
-values first.
+"""Released and stale parameters: Parameters whose current values are not in their memory.
 
 A released parameter has its shape, dtype, device and gradient, but no values and no memory.
 Computing with it would silently give NaN (Rule 6). So its class is changed while it is released:
-metadata is available, and any other use raises LoopError. `detach()` and `.data` return tensors
-that behave the same.
+its metadata can be read, and any other use raises LoopError. `detach()` and `.data` return tensors
+with the same behaviour.
 
-A stale parameter (of the root block, after an update) has old values in its memory. Its first use
-fetches the new values of all stale parameters, with the function passed to `set_stale`.
+A stale parameter has old values in its memory. (Only parameters of the root block become stale,
+after an update.) The first use of a stale parameter fetches the new values of all stale parameters,
+with the function that was passed to `set_stale`.
 
-Assumes that uses go through torch's Python functions. Does NOT notice C++ code that reads memory;
-that code reads NaN.
+Assumes that parameters are used through torch's Python functions. C++ code that reads their memory
+is not detected; it reads NaN from a released parameter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import nn
 
 from roadtrain.errors import LoopError
 
-# Methods of torch.Tensor, and functions of torch, that need no values. Those that begin with "is_",
-# except is_nonzero, need none either.
+# Methods of torch.Tensor, and functions of torch, that need no values. Functions whose names begin
+# with "is_" need no values either, except is_nonzero.
 _METADATA = {
     "__hash__",
     "__len__",
@@ -57,11 +57,11 @@ _METADATA = {
     "untyped_storage",
 }
 _VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # attributes that are views of the values
-_HELD = {"data", "detach"}  # they return a tensor whose values are missing too
+_HELD = {"data", "detach"}  # attributes that return a tensor without values
 
 
 class _Refusing:
-    """A mixin for classes of tensors that raise when they are read."""
+    """A mixin for tensor classes. Reading the values of an instance raises LoopError."""
 
     @classmethod
     def __torch_function__(
@@ -87,9 +87,9 @@ class _Refusing:
 
 
 class _Stale:
-    """A mixin for classes of parameters that fetch new values before their first use."""
+    """A mixin for parameter classes. The first use of an instance fetches its new values."""
 
-    _fetch: Callable[[], object]  # calls set_fetched in the end
+    _fetch: Callable[[], object]  # fetches the values, and calls set_fetched at its end
 
     @classmethod
     def __torch_function__(
@@ -104,12 +104,11 @@ class _Stale:
 
 
 class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
-    """A tensor with the shape of a released parameter, without its values."""
+    """The result of `detach()` or `.data` of a released parameter. It has no values either."""
 
 
 def _name_of(function: Any) -> str | None:
-    """Return the name of the attribute or method of a tensor that is used; None if it needs
-    values."""
+    """Return the name of the attribute or method that `function` uses. None if it needs values."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -123,8 +122,8 @@ def _name_of(function: Any) -> str | None:
 def in_child(maker: int) -> LoopError:
     """Return the error for a forked child that uses a model placed in process `maker`."""
     return LoopError(
-        f"the model was placed in process {maker}, but this is process {os.getpid()}, forked from"
-        " it: the threads and the memory of the placed model do not exist here",
+        f"the model was placed in process {maker}, but this is its forked child {os.getpid()},"
+        " which does not have the threads and the memory of the placed model",
         hint=(
             "do not use the model in a DataLoader's workers or other forked processes; to train in"
             " a second process, start it with spawn and place a model there"
@@ -133,14 +132,14 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Make `params` refuse to be read in a forked child, which does not have their memory."""
+    """Make reading `params` raise LoopError in a forked child, which does not have their memory."""
     global _maker
     _maker = maker
     for _, p in params:
         set_released(p)
 
 
-_maker = 0  # in a forked child: the id of the process that placed the model
+_maker = 0  # in a forked child, the id of the process that placed the model; else 0
 
 
 def _refusal(args: tuple[Any, ...]) -> LoopError:
@@ -149,10 +148,10 @@ def _refusal(args: tuple[Any, ...]) -> LoopError:
     found = next((a for a in _flat(args) if isinstance(a, _Refusing)), None)
     which = "" if found is None else f" of shape {tuple(found.shape)}"  # type: ignore[attr-defined]
     return LoopError(
-        f"a parameter{which} was read while its block is not fetched: its values are elsewhere",
+        f"a parameter{which} was read, but its values are in memory only while its block runs",
         hint=(
-            "read values with model.state_dict() or optimizer.read(name); a block's own forward has"
-            " them while it runs"
+            "read values with model.state_dict() or optimizer.read(name), or in the forward of the"
+            " parameter's block"
         ),
     )
 
@@ -176,7 +175,10 @@ def is_stale(p: torch.Tensor) -> bool:
 
 
 def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of NaN (integers: the minimum) that takes the memory of one element."""
+    """Return a tensor of NaN, or of the minimum of an integer dtype.
+
+    The tensor only takes the memory of one element.
+    """
     number = dtype.is_floating_point or dtype.is_complex
     value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
@@ -193,8 +195,7 @@ def has_released_value(p: torch.Tensor) -> bool:
 
 
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """Assign `p.data = data`, even for a parameter on `meta`, where torch refuses the
-    assignment."""
+    """Assign `p.data = data`. It also works for parameters on `meta`, where torch refuses it."""
     if p.is_meta:
         new = nn.Parameter(data, requires_grad=p.requires_grad)
         new.__class__ = p.__class__
@@ -205,14 +206,14 @@ def settle(p: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def release(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Drop the values, which then read as NaN and take 0 bytes."""
+    """Replace the values of `params` with NaN values that take the memory of one element."""
     for _, p in params:
         if p.numel():
             settle(p, released_value(p.shape, p.dtype, torch.device("cpu")))
 
 
 def set_released(p: nn.Parameter) -> None:
-    """Make `p` raise when it is read."""
+    """Make reading the values of `p` raise LoopError."""
     if not is_released(p):
         set_fetched(p)
         p.__class__ = _class_of(_Refusing, type(p))
@@ -233,8 +234,10 @@ def set_fetched(p: nn.Parameter) -> None:
 
 
 def is_called_by_dynamo() -> bool:
-    """Whether torch.compile runs the caller. Compiled code is guarded by the classes of
-    parameters."""
+    """Whether torch.compile is tracing or running the caller.
+
+    Compiled code is only valid while the classes of parameters do not change.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         disables = frame.f_code.co_qualname.startswith("DisableContext.")  # torch.compiler.disable
@@ -245,12 +248,14 @@ def is_called_by_dynamo() -> bool:
 
 
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
-    """Raise LoopError if a parameter was written in place since its `_version` was as in
-    `versions`. Its server would not notice the change."""
+    """Raise LoopError if a parameter was changed in place, because the change would be lost.
+
+    `versions` has an earlier `_version` of each parameter, which is compared with the current one.
+    """
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:
             raise LoopError(
-                f"parameter {name!r} was changed in place: its values are elsewhere, and the change"
-                " would be lost",
+                f"parameter {name!r} was changed in place, but its values are in the store, so the"
+                " change would be lost",
                 hint="use model.load_state_dict(), or change the model before place()",
             )

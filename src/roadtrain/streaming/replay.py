@@ -1,13 +1,14 @@
-"""The state, beside arguments and parameters, that a block's forward depends on. It is recorded
-before the forward and restored for its recomputation in backward.
+"""ForwardState: the state, apart from arguments and parameters, on which a block's forward depends.
 
 It consists of RNG state (CPU and the compute device), autocast, the choice of attention kernels,
-the training flags of its modules, and its buffers. The recomputation sees them as they were before
-the forward, and they are put back after it, so a batch norm counts every batch once. Buffers are
-compared by value, because the kernel of batch norm does not increment the version of its buffers.
+the training flags of the block's modules, and the block's buffers. The state is recorded before the
+forward, and restored for the recomputation of the block in backward. After the recomputation, the
+values from before the recomputation are put back, so a batch norm counts every batch once. Buffers
+are compared by value, because the kernel of batch norm does not increment the version of its
+buffers.
 
-Assumes that anything else that a block reads is the same in forward and backward.
-Does NOT replay Python's or numpy's random numbers, or attributes that a module sets on itself.
+Assumes that all other state that a block reads is the same in forward and backward. Does NOT
+restore Python's or numpy's random numbers, or attributes that a module sets on itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 class ForwardState:
-    """The state recorded just before a forward; call `forward_ended` just after it. `last`: the
-    latest copies of the block's buffers, shared between calls that saw the same values."""
+    """The state that is recorded just before a forward, when an instance is created.
+
+    The caller must call `forward_ended` just after the forward. `last` has the latest copies of the
+    block's buffers. Instances that record the same values share a copy.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class ForwardState:
         for i, module in enumerate(modules):
             for key, buffer in module._buffers.items():
                 self.before[i, key] = None if buffer is None else _copy(buffer, last, (i, key))
-        self.changed: set[tuple[int, str]] = set()  # buffers that the forward itself changed
+        self.changed: set[tuple[int, str]] = set()  # buffers that were changed by the forward
 
     def forward_ended(self) -> None:
         self.changed = {at for at, copy in self.before.items() if not _same(self._now(at), copy)}
@@ -52,8 +56,10 @@ class ForwardState:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Restore everything but autocast to its state before the forward, and undo that
-        afterwards."""
+        """Context manager that restores the state from before the forward, except autocast.
+
+        At its end, the state from before the restoration is put back.
+        """
         with ExitStack() as stack:
             devices = [] if self.cuda_rng is None else [self.device]
             stack.enter_context(torch.random.fork_rng(devices))
@@ -71,8 +77,10 @@ class ForwardState:
 
     @contextmanager
     def replay_autocast(self) -> Iterator[None]:
-        """Restore the forward's autocast, for the recomputation only. The gradient's own arithmetic
-        runs outside it."""
+        """Context manager that restores the autocast of the forward.
+
+        It must contain only the recomputation, not the computation of gradients.
+        """
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -92,9 +100,11 @@ class ForwardState:
 
 @contextmanager
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable autocast's cache and gradient checkpointing. Autocast caches casts of parameters by
-    identity, but the same Parameter holds other values later. The block is recomputed as a whole,
-    so a transformers layer that also checkpoints itself would compute twice.
+    """Context manager that disables autocast's cache and gradient checkpointing in `modules`.
+
+    Autocast caches the cast of a Parameter by the identity of the object, but the same Parameter
+    has different values later. Checkpointing of a transformers layer would compute the layer twice,
+    because the whole block is recomputed anyway.
     """
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]

@@ -1,13 +1,14 @@
-"""The split of a model into blocks and their parameters, and its ChunkTable.
+"""The split of a model into blocks, and the ChunkTable of the split.
 
-By default, blocks are the items of the outermost `nn.ModuleList`s (encoder and decoder both count);
-without one, the children of the largest `nn.Sequential`; otherwise everything is the root block.
-The user may name blocks instead, by dotted names or patterns with one pattern per name part
-(`model.layers.*`). A parameter used by two blocks, or by a block and outside it (tied weights),
-belongs to the root.
+If the user names no blocks, the blocks are the items of the outermost `nn.ModuleList`s; there may
+be several lists, as in an encoder and a decoder. In a model without such a list, the blocks are the
+children of the largest `nn.Sequential`. If there is none either, all parameters are in the root
+block. The user names blocks by dotted names, or by patterns with one pattern per part of the name
+(`model.layers.*`). A parameter that is used by two blocks, or by a block and outside of it (tied
+weights), belongs to the root.
 
-Assumes that blocks are called (`block(x)`) and that their parameters are not read from outside
-(`block.weight`): between calls they are released. Does NOT move, change or hold any values.
+Assumes that blocks are called (`block(x)`), and that their parameters are not read from outside
+(`block.weight`), because parameters are released between calls. Does NOT move or change values.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ROOT = "root"
 
 def _check_trainable(dtype: torch.dtype) -> None:
     if NAMES.get(dtype) not in TRAINABLE:
-        raise ConfigError("update rules do not support it")
+        raise ConfigError("update rules do not support this dtype")
 
 
 ComputeDtype = Annotated[
@@ -57,8 +58,11 @@ ComputeDtype = Annotated[
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A block as modules and parameters. `params`: canonical names (the first ones in
-    `model.named_parameters()`) and parameters."""
+    """A block or the root, as a module and parameters.
+
+    `params` has (name, parameter) pairs. The name is the first name of the parameter in
+    `model.named_parameters()`.
+    """
 
     name: str
     module: nn.Module
@@ -67,17 +71,22 @@ class ModulePart:
 
 @dataclass(frozen=True)
 class Split:
-    """`root.module` is the model, `root.params` are the parameters that no block owns. `blocks` are
-    in module order, disjoint and not nested."""
+    """The split of a model into its root and its blocks.
+
+    `root.module` is the model, and `root.params` are the parameters that belong to no block.
+    `blocks` are in module order. They are disjoint and not nested.
+    """
 
     root: ModulePart
     blocks: tuple[ModulePart, ...]
 
 
 def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
-    """Split `model` into the root and its blocks. Raises ModelError for a model without
-    parameters, ConfigError for a name that matches nothing, a module that is never called (a
-    list), or a block inside a block."""
+    """Split `model` into the root and its blocks.
+
+    Raises ModelError for a model without parameters. Raises ConfigError for a name that matches no
+    module, a module that is never called (such as a list), or a block inside another block.
+    """
     named = list(model.named_parameters())
     if not named:
         raise ModelError(
@@ -107,13 +116,17 @@ def table(
     dtype: torch.dtype | None,
     chunk_elements: int = MAX_CHUNK,
 ) -> ChunkTable:
-    """Lay `split` out. Block 0 is the root, block i + 1 is `split.blocks[i]`. Raises ModelError for
-    an unsupported dtype.
+    """Return the ChunkTable of `split`. Block 0 is the root, and block i + 1 is `split.blocks[i]`.
+
+    Raises ModelError for an unsupported dtype.
 
     Args:
-        groups: The optimizer group of each parameter. A parameter in no group, or that requires no
-            gradient, is frozen.
-        dtype: The dtype in which floating-point parameters travel and compute; None for their own.
+        split: The split of the model.
+        groups: The parameter group of each parameter. A parameter is frozen if it is in no group,
+            or does not require a gradient.
+        dtype: The dtype in which floating-point parameters are transferred and used for computing.
+            If None, each parameter keeps its own dtype.
+        chunk_elements: The largest number of elements of a chunk.
     """
 
     def spec(name: str, p: nn.Parameter) -> ParamSpec:
@@ -133,8 +146,10 @@ def table(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a view of the tensor's memory, or a copy if it is not contiguous on the CPU. 16-bit
-    floats become uint16."""
+    """Return `tensor` as an array, with 16-bit floats as uint16.
+
+    The array is a view of the tensor's memory if the tensor is contiguous on the CPU, else a copy.
+    """
     tensor = tensor.detach().cpu().contiguous()
     half = tensor.dtype in (torch.bfloat16, torch.float16)
     return (tensor.view(torch.uint16) if half else tensor).numpy()
@@ -156,7 +171,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the items of the outermost lists below `module`. Lists inside an item do not count."""
+    """Yield the items of the outermost module lists in `module`, not of lists inside an item."""
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         several = isinstance(child, nn.ModuleList) and len(child) >= 2
@@ -191,7 +206,7 @@ def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.
             if not _callable(modules[hit]):
                 raise ConfigError(
                     f"block {hit!r} is a {type(modules[hit]).__name__}, which is never called",
-                    hint=f"name its items: {hit}.*",
+                    hint=f"name the items of the block instead: {hit}.*",
                 )
         chosen.update(hits)
     return ((name, module) for name, module in modules.items() if name in chosen)
@@ -202,7 +217,10 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 
 
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
-    """Return id(parameter) -> the names of the blocks (or ROOT) that contain it, on any path."""
+    """Map the id of each parameter to the names of the blocks (or ROOT) that contain it.
+
+    If the parameter has several paths in the model, all of them count.
+    """
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -211,7 +229,7 @@ def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
             here = chosen.get(id(module), above)
             if above not in (ROOT, here):
                 raise ConfigError(
-                    f"block {here!r} is inside block {above!r}", hint="name only one of them"
+                    f"block {here!r} is inside block {above!r}", hint="name only one of the two"
                 )
             owner_of[name] = here
         for p in module._parameters.values():

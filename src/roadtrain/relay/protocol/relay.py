@@ -1,16 +1,16 @@
-"""The state machine of a relay, which stands between the workers of one host and one server.
+"""The state machine of a relay, which is between the workers of one host and one server.
 Events in, actions out; pure.
 
-To its workers it acts as the server, to the server as a single worker:
+To the workers the relay acts as the server, and to the server as a single worker:
     Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
-              of `buffers` until the buffer is needed (least recently used first), so a block that
-              was pulled for the forward is usually still there for the backward.
-    Push ..   With one worker, gradients are forwarded unchanged. With several, they are held until
-              every worker has closed the chunk; then their sum is forwarded.
-    EndStep   It is forwarded once every worker has sent it.
+              of `buffers` until this buffer is needed (least recently used first). A block that was
+              pulled for the forward is thus usually still in memory for the backward.
+    Push ..   The gradients of a single worker are forwarded unchanged. With several workers,
+              gradients are held until every worker has closed the chunk; then the sum is forwarded.
+    EndStep   Forwarded once every worker has sent it.
 The parts shared with other intermediaries are in servers/protocol/intermediary.py.
 
-Assumes that messages of one worker arrive in order. Does NOT know what a step computes.
+Assumes that messages of a worker arrive in order. Does NOT know what a step computes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from roadtrain.servers.protocol.server import agreed
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Sum the gradients held for a chunk, in worker order, and push the sum to the server, if
-    there are any."""
+    """Sum the gradients held for a chunk, in worker order, and push the sum to the server.
+
+    If no gradients are held, do nothing.
+    """
 
     chunk: int
 
@@ -40,12 +42,14 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 @dataclass(slots=True)
 class ChunkRound:
-    """The state of one chunk in the open step, with several workers."""
+    """The state of one chunk in the open step. Only used with several workers."""
 
-    closed: set[int] = field(default_factory=set)  # workers whose gradient is whole; never all
-    summed: bool = False  # the sum has been sent to the server
-    updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # from some workers, never all
-    # Messages about the next step, from workers that have sent ApplyUpdate, in order of arrival.
+    # Workers whose gradient is complete. Cleared once it would contain all workers.
+    closed: set[int] = field(default_factory=set)
+    summed: bool = False  # whether the sum has been sent to the server
+    # worker -> its request to update. Cleared once it would contain all workers.
+    updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)
+    # Messages about the next step, in order of arrival. Their senders are in `updates`.
     early: list[m.GradientMessage] = field(default_factory=list)
 
     @property
@@ -62,8 +66,11 @@ class RelayStateMachine(Intermediary[Give]):
         self.rounds: dict[int, ChunkRound] = {}
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
-        """Return the next actions. Raises LostError if a step needs a worker whose link was lost,
-        LoopError if the workers disagree."""
+        """Handle an event and return the next actions.
+
+        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
+        disagree.
+        """
         match event:
             case m.Pull():
                 return [*self._request(CopyRequest(event, partial(Give, event)))]

@@ -1,6 +1,8 @@
-"""The assignment of chunks to servers. The chunks of a block are spread over all servers, so that
-they are read from all devices at once. With equal weights, the bytes of any two servers differ by
-at most one chunk."""
+"""The assignment of chunks to servers.
+
+The chunks of a block are distributed over all servers, so they are read from all devices at the
+same time. With equal weights, the sizes of any two servers differ by at most one chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from roadtrain.chunks import ChunkTable
 
 
 def assign(table: ChunkTable, weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the owner of each chunk. `weights`: relative rates of the servers. Each chunk goes to
-    the server whose share would be filled least by it (ties: the lowest number). Trainable and
-    frozen chunks are spread independently, since only trainable ones are written every step."""
+    """Return the owner (a server number) of each chunk.
+
+    `weights` are the relative rates of the servers. Each chunk goes to the server whose size
+    relative to its weight is smallest including the chunk. If several are equal, the server with
+    the lowest number gets it. Trainable and frozen chunks are distributed separately, because only
+    trainable chunks are written in every step.
+    """
     owners = [0] * len(table.chunks)
     for kind in (True, False):
         filled = [0.0] * len(weights)

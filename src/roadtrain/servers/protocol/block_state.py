@@ -1,5 +1,5 @@
-"""A worker's state of one block: the phase of its gradient in the open step, and the sums of
-squares that are still to arrive."""
+"""A worker's state of one block: the phase of the block's gradient in the open step, and the sums
+of squares that have not arrived yet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import Any
 class GradPhase(Enum):
     """The phase of a block's gradient in the open step."""
 
-    EMPTY = "empty"  # no gradient is held
-    HELD = "held"  # the servers hold it
-    EMPTY_CLOSED = "empty, closed"  # (several workers) all servers know that this worker has none
-    HELD_CLOSED = "held, closed"  # (several workers) all servers know that it is complete
-    UPDATED = "updated"  # its update has begun
+    EMPTY = "empty"  # the servers hold no gradient of this worker
+    HELD = "held"  # the servers hold a gradient of this worker
+    # Only with several workers: the servers know that this worker has no gradient.
+    EMPTY_CLOSED = "empty, closed"
+    # Only with several workers: the servers know that this worker's gradient is complete.
+    HELD_CLOSED = "held, closed"
+    UPDATED = "updated"  # the update has begun
 
 
-# The allowed transitions. It is the server that refuses a push after a close.
+# The allowed transitions. A push after a close is allowed here, but the server refuses it.
 NEXT_PHASES: Mapping[GradPhase, frozenset[GradPhase]] = {
     GradPhase.EMPTY: frozenset({GradPhase.HELD, GradPhase.EMPTY_CLOSED, GradPhase.UPDATED}),
     GradPhase.HELD: frozenset(
@@ -38,12 +40,12 @@ CLOSED = frozenset({GradPhase.EMPTY_CLOSED, GradPhase.HELD_CLOSED})
 
 @dataclass
 class SquareSums:
-    """Sums of squares of one step's gradients of a block."""
+    """Sums of squares of the gradients of a block in one step."""
 
-    # chunk -> GradAccumulated messages to arrive; those of a chunk arrive in the order of its
-    # pushes, also across steps
+    # chunk -> number of GradAccumulated messages that have not arrived yet. The messages about a
+    # chunk arrive in the order of the pushes, also across steps.
     due: dict[int, int] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)  # chunk -> one per segment
+    values: dict[int, Any] = field(default_factory=dict)  # chunk -> the sum of each segment
 
     def add_sums(self, chunk: int, values: Any) -> None:
         self.values[chunk] = values
@@ -57,12 +59,12 @@ class BlockState:
     """A worker's state of a block."""
 
     updated_in: int  # the last step in which an update of this block began
-    changed_in: int  # the last such step that had a gradient
-    version: int = 0  # after all updates begun so far
+    changed_in: int  # the last step in which an update with a gradient began
+    version: int = 0  # version after all updates that have begun
     phase: GradPhase = GradPhase.EMPTY
     present: set[int] = field(default_factory=set)  # parameters with a gradient in the open step
-    sums: SquareSums = field(default_factory=SquareSums)  # of the open step
-    # of ended steps: the last one, and those with sums still to arrive
+    sums: SquareSums = field(default_factory=SquareSums)  # the sums of the open step
+    # the sums of the last step that has ended, and of earlier steps whose sums are incomplete
     ended: deque[SquareSums] = field(default_factory=lambda: deque([SquareSums()]))
 
     @property
@@ -93,5 +95,5 @@ class BlockState:
             self.enter(GradPhase.HELD if self.held else GradPhase.EMPTY)
 
     def steps_due(self) -> int:
-        """Count the ended steps with sums still to arrive."""
+        """Count the ended steps whose sums have not all arrived."""
         return sum(bool(sums.due) for sums in self.ended)

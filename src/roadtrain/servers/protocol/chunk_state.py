@@ -1,5 +1,5 @@
-"""A server's state of one chunk: the phase of its update, the pushes and pulls in progress, and the
-messages that came too early."""
+"""A server's state of one chunk: the phase of the chunk's update, the pushes and pulls in progress,
+and messages that have arrived too early."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ class Resident(Enum):
     """The part of a chunk's record that stays in memory."""
 
     NOTHING = "nothing"
-    WEIGHTS = "weights"  # the weights part: pulls need no file
-    RECORD = "record"  # all of it: the update needs no file and no record buffer
+    WEIGHTS = "weights"  # the weights part, so pulls need no file
+    RECORD = "record"  # the whole record, so the update needs no file and no record buffer
 
 
 class ChunkPhase(Enum):
-    """The phase of a chunk's update. In all phases but IDLE the chunk holds a record buffer, unless
-    its record is resident."""
+    """The phase of a chunk's update.
 
-    IDLE = "idle"  # no update is in progress, no memory is used
+    In all phases except IDLE, a chunk whose record is not resident has a record buffer.
+    """
+
+    IDLE = "idle"  # no update is in progress, and no record buffer is used
     READING = "reading"  # the record is being read from the file
-    READ = "read"  # it is in the buffer; the update waits for pulls that copy from memory
+    READ = "read"  # the record is in the buffer; the update waits for pulls that copy from memory
     UPDATING = "updating"  # the update rule runs
     UPDATED = "updated"  # the new version exists; the write waits for the previous commit
     WRITING = "writing"  # the record is being written to the file
@@ -51,32 +53,34 @@ Early: TypeAlias = m.GradientMessage | m.Spill
 @dataclass(slots=True)
 class ChunkState:
     resident_part: Resident
-    # Updates applied since the session began. 0 is the version that the session found, -1 the one
-    # before the last update.
+    # Number of updates applied since the session began. Version 0 is the version at the begin of
+    # the session, and version -1 is the version before it (with staleness 1).
     version: int = 0
     phase: ChunkPhase = ChunkPhase.IDLE
-    buffer: int | None = None  # the record buffer that it holds
-    # The queued update and the running one: the next step's update may be requested while this
-    # step's record is still being written.
+    buffer: int | None = None  # number of the chunk's record buffer
+    # The queued update and the running update. There may be both, because the next step's update
+    # may be requested while this step's record is still being written.
     queued: m.ApplyUpdate | None = None
     active: m.ApplyUpdate | None = None
-    # Set if the weights part is one update behind the master: pulls of this version or a newer one
-    # get the master's values.
+    # None unless the weights part is one update behind the master. Pulls of this version or of a
+    # newer version then get the master's values.
     master_from: int | None = None
-    answering: int = 0  # pulls that are being answered, from the file or from memory
-    # Pulls that wait for a newer version, or for the update to end.
+    answering: int = 0  # number of pulls that are being answered, from the file or from memory
+    # Pulls that wait for a newer version, or for the end of the update.
     pulls: list[m.Pull] = field(default_factory=list)
-    # Pushes to be held, in order of arrival, and discards between them. The first is a push that is
-    # being held now.
+    # Pushes and discards in order of arrival. The first is a push that is being handled.
     holds: deque[m.Push | m.DiscardGrad] = field(default_factory=deque)
     # (worker, ticket) of pushes whose memory is in use until the update, without duplicates.
     kept: list[tuple[int, int]] = field(default_factory=list)
-    # With several workers, for steps that are not applied: step -> workers that have closed it.
+    # Only with several workers: step -> workers that have closed their gradient. A step is removed
+    # when all workers have closed it.
     closed: dict[int, set[int]] = field(default_factory=dict)
-    # For the same steps: step -> worker -> the update that it requested.
+    # Only with several workers: step -> worker -> its request to update. A step is removed when all
+    # workers have requested the update.
     updates: dict[int, dict[int, m.ApplyUpdate]] = field(default_factory=dict)
-    summed_in: int | None = None  # the last step that was summed and not discarded
-    # Messages of workers about their next step while this step's update is due, in order.
+    # the last step whose gradients were summed, unless a gradient was discarded afterwards
+    summed_in: int | None = None
+    # Messages about a worker's next step, in order, that wait for the end of this step's update.
     early: list[Early] = field(default_factory=list)
     # Slots of the spill file used by gradients in `early` and `holds`.
     spill_slots: set[int] = field(default_factory=set)
@@ -92,17 +96,17 @@ class ChunkState:
 
     @property
     def update_due(self) -> bool:
-        """Whether an agreed update is still to be applied."""
+        """Whether an update is queued or running, but not applied yet."""
         return self.queued is not None or self.phase in BEFORE_UPDATE
 
     @property
     def changing(self) -> bool:
-        """Whether memory that pulls copy from is being changed."""
+        """Whether the memory from which pulls copy is being changed."""
         return self.phase is ChunkPhase.UPDATING and self.in_memory
 
     @property
     def in_step(self) -> bool:
-        """Whether it holds anything of a step that is not applied."""
+        """Whether any message of a step that is not applied yet has arrived."""
         return bool(self.closed or self.updates or self.holds or self.early)
 
     def enter(self, phase: ChunkPhase) -> None:
@@ -110,19 +114,23 @@ class ChunkState:
         self.phase = phase
 
     def is_ahead(self, worker: int) -> bool:
-        """Whether the worker has requested the update that is due before its next step."""
+        """Whether the worker has requested an update that is not applied yet.
+
+        Its further messages are then about its next step.
+        """
         return any(worker == event.worker for event in self.early) or any(
             worker in updates for updates in self.updates.values()
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
-        """Remove and return (worker, ticket) of the kept pushes of a worker (None: of all)."""
+        """Remove and return (worker, ticket) of the kept pushes of a worker, or of all workers if
+        `worker` is None."""
         freed = [push for push in self.kept if worker in (None, push[0])]
         self.kept = [push for push in self.kept if push not in freed]
         return freed
 
     def next_spill_slot(self, first: int) -> int:
-        """Reserve and return the lowest free slot from `first` on."""
+        """Reserve and return the lowest free slot that is at least `first`."""
         slot = first
         while slot in self.spill_slots:
             slot += 1
@@ -130,7 +138,7 @@ class ChunkState:
         return slot
 
     def check(self, next_step: int, workers: int) -> None:
-        """Assert every invariant. `next_step`: the step that makes the chunk's next version."""
+        """Assert every invariant. `next_step` is the step that makes the chunk's next version."""
         over = self.phase in (ChunkPhase.IDLE, ChunkPhase.WRITTEN)
         assert (self.active is None) == over
         holds_buffer = self.phase is not ChunkPhase.IDLE and not self.resident
@@ -153,7 +161,7 @@ class ChunkState:
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
 
     def open_steps(self) -> set[int]:
-        """Return the steps with a requested update that is not written yet."""
+        """Return the steps in which an update was requested that is not written yet."""
         updates = [update for update in (self.queued, self.active) if update is not None]
         updates += [event for event in self.early if isinstance(event, m.ApplyUpdate)]
         return {update.step for update in updates} | set(self.updates)

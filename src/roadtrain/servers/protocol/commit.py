@@ -1,22 +1,26 @@
-"""When a step is committed: after every server has prepared it and the job state after it is known,
-the first server commits, and the others are informed. Pure; the worker feeds it.
+"""The commit of steps, as a worker decides it. Pure; the worker calls it.
 
-end_step(s) -> EndStep to all servers; the others answer Prepared(s).
-blob(s) is captured when the next step begins.
-After both -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
+A step is committed by the first server, after all other servers have prepared the step and the job
+state after the step is known:
 
-With replicas (`everywhere`) all servers get Commit(s, blob) and prepare with it, so no server is
-the only one to hold anything. Before that, each reports checksums of what it wrote (Written). The
-two servers of a chunk apply the same pushes in the same order to the same bytes, whatever the
-staleness, so they must write the same; if not, no server prepares the step. storage/history.py
-describes what can be recovered when a server was lost.
+    end_step(s)  EndStep goes to all servers; the servers other than the first answer Prepared(s).
+    blob(s)      The job state after step s, which is captured when the next step begins.
+    after both   Commit(s, blob) goes to the first server, which answers CommitDone(s). CommitDone
+                 is then sent to the other servers.
 
-Note "two sums": for the chunks of each owner, both servers report the sum of their checksums and
-the sum weighted by chunk number + 1, modulo 2^64. If a single chunk differs, the difference of the
-weighted sums is the difference of the plain sums times (its number + 1), which identifies it.
+With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
+the job state is not on a single server. Before that, each server reports checksums of the records
+that it wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
+same bytes, so they must write the same bytes. If they do not, no server prepares the step.
+storage/history.py describes what can be recovered when a server was lost.
 
-A part that only this worker holds (`own`, servers/residuals.py) counts as one of the other servers:
-no commit is sent before it has prepared, so it has whichever step the job resumes from.
+Note "two sums": for the chunks of each owner, both servers report the sum of the checksums, and the
+sum of the checksums times (chunk number + 1), modulo 2^64. If only one chunk differs, the quotient
+of the differences of the two sums is its number + 1, which identifies the chunk.
+
+The residuals of this worker are on a server of their own (`own`, servers/residuals.py). No commit
+is sent before this server has prepared the step, so it has every step from which the job may
+resume.
 """
 
 from __future__ import annotations
@@ -39,31 +43,34 @@ class Diverged:
     step: int
     owner: int
     servers: tuple[int, int]
-    differences: tuple[int, int]  # of the two sums
+    differences: tuple[int, int]  # differences of the plain and of the weighted sums
 
     def chunk(self, chunks: Sequence[int]) -> int | None:
-        """Return the one of `chunks` that differs, or None if several do."""
+        """Return the chunk in `chunks` that differs, or None if several chunks differ."""
         plain, weighted = self.differences
         return next((c for c in chunks if plain and (c + 1) * plain & _MASK == weighted), None)
 
     def error(self, first: str, second: str, owned: Mapping[int, int]) -> DivergedError:
-        """Describe it to the user. `first`, `second`: names of the servers; `owned`: chunk -> block
-        for the chunks of `owner`."""
+        """Return the error for the user.
+
+        `first` and `second` are the names of the servers. `owned` maps the chunks of `owner` to
+        their blocks.
+        """
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
         return DivergedError(
             f"{first} and {second} wrote different bytes for {chunk} in step {self.step}: the step"
             " is not committed",
             hint=(
-                "run the same command to resume from the step before. If it happens again, the"
-                " memory or CPU of one server is failing, or their CPUs are of different kinds and"
-                " the optimizer has no compiled rule"
+                "run the same command to resume from the step before. If this happens again, the"
+                " memory or CPU of a server is failing, or the servers have different kinds of CPUs"
+                " and the optimizer has no compiled rule"
             ),
         )
 
 
 def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
-    """Add the checksum of one more chunk. See Note "two sums"."""
+    """Return `sums` with the checksum of a further chunk added. See Note "two sums"."""
     return (sums[0] + checksum) & _MASK, (sums[1] + (chunk + 1) * checksum) & _MASK
 
 
@@ -78,21 +85,25 @@ class CommitStateMachine:
     ) -> None:
         self.first = servers[0]  # the server that commits
         self.others = tuple(servers[1:])
-        self.everywhere = everywhere  # replicas: all servers keep the job state
-        self.own = own  # number of the part that only this worker holds
-        self.ended = committed  # the last step that ended here: committed <= ended
+        self.everywhere = everywhere  # whether all servers keep the job state (replicas)
+        self.own = own  # number of the server of this worker's residuals, if any
+        self.ended = committed  # the last step that this worker has ended; at least `committed`
         self.committed = committed
         # For every step after `committed` up to `ended`:
-        self.prepared: dict[int, set[int]] = {}  # step -> servers other than the first
+        # step -> servers other than the first server that have prepared it
+        self.prepared: dict[int, set[int]] = {}
         self.written: dict[int, dict[int, m.Written]] = {}  # step -> server -> its report
         # For some of these steps:
-        self.blobs: dict[int, Any] = {}  # job state that is not yet sent to the first server
-        self.sent: set[int] = set()  # with replicas: steps whose blob was sent to the others
-        # Set when two servers wrote different bytes. No step is committed from then on.
+        self.blobs: dict[int, Any] = {}  # step -> job state, until the first server gets it
+        self.sent: set[int] = set()  # with replicas, steps whose blob all other servers have got
+        # Set when two servers wrote different bytes. Afterwards no step is committed.
         self.diverged: Diverged | None = None
 
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
-        """End the step: request no more updates in it. `word`: bytes for the other workers."""
+        """End the step. No further updates can be requested in it.
+
+        `word`: Bytes for the other workers.
+        """
         assert step == self.ended + 1
         self.ended = step
         self.prepared[step] = set()
@@ -106,7 +117,7 @@ class CommitStateMachine:
         """Record this worker's part of the job state after the step."""
         assert step <= self.ended
         if step <= self.committed or step in self.blobs:
-            return []  # an interrupted worker reports it twice
+            return []  # an interrupted worker may report the same blob twice
         self.blobs[step] = blob
         return self._move(step)
 
@@ -133,7 +144,7 @@ class CommitStateMachine:
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
-        """With replicas: return the servers that have not reported what they wrote."""
+        """Return the servers whose Written is missing. Empty without replicas."""
         servers = [
             server
             for server in (self.first, *self.others)
@@ -142,7 +153,7 @@ class CommitStateMachine:
         return [server for server in servers if server not in self.written[step]]
 
     def _move(self, step: int) -> list[Addressed]:
-        """Return the messages that may be sent, now that more is known of `step`."""
+        """Return the commit messages of `step` that can be sent now."""
         if step not in self.blobs or self._unwritten(step) or self.diverged is not None:
             return []
         out: list[Addressed] = []
@@ -158,7 +169,7 @@ class CommitStateMachine:
         return out
 
     def missing(self) -> str:
-        """Name the servers that the oldest uncommitted step waits for."""
+        """Return a text that names the servers for which the oldest uncommitted step waits."""
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late

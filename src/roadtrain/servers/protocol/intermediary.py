@@ -1,12 +1,13 @@
-"""The state machine of a process between several workers and one server: the part that a relay and
-the end of a fan-in share. Pure.
+"""The state machine of a process between several workers and one server. Pure. It is the part that
+a relay and the end of a fan-in have in common.
 
-    Pull            A version of a chunk is pulled once and kept in one of `buffers` until that is
+    Pull            A version of a chunk is pulled once. It stays in a buffer until the buffer is
                     needed (least recently used first).
-    EndStep, Commit are forwarded once all workers have sent them; CommitDone once any worker has.
-    PeerLost        is an error in the middle of a step, or when a worker begins another step.
+    EndStep, Commit Forwarded once all workers have sent them.
+    CommitDone      Forwarded once any worker has sent it.
+    PeerLost        An error in the middle of a step, or when a worker begins another step.
 
-Does NOT know gradients, or which worker gets a copy: subclasses do.
+Subclasses handle gradients, and decide which worker gets a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ StepEvent: TypeAlias = m.EndStep | m.Commit | m.CommitDone | m.PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A message to the server. For a pull, `into` is the number of its buffer."""
+    """Send a message to the server. The `into` of a Pull is the number of a buffer."""
 
     message: m.WorkerMessage
 
@@ -57,8 +58,8 @@ class Give:
 
 
 class CopyPhase(Enum):
-    COMING = "coming"  # on its way from the server; requests wait
-    HERE = "here"  # may be dropped while nobody reads it
+    COMING = "coming"  # the copy was requested from the server; requests of workers wait
+    HERE = "here"  # the copy has arrived; it may be dropped while nothing reads it
 
 
 @dataclass(slots=True)
@@ -67,8 +68,9 @@ class Copy(Generic[D]):
 
     buffer: int
     phase: CopyPhase = CopyPhase.COMING
-    requests: list[CopyRequest[D]] = field(default_factory=list)  # waiting ones; none once HERE
-    readers: int = 0  # sends that read it; none before it is HERE
+    # requests that wait for the copy; empty if it is HERE
+    requests: list[CopyRequest[D]] = field(default_factory=list)
+    readers: int = 0  # number of sends that read the copy; 0 if it is not HERE
 
     @property
     def droppable(self) -> bool:
@@ -76,28 +78,29 @@ class Copy(Generic[D]):
 
 
 class Intermediary(Generic[D]):
-    OF_WORKERS: ClassVar[str] = ""  # says which workers these are, in messages to the user
+    OF_WORKERS: ClassVar[str] = ""  # text after "worker N" in messages, as " of this host"
 
     def __init__(self, workers: int, buffers: int) -> None:
         self.workers, self.n_buffers = workers, buffers
-        # Free buffers and the buffers of copies are disjoint, and together all buffers.
+        # Free buffers. Each buffer is either free or belongs to exactly one copy.
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
-        self.pulling: dict[int, Key] = {}  # our ticket -> the copy that is COMING, each once
+        self.pulling: dict[int, Key] = {}  # ticket of our pull -> the copy, which is COMING
         # Requests that wait for a buffer; empty while one is free.
         self.queue: deque[CopyRequest[D]] = deque()
-        # step -> worker -> its word at the end of the step, from some workers, never all
+        # step -> worker -> its word at the end of the step. A step is removed when all workers have
+        # ended it.
         self.ending: dict[int, dict[int, bytes]] = {}
-        # step -> worker -> its blob, from some workers, never all
+        # step -> worker -> its blob. A step is removed when the blobs of all workers have arrived.
         self.commits: dict[int, dict[int, Any]] = {}
-        self.committed: int | None = None  # the last step that was reported to the server
-        self.lost: str | None = None  # the worker that was lost, and why
+        self.committed: int | None = None  # the last step whose CommitDone was sent to the server
+        self.lost: str | None = None  # message about the worker that was lost
         self._ticket = 0
 
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """Return the buffer for the answer to our pull, or None if it was not requested."""
+        """Return the buffer for the answer to our pull, or None if there is no such pull."""
         key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
 
@@ -108,7 +111,7 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Deliver the copy, wait for it, or pull it from the server."""
+        """Deliver the copy if it is HERE, else queue the request. Pull the copy if necessary."""
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []
         if copy is None:
@@ -127,7 +130,10 @@ class Intermediary(Generic[D]):
         return out
 
     def _room(self) -> int | None:
-        """Return a free buffer, else that of the least recently used copy that nobody reads."""
+        """Return a free buffer, or the buffer of the least recently used copy that nothing reads.
+
+        Returns None if all copies are being read.
+        """
         if self.free:
             return self.free.pop()
         for key, copy in self.copies.items():
@@ -144,7 +150,7 @@ class Intermediary(Generic[D]):
         return [request.deliver(copy.buffer) for request in requests]
 
     def _delivered(self, pull: m.Pull) -> list[Up | D]:
-        """Record that the copy `pull` asked for was delivered, and serve waiting requests."""
+        """Record that the worker of `pull` has got the copy, and serve waiting requests."""
         self.copies[pull.chunk, pull.version].readers -= 1
         out: list[Up | D] = []
         while self.queue:
@@ -199,8 +205,11 @@ class Intermediary(Generic[D]):
         raise NotImplementedError
 
     def _peer_lost(self, event: m.PeerLost) -> None:
-        """A lost worker is no error while no step is open, unless another worker begins one: the
-        others may be leaving too."""
+        """Record a lost worker. Raises LostError if a step is open.
+
+        Between steps it is no error, because all workers may be about to leave. If another worker
+        begins a step later, `_nobody_lost` raises.
+        """
         self.lost = f"worker {event.worker}{self.OF_WORKERS} was lost: {event.why}"
         if self.ending or self.commits or self.in_step():
             raise LostError(self.lost)

@@ -1,15 +1,16 @@
 """Messages between worker and server, and the events and actions of the state machines.
 
-Messages travel over a link; events are reported by the server's own doers; actions are carried out
-by them. All are frozen values, so a schedule can be written down, compared and simulated. Tensors
-are opaque here: memoryviews or arrays in a real run, None in a simulated one. `worker` is the
-sender of a message, set by the server's end of the link. A `ticket` is a number that the sender
-chose; the answer repeats it.
+Messages are sent over a link. Actions are carried out by threads of the server, which report events
+when they are done. All are frozen values, so a schedule can be written down, compared and
+simulated. Tensors are opaque here: memoryviews or arrays in a real run, None in a simulated run.
+`worker` is the sender of a message, set by the server's end of the link. A `ticket` is a number
+that the sender has chosen, and that the answer repeats.
 
-With one worker, the server reports the sums of squares of each push (GradAccumulated) and acts on
-each ApplyUpdate. With several, it waits until every worker has closed the gradient of a chunk (by
-Close or ApplyUpdate), sums in worker order and reports to all; an update begins when every worker
-has sent ApplyUpdate. A trainable chunk then gets one version per step, with or without a gradient.
+With one worker, the server reports the sums of squares of each push (GradAccumulated), and carries
+out each ApplyUpdate. With several workers, the server waits until every worker has closed the
+gradient of a chunk (with Close or ApplyUpdate). It then sums the gradients in worker order and
+reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
+chunk gets one version per step, with or without a gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Copy the weights part of a chunk once it has this version or a newer one."""
+    """Copy the weights part of a chunk, once the chunk has this version or a newer version."""
 
     chunk: int
     version: int  # the least number of updates that must have been applied
@@ -36,28 +37,31 @@ class Push(msgspec.Struct, frozen=True):
     """A gradient: dense, sparse (compressed), or in the spill file."""
 
     chunk: int
-    grad: Any  # dense: memory; sparse: (indices, values)
-    fresh: bool  # the first of its step: it replaces what is held
-    # The server may keep `grad` in place until the update; otherwise it copies or spills it.
-    # BufferFree(ticket) reports when the memory is free.
+    grad: Any  # memory of a dense gradient, or (indices, values) of a sparse gradient
+    fresh: bool  # whether it replaces the gradient that is held; else it is added
+    # Whether the server may keep `grad` in place until the update. Otherwise the server copies or
+    # spills it. BufferFree(ticket) reports when the memory is free.
     keep: bool
     ticket: int
-    sums: Any = None  # of a sparse gradient: the sums of squares before compression
+    sums: Any = None  # sums of squares of a sparse gradient before compression
     worker: int = 0
-    # Set if a dense gradient was downcast from the chunk's dtype: its values are the first half of
-    # `grad`.
+    # Dtype of a dense gradient that was downcast, else "". The values of a downcast gradient are in
+    # the first half of `grad`.
     dtype: str = ""
-    spill_slot: int | None = None  # slot of the spill file that holds it; `grad` is None then
+    # slot of the spill file that holds the gradient; `grad` is then None
+    spill_slot: int | None = None
 
     @property
     def sent(self) -> Any:
-        """The bytes of a dense gradient that travel."""
+        """The bytes of a dense gradient that are sent."""
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The sender's gradient of the chunk is complete, or it has none. Sent only with several
-    workers."""
+    """The sender's gradient of the chunk is complete, or the sender has no gradient of it.
+
+    Sent only with several workers.
+    """
 
     chunk: int
     step: int
@@ -70,8 +74,9 @@ class ApplyUpdate(msgspec.Struct, frozen=True):
     chunk: int
     step: int  # the step that this update belongs to
     hyper: tuple[float, ...]  # hyperparameters of the rule
-    scales: Sequence[float | None]  # one per span of the chunk; None: no gradient in this step
-    order: int  # smaller numbers are needed sooner
+    # factor for the gradient of each span of the chunk; None for a span without a gradient
+    scales: Sequence[float | None]
+    order: int  # chunks with smaller numbers are needed sooner
     worker: int = 0
 
 
@@ -85,8 +90,8 @@ class DiscardGrad(msgspec.Struct, frozen=True):
 class EndStep(msgspec.Struct, frozen=True):
     """The sender requests no more updates in this step.
 
-    `word`: bytes for all workers, delivered (StepWords) when all have ended the step. Sent to the
-    first server only. A relay sends the words of its workers, in their order.
+    `word`: Bytes for all workers. They are delivered with StepWords when all workers have ended the
+    step. Only the first server gets a word. A relay sends a list of the words of its workers.
     """
 
     step: int
@@ -95,8 +100,11 @@ class EndStep(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """Commit a step. Sent to the first server when all others are prepared. With replicas also sent
-    to the others, before they prepare and after all reported equal checksums."""
+    """Commit a step. Sent to the first server when all other servers have prepared the step.
+
+    With replicas it is also sent to the other servers, after all servers have reported equal
+    checksums. The other servers then prepare the step.
+    """
 
     step: int
     blob: Any  # this worker's part of the job state after the step
@@ -104,7 +112,8 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class CommitDone(msgspec.Struct, frozen=True):
-    """The step is committed. From the first server to the workers, and from them to all servers."""
+    """The step is committed. Sent by the first server to the workers, which send it to all other
+    servers."""
 
     step: int
 
@@ -127,10 +136,10 @@ class Pulled(msgspec.Struct, frozen=True):
 
 
 class GradAccumulated(msgspec.Struct, frozen=True):
-    """A gradient is held: the worker's own, or with several workers their sum."""
+    """The server holds the worker's gradient or, with several workers, the sum of all gradients."""
 
     chunk: int
-    sums: Any  # its sums of squares, one per segment of the chunk
+    sums: Any  # sums of squares of the gradient, one per segment of the chunk
 
 
 class BufferFree(msgspec.Struct, frozen=True):
@@ -140,19 +149,19 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The server has written the step. It is durable, except on the first server, which commits."""
+    """The step is durable on this server. Not sent by the first server, which commits instead."""
 
     server: int
     step: int
 
 
 class Written(msgspec.Struct, frozen=True):
-    """The server has written the step. Sent only with replicas, before the server prepares it."""
+    """The server has written the step. Sent only with replicas, before the step is prepared."""
 
     server: int
     step: int
-    # (owner, sum, weighted sum) for every owner of chunks held here: checksums of the records that
-    # the step wrote. servers/protocol/commit.py compares them.
+    # (owner, sum, weighted sum) for every owner of chunks on this server: sums of the checksums of
+    # the records written in this step, which servers/protocol/commit.py compares.
     sums: Sequence[tuple[int, int, int]] = ()
 
 
@@ -163,22 +172,25 @@ class Failed(msgspec.Struct, frozen=True):
     error: BaseException  # the cause
 
 
-# actions: requests of a server's state machine to its doers
+# actions: requests of a server's state machine to the server's threads
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Store a pushed gradient until the update, or add it to what is held of its worker.
+    """Store a pushed gradient until the update, or add it to the gradient that the worker has
+    pushed before.
+
     Result: (sums of squares of the worker's gradient, one per segment; whether the pushed memory
-    stays in use until the update)."""
+    stays in use until the update).
+    """
 
     push: Push
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file until its step is due."""
+    """Write a pushed gradient to the spill file, because its step is not due yet."""
 
     push: Push
-    spill_slot: int  # the first slots belong to the workers' held gradients
+    spill_slot: int  # at least the number of workers, since lower slots are for held gradients
 
     @property
     def chunk(self) -> int:
@@ -190,15 +202,17 @@ class Spill(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop held gradients of a chunk. Nothing is reported."""
+    """Drop held gradients of a chunk. No event is reported."""
 
     chunk: int
-    worker: int | None  # None: those of all workers
+    worker: int | None  # the worker whose gradient is dropped; None for all workers
 
 
 class Total(msgspec.Struct, frozen=True):
-    """Sum the gradients of all workers, in worker order. Result: (the sums of squares of the sum,
-    one per segment,)."""
+    """Sum the gradients of all workers, in worker order.
+
+    Result: (sums of squares of the summed gradient, one per segment,).
+    """
 
     chunk: int
 
@@ -207,8 +221,9 @@ class Answer(msgspec.Struct, frozen=True):
     """Copy the weights part to `pull.into`."""
 
     pull: Pull
-    memory: bool  # read from the record buffer or resident memory; otherwise from the file
-    newest: bool = False  # cast from the master, which is one update ahead (staleness 1)
+    memory: bool  # whether to copy from the record buffer or resident memory, not from the file
+    # whether to cast the master instead, which is one update ahead (staleness 1)
+    newest: bool = False
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -219,8 +234,10 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """Run the update rule on a record in memory. Result: with replicas (the checksum of the new
-    record,)."""
+    """Run the update rule on a record in memory.
+
+    Result: (checksum of the new record,). The checksum is only computed with replicas.
+    """
 
     chunk: int
     apply_update: ApplyUpdate
@@ -233,29 +250,29 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Make everything written so far durable. On the first server this commits the step."""
+    """Make all records of the step durable. On the first server this commits the step."""
 
     step: int
-    blobs: Sequence[Any]  # of the workers in order, if the job state is kept here
+    blobs: Sequence[Any]  # job state of each worker; empty if this server does not keep it
 
 
 class Send(msgspec.Struct, frozen=True):
-    """A message to a worker. Nothing is reported."""
+    """Send a message to a worker. No event is reported."""
 
     message: ServerMessage
-    to: int | None = None  # None: to all
+    to: int | None = None  # the worker; None for all workers
 
 
 A = TypeVar("A")
 
-# events, besides messages
+# events that are not messages
 
 
 class Done(msgspec.Struct, Generic[A], frozen=True):
-    """A doer has finished an action."""
+    """An action was carried out."""
 
     action: A
-    result: tuple[Any, ...] = ()  # see the action's docstring
+    result: tuple[Any, ...] = ()  # described in the docstring of the action
 
 
 class PeerLost(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
-"""Prefetcher: decides which blocks a worker holds, fetches and drops. The order of the last step
-predicts this one, and the block needed last is dropped first (Belady's rule). Backward visits the
-blocks in reverse, so the last blocks of forward are reused without a fetch, and with room for the
-whole model nothing is fetched twice.
+"""Prefetcher: decides which blocks a worker keeps, fetches and drops.
 
-Pure: events in, actions out. Slots have equal size and hold one block each.
+The order of blocks in the last step predicts the order in this step. The block whose next use is
+latest is dropped first (Belady's rule). Backward visits the blocks in reverse order, so the last
+blocks of the forward are used again without a fetch. If the slots can hold the whole model, no
+block is fetched twice in a step.
+
+Pure: events in, actions out. All slots have the same size and hold one block each.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ class SlotPhase(Enum):
     FREE = "free"  # empty
     COMING = "coming"  # a pull is in progress
     HERE = "here"  # holds a block that may be dropped
-    USED = "used"  # a forward or backward runs on it
+    USED = "used"  # a forward or backward is using the block
 
 
-# The allowed transitions. A slot that is HERE can be reused for another block at once.
+# The allowed transitions. A slot that is HERE can directly become COMING for another block.
 NEXT_PHASES: Mapping[SlotPhase, frozenset[SlotPhase]] = {
     SlotPhase.FREE: frozenset({SlotPhase.COMING}),
     SlotPhase.COMING: frozenset({SlotPhase.HERE}),
@@ -42,9 +44,10 @@ class PullBlock:
 @dataclass(slots=True)
 class Slot:
     phase: SlotPhase = SlotPhase.FREE
-    block: int | None = None  # None: it is FREE
-    uses: int = 0  # passes that run on it
-    # The block was updated since: the slot is freed as soon as it is neither USED nor COMING.
+    block: int | None = None  # None if the slot is FREE
+    uses: int = 0  # number of forwards and backwards that are using the block
+    # Whether the block was updated after its pull. A stale slot is freed as soon as it is neither
+    # USED nor COMING.
     stale: bool = False
 
     def enter(self, phase: SlotPhase) -> None:
@@ -57,23 +60,23 @@ class Prefetcher:
         assert slots >= 2
         # A block is in at most one slot that is not stale.
         self.slots = [Slot() for _ in range(slots)]
-        self.where: dict[int, int] = {}  # block -> that slot
-        # The blocks used in the last step, in order. The first guess is forward in order, backward
-        # in reverse.
+        self.where: dict[int, int] = {}  # block -> its slot that is not stale
+        # The blocks used in the last step, in order. Before the first step, it is a guess: all
+        # blocks in order (forward), then in reverse order (backward).
         self.past: list[int] = [*blocks, *reversed(blocks)]
-        self.used = {*blocks}  # the blocks of `past`
+        self.used = {*blocks}  # the blocks in `past`
         self.now: list[int] = []  # the blocks used in this step, in order
-        self.cursor = 0  # the next index of `past`
-        # The block that is needed now and not yet in use: it takes precedence for a slot.
+        self.cursor = 0  # index in `past` of the predicted next block
+        # The block that was requested and is not in use yet. It gets a slot first.
         self.needed: int | None = None
 
     def shrink(self, slots: int) -> None:
-        """Reduce the number of slots. Only before anything is pulled."""
+        """Reduce the number of slots. Call it only before the first pull."""
         assert not self.where and slots >= 2
         del self.slots[slots:]
 
     def request(self, block: int) -> list[PullBlock]:
-        """Request `block` now. It may run once `here(block)`."""
+        """Request `block` for immediate use. It can be used as soon as `here(block)` is a slot."""
         self._follow(block)
         self.now.append(block)
         self.needed = block
@@ -86,7 +89,7 @@ class Prefetcher:
         return self._plan()
 
     def here(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters are in place."""
+        """Return the slot of `block` if its parameters have arrived, else None."""
         slot = self.where.get(block)
         return slot if slot is not None and self.slots[slot].phase in IN_PLACE else None
 
@@ -107,7 +110,7 @@ class Prefetcher:
         return self._plan()
 
     def updated(self, blocks: Sequence[int]) -> None:
-        """Mark what is held of these blocks as stale: they got, or will get, a new version."""
+        """Mark the slots of these blocks as stale, because the blocks get a new version."""
         for block in blocks:
             slot = self.where.pop(block, None)
             if slot is not None:
@@ -115,7 +118,7 @@ class Prefetcher:
                 self._free_stale(self.slots[slot])
 
     def stepped(self) -> list[PullBlock]:
-        """End a step: the order just seen predicts the next one."""
+        """End a step. The order of its blocks predicts the order in the next step."""
         if self.now:
             self.past, self.now = self.now, []
             self.used = {*self.past}
@@ -136,9 +139,11 @@ class Prefetcher:
             self.cursor = (follows or matches)[0] + 1
 
     def _upcoming(self) -> list[int]:
-        """Return distinct blocks in the order of their next use, the requested one first. The next
-        step follows this one, so blocks that backward has updated are fetched again while the rest
-        of backward runs."""
+        """Return distinct blocks in the order of their next use. The requested block is the first.
+
+        The prediction continues into the next step, so blocks that backward has updated are fetched
+        again while backward is still running.
+        """
         seen: dict[int, None] = {} if self.needed is None else {self.needed: None}
         enough = min(
             2 * len(self.slots) + 1, len(self.used) + (len(seen) and self.needed not in self.used)
@@ -169,8 +174,10 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """Return a free slot, else the slot whose block is needed last, if later than
-        `needed_at`."""
+        """Return a free slot, or the slot whose block is needed last.
+
+        Returns None if there is no free slot, and no block in a slot is needed after `needed_at`.
+        """
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):
             if held.phase is SlotPhase.FREE:

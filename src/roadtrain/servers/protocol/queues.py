@@ -1,10 +1,12 @@
-"""DeviceQueue: the next operation of a storage device (reads of parameters first, then reads and
-then writes of state). Turns: the next pull that a server answers.
+"""DeviceQueue chooses the next operation of a storage device. Turns chooses the next pull that a
+server answers.
 
-`mix`: reads and writes run concurrently. `burst`: one direction at a time, switched after
-`burst_ops` operations on state or when the other side is empty. Some devices are faster in bursts;
-`Trial` measures both modes and keeps the faster.
-Pure: the caller holds its own lock.
+Reads of parameters have priority over reads of state, which have priority over writes of state. In
+mixed mode, reads and writes of state run concurrently. In burst mode, only one direction runs at a
+time; the direction changes after `burst_ops` operations, or when no operation of this direction is
+waiting. Some devices are faster in bursts. `Trial` measures both modes and chooses the faster.
+
+Pure. The caller must hold a lock.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """The waiting operations of a device; at most `limit` of one priority run at once. Invariants:
-    `running` counts items returned by `next` and not yet passed to `done`; in burst mode, state
-    reads and state writes never run at once."""
+    """The waiting operations of a device. At most `limit` operations of a priority run at once.
+
+    Invariants: `running` counts the operations that `next` has returned and for which `done` was
+    not called yet. In burst mode, reads and writes of state never run at the same time.
+    """
 
     burst: bool = False
     burst_ops: int = 8
@@ -37,8 +41,8 @@ class DeviceQueue:
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """Add an operation. Within one priority the smallest `order` goes first; equal orders keep
-        their order of arrival."""
+        """Add an operation. Within a priority, the operation with the smallest `order` is next. If
+        several have the same `order`, the earliest is next."""
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 
@@ -75,19 +79,24 @@ class DeviceQueue:
 
 @dataclass
 class Trial:
-    """Choose mix or burst by the rate of the device in the first steps: one to warm up, then
-    TRIED of each mode in turn."""
+    """The choice between mixed mode and burst mode by the rate of the device in the first steps.
+
+    After one step to warm up, the modes alternate until each has been measured in TRIED steps.
+    """
 
     TRIED = 2
     MARGIN = 1.1  # bursts must be faster by this factor, because they delay parameter reads
-    LEAST = 64 << 20  # bytes per step; below this the rate means nothing
+    LEAST = 64 << 20  # a step that moves fewer bytes is not measured
 
     steps: int = 0
+    # burst mode (True) or mixed mode (False) -> measured rates in bytes/s
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     def stepped(self, burst: bool, nbytes: int, busy_s: float) -> bool:
-        """Record a step that moved `nbytes` in `busy_s` in the given mode. Returns the mode of the
-        next step."""
+        """Record a step and return the mode of the next step (True for burst mode).
+
+        In the step, the device has moved `nbytes` in `busy_s` seconds, in the mode `burst`.
+        """
         if self.chosen or nbytes < self.LEAST or busy_s <= 0:
             return burst
         self.steps += 1
@@ -102,16 +111,19 @@ class Trial:
 
 
 class Turns(Generic[T]):
-    """The order in which pulls are answered. A worker has at most `most` answers in progress, and
-    of the workers that wait at the same time, none gets `most` answers ahead of another: workers
-    that drift apart would use their links alternately, and each step ends with the slowest. A
-    worker that starts waiting anew is counted from the slowest of the others.
+    """The order in which a server answers pulls.
+
+    A worker has at most `most` answers in progress. Among workers that wait at the same time, no
+    worker gets `most` answers ahead of another worker. Otherwise the workers would drift apart, and
+    each step ends only with the slowest worker. A worker that begins to wait again starts with the
+    count of the slowest waiting worker.
     """
 
     def __init__(self, most: int | None) -> None:
-        self.most = most  # None: no limit
-        self.waiting: dict[int, deque[T]] = {}  # pulls of each worker that ever pulled, in order
-        # Answers of each worker since it started waiting anew: done <= begun <= done + most.
+        self.most = most  # None if there is no limit
+        self.waiting: dict[int, deque[T]] = {}  # worker -> its waiting pulls, in order
+        # Counts of begun and completed answers, from the time at which the worker began to wait:
+        # done <= begun <= done + most.
         self.begun: dict[int, int] = {}
         self.done: dict[int, int] = {}
 
@@ -121,7 +133,7 @@ class Turns(Generic[T]):
         self.waiting.setdefault(worker, deque()).append(pull)
 
     def next(self) -> T | None:
-        """Return a pull to answer now, or None. Call `answered` when it is done."""
+        """Return a pull to answer now, or None. Call `answered` when the answer is complete."""
         for worker, pulls in self.waiting.items():
             if pulls and self._its_turn(worker):
                 self.begun[worker] += 1

@@ -1,24 +1,24 @@
 """The state machine of a server. Events and messages in, actions out; no I/O, no threads, no clock.
 
-A chunk goes through a step like this (its phases: servers/protocol/chunk_state.py):
+The messages and actions of a chunk in one step (servers/protocol/chunk_state.py has the phases):
     Push -> Hold -> Done      the server holds the gradient
     ApplyUpdate               the update is queued by (step, order) until a record buffer is free
     Read -> Done              skipped if the record is in memory
-    Update -> Done            the new version exists; waiting pulls are answered at once
+    Update -> Done            the new version exists; waiting pulls are answered
     Write -> Done             skipped if there are no files
-When a step has ended and all its updates are written, it is prepared and committed
+When a step has ended and all its updates are written, the step is prepared and committed
 (servers/protocol/server_steps.py). With several workers, ApplyUpdate, EndStep and Commit take
-effect once all workers have sent them (`_meet`), and the gradients are summed first:
+effect once all workers have sent them (`_meet`), and the gradients are summed before the update:
     Close or ApplyUpdate of all -> Total -> Done      all get the norm of the sum (GradAccumulated)
 
-With staleness 1 the weights part of a record is one update behind its master. A pull gets one or
-the other, so the next step computes while this step's updates run. Messages about the next step
-that arrive before then wait in `early`. Gradients that cannot stay in their receive buffers are
-spilled (Push -> Spill -> Done), because messages that this step needs may be queued behind them.
+With staleness 1, the weights part of a record is one update behind its master. A pull gets the
+weights part or the master, whichever has the requested version. So the next step can compute while
+this step's updates run. Messages about the next step wait in `early` until this step's update is
+done. Meanwhile gradients that cannot stay in their receive buffers are spilled (Push -> Spill ->
+Done), because messages that this step needs may be queued behind them.
 
-Rule 3: a chunk is written for step s only after step s-1 is committed, so the slot that is
-overwritten never holds the committed record. Rule 4: at most `buffers` records are in memory at
-once, besides resident ones.
+Rule 3: a chunk is written for step s only after step s-1 is committed, so the committed record is
+never overwritten. Rule 4: apart from resident records, at most `buffers` records are in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roadtrain.servers.protocol.chunk_state import AFTER_UPDATE, ChunkPhase, Chu
 from roadtrain.servers.protocol.queues import Turns
 from roadtrain.servers.protocol.server_steps import ServerSpec, ServerSteps
 
-# Resident chunks that are updated at once; pulls of the others continue to be answered.
+# Most resident chunks that are updated at the same time. Pulls of all other chunks are answered.
 AT_ONCE = 2
 
 
@@ -47,25 +47,28 @@ class ServerStateMachine:
         self.chunks = {number: ChunkState(part) for number, part in spec.chunks.items()}
         for number, in_last_step in spec.delayed.items():
             self.chunks[number].master_from = 0 if in_last_step else -1
-        # Free record buffers. Together with those held by chunks they are all buffers, each once.
+        # Free record buffers. Each buffer is either free or held by exactly one chunk.
         self.free = list(range(spec.buffers))
-        # Heaps of (step, order, chunk): chunks with a queued update, each once. Resident records
-        # need no buffer, so they have their own heap.
+        # Heaps of (step, order, chunk) with all chunks that have a queued update. Chunks whose
+        # record is resident need no buffer and have a heap of their own.
         self.queue: list[tuple[int, int, int]] = []
         self.resident_queue: list[tuple[int, int, int]] = []
-        self.updating = 0  # resident chunks that are UPDATING: at most AT_ONCE
-        # Chunks that are UPDATED and whose write waits for a commit; used with files only.
+        self.updating = 0  # number of resident chunks that are UPDATING; at most AT_ONCE
+        # Chunks that are UPDATED and whose write waits for a commit. Only used with files.
         self.gated: deque[int] = deque()
         self.turns: Turns[m.Pull] = Turns(spec.answers)
-        self.lost: str | None = None  # the worker that was lost, and why
+        self.lost: str | None = None  # message about the worker that was lost
 
     @property
     def committed(self) -> int:
         return self.steps.committed
 
     def handle(self, event: m.Event) -> list[m.Action]:
-        """Return the next actions. Raises LostError if a step needs a worker whose link was lost,
-        LoopError if the workers disagree. Asserts that doers report only possible results."""
+        """Handle a message or an event, and return the next actions.
+
+        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
+        disagree.
+        """
         match event:
             case m.Pull():
                 return self._pull(event)
@@ -106,8 +109,11 @@ class ServerStateMachine:
     # lost workers
 
     def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
-        """A lost worker is no error while no step is open, unless another worker begins one: the
-        others may be leaving too."""
+        """Record a lost worker. Raises LostError if a step is open.
+
+        Between steps it is no error, because all workers may be about to leave. If another worker
+        begins a step later, `_nobody_lost` raises.
+        """
         step = self.committed + 1
         self.lost = f"worker {event.worker} was lost before step {step} was committed: {event.why}"
         if self.steps.busy or any(chunk.in_step for chunk in self.chunks.values()):
@@ -129,11 +135,11 @@ class ServerStateMachine:
         return self._answers()
 
     def _answers(self) -> list[m.Action]:
-        """Start answering the pulls whose turn it is."""
+        """Return the answers to the pulls whose turn has come."""
         out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
-            if chunk.changing:  # its update began while the pull waited for its turn
+            if chunk.changing:  # the update began while the pull waited for its turn
                 self.turns.answered(pull.worker)
                 chunk.pulls.append(pull)
             else:
@@ -192,8 +198,7 @@ class ServerStateMachine:
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """Keep a message until the chunk's previous step, whose gradient is still needed, is
-        done."""
+        """Keep a message about the chunk's next step until the update of this step is done."""
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
@@ -202,7 +207,7 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether the push blocks a receive buffer: it is not kept, compressed or spilled."""
+        """Whether the push occupies a receive buffer that must become free."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
@@ -272,13 +277,15 @@ class ServerStateMachine:
         heapq.heappush(queue, (update.step, update.order, update.chunk))
 
     def _next_step(self, chunk: ChunkState) -> int:
-        """Return the step that makes the chunk's next version."""
+        """Return the step whose update makes the chunk's next version."""
         return self.spec.committed + chunk.version + 1
 
     def _meet(self, number: int) -> list[m.Action]:
-        """With several workers: advance the chunk's next step if all have sent the same message
-        for it. Messages for later steps wait until its update is done, so that no gradient is
-        taken for that of another step."""
+        """Continue the chunk's next step if all workers have closed it or requested its update.
+
+        Does nothing with a single worker. Messages about later steps wait until the update of this
+        step is done, so no gradient is used in the wrong step.
+        """
         chunk = self.chunks[number]
         if chunk.holds or self.spec.alone:
             return []
@@ -295,7 +302,7 @@ class ServerStateMachine:
         if any(scale is not None for scale in update.scales):
             self._enqueue(chunk, update)
             return out
-        chunk.version += 1  # no worker has a gradient: the chunk stays as it is
+        chunk.version += 1  # no worker has a gradient, so the values do not change
         self.steps.update_over(step, number)
         out += [m.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
         return out + self._meet(number) + self._in_turn(chunk) + self.steps.prepare()
@@ -362,8 +369,11 @@ class ServerStateMachine:
         return self._advance() + self.steps.prepare()
 
     def _advance(self) -> list[m.Action]:
-        """Start everything that can start: writes whose previous step is committed, then updates
-        and reads in the order of the queues."""
+        """Start all writes, updates and reads that can start.
+
+        A write can start when the previous step is committed. Updates and reads start in the order
+        of the queues.
+        """
         return [
             *self._start_writes(),
             *self._start_updates(self.resident_queue, lambda: self.updating < AT_ONCE),
@@ -412,8 +422,11 @@ class ServerStateMachine:
     # status and checks
 
     def waits(self) -> tuple[list[m.Pull], list[tuple[int, str]]]:
-        """Return the pulls that wait for a version or their turn, and (worker, the missing
-        message) for every worker that others wait for."""
+        """Return the waiting pulls, and the messages for which the other workers wait.
+
+        Pulls wait for a version or for their turn. Each message is a pair: the worker that has not
+        sent it, and its description.
+        """
         ending = self.steps.ending.items()
         owed = [(step, ended, f"the end of step {step}") for step, ended in ending]
         for number, chunk in self.chunks.items():
@@ -451,15 +464,17 @@ class ServerStateMachine:
 
 
 def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
-    """Merge the updates requested by all workers, in worker order. If a parameter has no gradient
-    on some workers, the scale of the others counts. Raises LoopError if the requests contradict
-    each other, which means that the workers' models or loops differ."""
+    """Merge the requests of all workers (in worker order) to update a chunk into one request.
+
+    If only some workers have a gradient of a parameter, their scale is used. Raises LoopError if
+    the requests contradict each other, which means that the workers' models or loops differ.
+    """
     scales: list[float | None] = list(updates[0].scales)
     for other in updates[1:]:
         if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
             raise LoopError(
                 f"workers 0 and {other.worker} disagree in step {other.step}, chunk {other.chunk}:"
-                f" {len(scales)} and {len(other.scales)} parameters, hyperparameters"
+                f" they have {len(scales)} and {len(other.scales)} parameters, and hyperparameters"
                 f" {updates[0].hyper} and {other.hyper}",
                 hint="run the same loop with the same optimizer on every worker",
             )
@@ -468,13 +483,13 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
                 scales[i] = theirs
             elif theirs is not None and not _same_scale(mine, theirs):
                 raise LoopError(
-                    f"workers 0 and {other.worker} scale a gradient of step {other.step} by"
-                    f" {mine} and {theirs}",
-                    hint="clip by roadtrain's norm, which is that of the workers' mean gradient",
+                    f"workers 0 and {other.worker} scale the same gradient of step {other.step} by"
+                    f" different factors, {mine} and {theirs}",
+                    hint="clip by roadtrain's norm, which is the norm of the mean gradient",
                 )
     return replace(updates[0], scales=tuple(scales))
 
 
 def _same_scale(a: float, b: float) -> bool:
-    """Compare two scales; NaN, as in a run that has diverged, equals NaN."""
+    """Whether two scales are equal. NaN equals NaN; both occur in a run that has diverged."""
     return a == b or (a != a and b != b)

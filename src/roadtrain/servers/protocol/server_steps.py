@@ -1,10 +1,10 @@
-"""ServerSteps: the steps that a server has ended, written, prepared and committed. It is the part
-of servers/protocol/server.py that is not about chunks.
+"""ServerSteps: the end and the commit of steps at a server. It is the part of the state machine in
+servers/protocol/server.py that does not handle chunks.
 
-A step has ended once all workers have sent EndStep. When all its updates are written too, a server
-with replicas reports what it wrote (Written). It prepares the step after the previous one is
-committed and, if the job state is kept here, after that has arrived (Commit). The first server
-commits by preparing; the others are informed by CommitDone.
+A step has ended once all workers have sent EndStep. When all its updates are also written, and the
+previous step is committed, a server with replicas reports checksums (Written). The server then
+prepares the step. A server that keeps the job state first waits for it (Commit). The first server
+commits a step by preparing it. The other servers learn of the commit from CommitDone.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ class ServerSpec:
     """The configuration of one server in one session of workers."""
 
     number: int
-    chunks: Mapping[int, Resident]  # chunks that it owns or holds a replica of
-    buffers: int  # record buffers
-    durable: bool  # records are on files
+    chunks: Mapping[int, Resident]  # chunks that the server owns or has a replica of
+    buffers: int  # number of record buffers
+    durable: bool  # whether records are on files
     committed: int = 0  # the step at which the session began
     workers: int = 1
-    relays: bool = False  # each worker is a relay that pushes the sum of several
-    # Chunks whose weights part is one update behind -> whether the last update was in the step at
-    # which the session began.
+    relays: bool = False  # whether each worker is a relay that pushes the sum of several workers
+    # Chunks whose weights part is one update behind the master. The value is True if the last
+    # update was in the step at which the session began.
     delayed: Mapping[int, bool] = field(default_factory=dict)
     first: int = 0  # the server that commits
-    everywhere: bool = False  # replicas: all servers keep the job state
-    owners: Mapping[int, int] = field(default_factory=dict)  # with replicas: chunk -> owner
-    answers: int | None = None  # pulls of a worker that are answered at once; None: all
+    everywhere: bool = False  # whether all servers keep the job state (replicas)
+    owners: Mapping[int, int] = field(default_factory=dict)  # with replicas, chunk -> its owner
+    # most pulls of a worker that are answered at the same time; None if there is no limit
+    answers: int | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether there is one worker, so nothing is waited for or summed."""
+        """Whether there is only one worker, so gradients are not summed."""
         return self.workers == 1 and not self.relays
 
     @property
@@ -56,20 +57,20 @@ class ServerSteps:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.committed = spec.committed
-        # Step -> the chunks with a requested update that is not written. A step is here from its
-        # first such chunk (or its end) until it is prepared.
+        # step -> chunks whose update was requested but is not written yet. A step is added by its
+        # first request or at its end, and removed when it is prepared.
         self.open_updates: dict[int, set[int]] = {}
-        # Step -> the workers that have ended it: some, never all.
+        # step -> workers that have ended it. A step is removed when all workers have ended it.
         self.ending: dict[int, set[int]] = {}
-        # For the same steps: worker -> its word for the others.
+        # step -> worker -> its word for the other workers; has the same steps as `ending`
         self.words: dict[int, dict[int, Any]] = {}
         # Steps that all workers have ended and that are not prepared, in order.
         self.ended: deque[int] = deque()
         self.preparing: int | None = None
-        # Step -> worker -> its part of the job state, until the step is prepared.
+        # step -> worker -> its part of the job state, until the step is prepared
         self.blobs: dict[int, dict[int, Any]] = {}
         self.last_written = spec.committed  # the last step for which Written was sent
-        # With replicas: step -> owner -> the sums for Written so far, until it is sent.
+        # With replicas, step -> owner -> the two sums so far, until Written is sent.
         self.sums: dict[int, dict[int, tuple[int, int]]] = {}
 
     @property
@@ -82,11 +83,11 @@ class ServerSteps:
         self.open_updates.setdefault(step, set()).add(chunk)
 
     def update_over(self, step: int, chunk: int) -> None:
-        """Record that an update was written, or that no worker had a gradient."""
+        """Record that an update was written, or is not needed because no worker had a gradient."""
         self.open_updates[step].discard(chunk)
 
     def updated(self, step: int, chunk: int, checksum: int) -> None:
-        """With replicas: add the checksum of the updated record."""
+        """Add the checksum of an updated record to the sums. Does nothing without replicas."""
         owner = self.spec.owners.get(chunk)
         if owner is not None:
             sums = self.sums.setdefault(step, {})
@@ -111,7 +112,7 @@ class ServerSteps:
         return self.prepare()
 
     def prepare(self) -> list[m.Action]:
-        """Prepare the oldest ended step if nothing is missing for it."""
+        """Prepare the oldest step that has ended, if nothing is missing for it."""
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
             return []
         step = self.ended[0]
@@ -131,7 +132,7 @@ class ServerSteps:
         return [*out, m.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
     def prepared(self, step: int) -> m.Send:
-        """Record that a step is prepared, and return the message about it."""
+        """Record that a step is prepared, and return the message to the workers."""
         assert self.preparing == step
         self.preparing = None
         if not self.spec.commits:

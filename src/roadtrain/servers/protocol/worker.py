@@ -1,20 +1,22 @@
-"""The state machine of a worker: which version of which chunk to pull and where to, which gradient
-buffers are free, which messages about a gradient go to which servers, and when a step may end and
-be committed. Calls and messages in, actions out; no I/O, no threads, no clock. servers/worker.py
-carries the actions out. Before each call it waits for the call's precondition, which it checks with
-`slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
+"""The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-A block's gradient goes through a step like this (block_state.NEXT_PHASES has all transitions):
+It decides which versions of chunks are pulled into which buffers, which gradient buffers are free,
+which servers get messages about a gradient, and when a step may end and be committed.
+servers/worker.py carries out the actions. Many calls have a precondition. servers/worker.py waits
+for it before the call, with `slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
+
+The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
     grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
     close_grad -> *_CLOSED  (several workers) the servers know that this worker's part is complete
     drop_grad  -> EMPTY     the servers drop it
-    begin_update, end_update -> UPDATED   the update has begun: pulls request the next version
+    begin_update, end_update -> UPDATED   the update has begun; pulls request the next version
     end_step -> EMPTY
 
-With several workers, the sums of squares of a gradient arrive once, after all have closed it; with
-one worker they arrive for each push.
-Rule 4: at most two steps (or `staleness` steps, if more) have ended and are not committed. Servers
-may keep all but two of the gradient buffers until the update.
+With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
+arrive once, after all workers have closed the gradient.
+
+Rule 4: The number of steps that have ended but are not committed is at most 2, or `staleness` if it
+is larger. Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from roadtrain.servers.protocol.block_state import BlockState, GradPhase, Square
 from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 
-UNCOMMITTED = 2  # steps that may have ended and not be committed, unless the staleness is higher
-NEVER_KEPT = 2  # gradient buffers that servers may not keep until the update
+# Most steps that have ended but are not committed, unless the staleness is higher.
+UNCOMMITTED = 2
+NEVER_KEPT = 2  # number of gradient buffers that servers must not keep until the update
 
-# param -> factor for its gradient; None: it has no gradient
+# A function from a parameter index to the factor for its gradient, or None without a gradient.
 Scales = Callable[[int], float | None]
 
 
@@ -55,7 +58,10 @@ class ChunkPull:
 
 @dataclass(frozen=True, slots=True)
 class StartPulls:
-    """Send the pulls as soon as the device no longer reads `target`. An int is a slot."""
+    """Send the pulls as soon as the device no longer reads the buffer `target`.
+
+    If `target` is an int, it is the number of a slot.
+    """
 
     target: Hashable
     pulls: Sequence[ChunkPull]
@@ -63,7 +69,7 @@ class StartPulls:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy `target` to the device: all that was pulled into it has arrived."""
+    """Copy the buffer `target` to the device, because all pulls into it have arrived."""
 
     target: Hashable
     block: int
@@ -77,26 +83,28 @@ class WorkerSetup:
     """The configuration of a worker's state machine."""
 
     table: ChunkTable
-    owners: Sequence[Sequence[int]]  # servers of each chunk: pulls go to the first, all else to all
-    servers: Sequence[int]  # including those that own no chunk; the first commits
+    # The servers of each chunk. Pulls go to the first of them, all other messages to all of them.
+    owners: Sequence[Sequence[int]]
+    servers: Sequence[int]  # all servers, also those without chunks; the first server commits
     committed: int  # the step at which this session begins
     compute_blocks: Sequence[int]  # in the order of a forward
     slots: int
-    buffers: int  # gradient buffers
-    workers: int = 1  # workers whose gradients are averaged
-    staleness: int = 0  # updates that a step's parameters may lack; 1: they lack the last one
+    buffers: int  # number of gradient buffers
+    workers: int = 1  # number of workers whose gradients are averaged
+    # Number of updates that a step's parameters may lack. With 1, they always lack the last update.
+    staleness: int = 0
     replicas: int = 1
-    own: int | None = None  # a server that only this worker has
+    own: int | None = None  # the server of this worker's residuals, if any
     # block -> the block of its residuals, which belong to this worker alone
     residual_block: Mapping[int, int] = field(default_factory=dict)
 
 
 class WorkerStateMachine:
-    """The decisions of a worker. Blocks are those of the table; the root block (0) has a buffer of
-    its own and no slot.
+    """The decisions of a worker. Blocks are indices of the table. The root block (0) has a buffer
+    of its own instead of a slot.
 
-    Invariants (asserted by `check`): a buffer is free, in use, or read by servers; `_coming` counts
-    the tickets of each target; a block is UPDATED in the step that its last update belongs to.
+    Invariants (asserted by `check`): A buffer is free, in use, or read by servers. `_coming` counts
+    the tickets of each target. A block is UPDATED if its last update belongs to the open step.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -106,26 +114,25 @@ class WorkerStateMachine:
         self.prefetch = Prefetcher(setup.slots, setup.compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(setup.compute_blocks)}
         self.blocks = [BlockState(setup.committed, setup.committed) for _ in self.table.blocks]
-        self.chunk_version = [0] * len(self.table.chunks)  # after all updates begun so far
+        # version of each chunk after all updates that have begun
+        self.chunk_version = [0] * len(self.table.chunks)
         self._updated_in = [setup.committed] * len(self.table.chunks)
         self._tickets = itertools.count(1)
-        # pulls: ticket -> (block, target); target -> tickets still to arrive
-        self._pulls: dict[int, tuple[int, Hashable]] = {}
-        self._coming: dict[Hashable, int] = {}
-        self.slot_version = [0] * setup.slots  # of the block in it
+        self._pulls: dict[int, tuple[int, Hashable]] = {}  # ticket of a pull -> (block, target)
+        self._coming: dict[Hashable, int] = {}  # target -> number of pulls that have not arrived
+        self.slot_version = [0] * setup.slots  # version of the block in each slot
         self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
-        self._root_version = -1  # the last one that was requested
-        self.current: set[int] = set()  # blocks whose own buffer holds the newest values
-        # gradient buffers: all of the pool, the free ones, and those kept until the update
-        self.pool = range(setup.buffers)
-        self.free: list[Hashable] = list(self.pool)
-        self.kept: set[Hashable] = set()
-        # pushes: ticket -> the buffer it is read from; buffer -> pushes that still read it
-        self._pushes: dict[int, Hashable] = {}
-        self._read_by: dict[Hashable, int] = {}
-        # step -> the word of each worker; set once all have ended the step, removed when read
+        self._root_version = -1  # the last version of the root that was requested
+        # residual blocks whose permanent buffer has the newest values
+        self.current: set[int] = set()
+        self.pool = range(setup.buffers)  # all gradient buffers
+        self.free: list[Hashable] = list(self.pool)  # gradient buffers that are free
+        self.kept: set[Hashable] = set()  # gradient buffers that servers keep until the update
+        self._pushes: dict[int, Hashable] = {}  # ticket of a push -> its buffer
+        self._read_by: dict[Hashable, int] = {}  # buffer -> number of pushes that still read it
+        # step -> the word of each worker, once all workers have ended the step, until it is read
         self.words: dict[int, Sequence[bytes]] = {}
-        self.copying = 0  # gradients that are being copied from the device
+        self.copying = 0  # number of gradients that are being copied from the device
 
     def _commit_from(self, committed: int) -> CommitStateMachine:
         setup = self.setup
@@ -161,29 +168,31 @@ class WorkerStateMachine:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters are in place."""
+        """Return the slot of `block` if its parameters have arrived, else None."""
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """Return the slot that `block` uses, the latest one if it uses several."""
+        """Return the slot in which `block` is used. If there are several, return the latest."""
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
-        """Whether a pull into `target` (None: into any target) is in flight."""
+        """Whether a pull into `target`, or into any target if it is None, is in flight."""
         return bool(self._coming) if target is None else target in self._coming
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the updates begun so far made the last requested root block obsolete."""
+        """Whether updates that have begun make the last requested root block obsolete."""
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers still have to read a push from this buffer."""
+        """Whether servers have not read all pushes from this buffer yet."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
-        """Whether no gradient is still being copied from the device. Messages about a gradient must
-        be sent after it."""
+        """Whether no gradient is being copied from the device.
+
+        A message about a gradient must be sent after the gradient itself.
+        """
         return not self.copying
 
     def workers_of(self, block: int) -> int:
@@ -191,7 +200,7 @@ class WorkerStateMachine:
         return 1 if block in self._residual_blocks else self.setup.workers
 
     def is_open(self, block: int) -> bool:
-        """Whether this worker still has to close its gradient of `block`."""
+        """Whether this worker has not closed its gradient of `block` yet."""
         state = self.blocks[block]
         return self.workers_of(block) > 1 and not (state.closed or state.updated)
 
@@ -221,8 +230,10 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """The number of ended steps whose sums may be missing for a block. With replicas it is 0,
-        because their reports about different steps may interleave."""
+        """The number of ended steps whose sums of squares may be missing for a block.
+
+        With replicas it is 0, because reports of two servers about different steps may interleave.
+        """
         return 0 if self.commit.everywhere else self.setup.staleness
 
     def may_end(self, step: int) -> bool:
@@ -238,7 +249,7 @@ class WorkerStateMachine:
         return self._plan(self.prefetch.request(block))
 
     def use_block(self, block: int) -> int:
-        """Start using `block`; returns the slot it is in."""
+        """Start using `block`, and return its slot."""
         slot = self.prefetch.use(block)
         self._uses.setdefault(block, []).append(slot)
         return slot
@@ -248,13 +259,13 @@ class WorkerStateMachine:
         return self._plan(self.prefetch.returned(self._uses[block].pop()))
 
     def fetch_into(self, block: int, target: Hashable) -> list[Action]:
-        """Pull `block` into a buffer of its own. `target` is opaque, but not a slot number."""
+        """Pull `block` into the buffer `target`, which is not a slot."""
         if block == 0:
             self._root_version = self.blocks[0].version
         return [self._pull(block, target)]
 
     def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
-        """Pull a chunk with every update that has begun."""
+        """Pull a chunk in the version after all updates that have begun."""
         chunk = self.table.chunks[number]
         pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
         return [StartPulls(target, [pull])]
@@ -291,10 +302,12 @@ class WorkerStateMachine:
         return [CopyIn(target, block), *more]
 
     def _version_for(self, chunk: Chunk) -> int:
-        """Return the version that the open step needs, or the next one if this step's update of
-        the chunk has begun."""
+        """Return the version of the chunk that the open step needs.
+
+        If the open step's update of the chunk has begun, return the version for the next step.
+        """
         version, staleness = self.chunk_version[chunk.id], self.setup.staleness
-        if staleness > 1:  # any available version will do: `may_end` keeps the bound
+        if staleness > 1:  # any available version is recent enough, because of `may_end`
             return version - staleness
         last = max(self.commit.ended, self.blocks[chunk.block].updated_in)
         late = staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
@@ -303,7 +316,7 @@ class WorkerStateMachine:
     # pushes
 
     def take_buffer(self) -> Hashable:
-        """Take a gradient buffer. Only while one is `free`."""
+        """Take a gradient buffer. Call it only if `free` is not empty."""
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
@@ -312,7 +325,7 @@ class WorkerStateMachine:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """Send the compressed gradient of one chunk, which has arrays of its own."""
+        """Send the compressed gradient of one chunk. Its arrays use no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
@@ -324,14 +337,19 @@ class WorkerStateMachine:
         then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
-        """Send gradients whose host copy in `buffer` is complete. The buffer is free again once
-        every server has read every piece.
+        """Send gradients from `buffer`, which must be complete on the host.
+
+        The buffer becomes free when all servers have read all pieces.
 
         Args:
-            pieces: (chunk, its gradient, the dtype it was downcast to or "").
-            fresh: Start a new sum.
-            then: Messages to send directly after the gradient of a chunk.
-            keep_always: Gradients never wait for step(), so servers may keep them in place.
+            buffer: Key of the buffer.
+            pieces: For each chunk, (chunk, gradient, dtype). The dtype is "" unless the gradient
+                was downcast to it.
+            fresh: If True, the gradients replace the gradients that the servers hold. If False,
+                they are added.
+            then: Chunk number -> the message to send directly after the gradient of the chunk.
+            keep_always: Whether gradients never wait for step(), so that servers may always keep
+                them in place.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -352,7 +370,7 @@ class WorkerStateMachine:
     def _read(self, ticket: int) -> None:
         buffer = self._pushes.pop(ticket, None)
         if buffer is None:
-            return  # a compressed push has its own arrays
+            return  # a compressed push uses no buffer
         self._read_by[buffer] -= 1
         if not self._read_by[buffer]:
             del self._read_by[buffer]
@@ -362,7 +380,7 @@ class WorkerStateMachine:
     # a block's gradient
 
     def grad_ready(self, block: int, present: Sequence[int]) -> None:
-        """Record that there is a gradient of `block`, for its parameters `present`."""
+        """Record that `block` has a gradient. `present` has the parameters with a gradient."""
         self.check_takes_grad(block)
         state = self.blocks[block]
         state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
@@ -371,14 +389,14 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def close_grad(self, block: int) -> list[Action]:
-        """Close this worker's gradient of `block`. Only if `may_send` and `is_open(block)`."""
+        """Close this worker's gradient of `block`. Requires `may_send` and `is_open(block)`."""
         self._close(block)
         chunks = self.table.blocks[block].trainable
         return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
-        """Expect the GradAccumulated messages for a gradient of `block`: one from each server of
-        each chunk, so the last to arrive belongs to the last push."""
+        """Expect the GradAccumulated messages about a gradient of `block`: one from each server of
+        each chunk."""
         due = self.blocks[block].sums.due
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
@@ -393,7 +411,7 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def drop_grad(self, block: int) -> list[Action]:
-        """Drop the gradient of `block`. Only if `may_send` and `sums_here(block)`."""
+        """Drop the gradient of `block`. Requires `may_send` and `sums_here(block)`."""
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
@@ -409,9 +427,12 @@ class WorkerStateMachine:
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: Scales,
     ) -> list[Action]:
-        """Begin the update of `block` as part of `step`, for every span whose `scales(param)` is
-        not None. Pulls then request the next version. A single worker skips chunks without a
-        gradient; several update every chunk, and the server merges what they have."""
+        """Begin the update of `block` as part of `step`.
+
+        Updates every span whose `scales(param)` is not None. Later pulls request the next version.
+        A single worker skips chunks without a gradient. Several workers request the update of every
+        chunk, and the server merges their requests.
+        """
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
         self._close(block)
@@ -435,8 +456,10 @@ class WorkerStateMachine:
         return out
 
     def end_update(self, block: int) -> list[Action]:
-        """Finish `begin_update`, whose actions have been carried out. If there are `unchanged`
-        chunks, call it only if `may_send` and `sums_here(block)`."""
+        """Finish an update after the actions of `begin_update` were carried out.
+
+        If there are `unchanged` chunks, it requires `may_send` and `sums_here(block)`.
+        """
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
 
@@ -447,12 +470,14 @@ class WorkerStateMachine:
     # steps
 
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
-        """End `step`, all of whose updates have begun. Only if `may_end`. `word`: bytes for the
-        other workers."""
+        """End `step`, all of whose updates have begun. Requires `may_end`.
+
+        `word`: Bytes for the other workers.
+        """
         assert self.may_end(step)
         out = _sends(self.commit.end_step(step, word))
         for block, state in enumerate(self.blocks):
-            # with staleness, the values that a pull gets change once more, a step later
+            # with staleness, the next step pulls newer values although no further update has begun
             if 1 <= step - state.changed_in <= self.setup.staleness:
                 self._new_version(block)
             state.end_step()
@@ -463,7 +488,10 @@ class WorkerStateMachine:
         return _sends(self.commit.blob(step, blob))
 
     def reset(self, step: int) -> None:
-        """Restart at `step`: the servers hold other contents now. Nothing may be in flight."""
+        """Restart at `step`, after the contents of the servers were replaced.
+
+        No pulls may be in flight.
+        """
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
         self.chunk_version = [0] * len(self.chunk_version)
