@@ -45,7 +45,7 @@ class Resource:
         self.used = 0.0  # the total use by tasks that have ended
 
 
-Uses = list[tuple[Resource, float]]  # how much of each resource a unit of progress uses
+Uses = list[tuple[Resource, float]]  # how much of each resource a unit of work uses
 
 
 class Cost(NamedTuple):

@@ -1,9 +1,10 @@
-"""Simulate one pipeline stage's workers with the state machines of real workers.
+"""Simulate the workers of one pipeline stage with the state machines of real workers.
 
-    StageStateMachine -> next micro-batch, forward or backward
-    Prefetcher        -> Pull       what a block needs, ahead of time
-    RelayStateMachine -> Give       if a network card communicates for the worker
-    simulated_sums.py, simulated_server.py  sums, updates and commits
+    StageStateMachine    decides which micro-batch runs next, forward or backward
+    Prefetcher           pulls the parameters of blocks before they are needed
+    RelayStateMachine    passes messages on, if a network card communicates for the worker
+
+simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
 
 Equal workers are simulated as one worker. Usually, each block of a forward or backward is a task.
 If all parameters stay on the device, a forward or backward is a single task, with two exceptions:
