@@ -362,8 +362,8 @@ class Fabric:
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """Of the parameters whose state is on files, the fraction that memory also holds. A server
-        holds all of them if they fit into half of its memory, and otherwise none."""
+        """The fraction of the parameters that memory also holds, although their state is on files.
+        A server holds all parameters if they fit into half of its memory, and otherwise none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
