@@ -192,8 +192,8 @@ class ParallelTraining:
         if found is None:
             self._check_same_step()
             if self.context.options.stores:
-                # a placed stage commits each step on its own, so a start needs a snapshot of step 0
-                # to return to
+                # a placed stage commits each step on its own, so there must be a snapshot to which
+                # it can return
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
         self.optimizer.load(found.pieces(self.optimizer.needed()), found.step)
