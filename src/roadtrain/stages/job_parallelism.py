@@ -103,8 +103,7 @@ class ParallelismSection(Section):
     lines HOST:PORT [RATE], which the first process re-reads during training; {run} stands for the
     run directory"""
     reducers_token_file: str | None = None
-    """file with the reducers' token, needed if a reducer is on another host; {run} stands for the
-    run directory"""
+    """token file, needed if a reducer is on another host; {run} stands for the run directory"""
     reducers_alone: Flag = False
     """whether ranks leave all sums to the reducers while a reducer is available (placement
     parameter-server)"""
