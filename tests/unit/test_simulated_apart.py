@@ -412,7 +412,7 @@ def test_every_placement_takes_unequal_widths(name: str) -> None:
 
 def test_fewer_micro_batches_than_replicas_are_refused() -> None:
     plan = Plan(placement("ddp"), Parallelism(pp=2, widths=(3, 1)), num_microbatches=2)
-    with pytest.raises(ConfigError, match="2 micro-batches a step are fewer than the 3 replicas"):
+    with pytest.raises(ConfigError, match="a step has 2 micro-batches, but a stage has 3 replicas"):
         simulate(plan, cluster(4), pipe(), WHOLE)
 
 

@@ -167,11 +167,11 @@ class ControlLinks:
             if waited >= 0.9 * patience_s or "imed out" in str(error):
                 raise DeadlineError(
                     f"{me} waited {waited:.0f} s for {other} ({what})",
-                    hint="check that its host and network are up, and read its output",
+                    hint=f"check that the host and network of rank {peer} are up; read its output",
                 ) from error
             raise LostError(
                 f"{me} lost the connection to {other} ({what})",
-                hint="read its output to find out why it ended",
+                hint=f"read the output of rank {peer} to find out why it ended",
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:

@@ -227,9 +227,9 @@ class Cuts:
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
-                f"{segment} use a result of {self.blocks[max(past)]!r} that is not returned by"
-                f" {self.blocks[segment.begin - 1]!r}: the model cannot be cut between them",
-                hint="keep both in one stage, or cut elsewhere with stages=[...]",
+                f"{segment} use a result of {self.blocks[max(past)]!r} that block"
+                f" {self.blocks[segment.begin - 1]!r} does not return: no cut is possible there",
+                hint="keep these blocks in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}
         return frozenset(names | unused)

@@ -99,7 +99,7 @@ def problem(
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
             f"host {absent[0]} came to the rendezvous, but did not report its network tests",
-            hint="read its output to find out why",
+            hint=f"read the output of host {absent[0]} to find out why",
         )
     for host in hosts:
         if reports[host].failed:

@@ -211,7 +211,7 @@ class StageParameters:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
         if p.is_meta or len(devices) > 1:
             raise ModelError(
-                f"parameter {name!r} is on {p.device}, the stage on {', '.join(map(str, devices))}",
+                f"{name!r} is on {p.device}, but the stage is on {', '.join(map(str, devices))}",
                 hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES

@@ -89,10 +89,10 @@ class GradientHooks:
         if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
-            f"parameter {self.layout.params[i].name!r} gets gradient {self.counts[i] + 1} of a step"
-            f" of {self.backwards} backwards, after its sum over the ranks has started",
-            hint="check the number of backwards passed to begin_step; if it is right, use"
-            " overlap=False, as backwards differ in how often they add to the parameter",
+            f"parameter {self.layout.params[i].name!r} got gradient {self.counts[i] + 1} in a"
+            f" step of {self.backwards} backwards, after its sum over the ranks had begun",
+            hint="check the number of backwards passed to begin_step; if this number is right, some"
+            " backwards add more gradients to the parameter than others: use overlap=False",
         )
 
     def _report(self, bucket: int) -> None:

@@ -87,7 +87,7 @@ def _check_world(parallelism: Parallelism, world: int, hosts: int) -> None:
             )
     if parallelism.devices != world:
         raise ConfigError(
-            f"{parallelism} is {parallelism.devices} ranks, {available}",
+            f"{parallelism} needs {parallelism.devices} ranks, but {available}",
             hint="the widths of all stages, times tp, must add up to the number of devices",
         )
 
@@ -152,7 +152,7 @@ def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[P
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(
-            f"{len(replicas)} clusters need at least one block each, the model has {blocks} blocks",
+            f"{len(replicas)} clusters need at least one block each, but the model has {blocks}",
             hint="use fewer clusters, or divide the model into smaller blocks",
         )
     divisors = [[n for n in range(1, own + 1) if own % n == 0] for own in replicas]

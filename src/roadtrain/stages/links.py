@@ -111,7 +111,7 @@ class StageLinks:
                 raise DeadlineError(
                     f"{sentence}: timed out after {took:.1f} s, the deadline is"
                     f" {self._deadline_s:.1f} s",
-                    hint="check that its host and network are up, and read its output",
+                    hint="check that the other rank's host and network are up, and read its output",
                 ) from error
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise LostError(f"{sentence}, which was lost: {first}") from error

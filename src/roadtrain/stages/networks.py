@@ -336,7 +336,7 @@ def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
         else "they have no network in common"
     )
     names = ", ".join(host.name for host in hosts)
-    return ConfigError(f"{group}: hosts {names} cannot reach each other, {why}: {cards}")
+    return ConfigError(f"{group}: hosts {names} cannot reach each other: {why} ({cards})")
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:

@@ -76,7 +76,7 @@ class CollectiveQueue:
         with self._changed:
             self.check()
             if self._closing:
-                raise LoopError(f"{self.name}: {job.what} after close()")
+                raise LoopError(f"{self.name}: {job.what} was queued after close()")
             self._jobs.append(job)
             self._changed.notify_all()
 

@@ -114,7 +114,7 @@ class ParallelOptions:
             )
         if self.activations not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"activations cannot be {self.activations}", hint="torch.bfloat16 or torch.float16"
+                f"activations cannot be {self.activations}", hint="use bfloat16 or float16"
             )
 
     def _check_store(self, stage: int, store: StageStore) -> None:
@@ -126,7 +126,7 @@ class ParallelOptions:
             )
         if self.parallelism.tp > 1:
             raise ConfigError(
-                f"stage {stage} has a store, which needs tp 1; tp is {self.parallelism.tp}",
+                f"stage {stage} has a store, which needs tp 1, but tp is {self.parallelism.tp}",
                 hint="set tp = 1, or remove the store",
             )
         if widths[stage] > 1 and not isinstance(store, Servers):

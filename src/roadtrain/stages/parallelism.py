@@ -83,7 +83,7 @@ class Parallelism:
         widths = f"widths {', '.join(map(str, self.widths))}"
         if len(self.widths) != self.pp:
             raise ConfigError(
-                f"{widths} are {len(self.widths)}, pp is {self.pp}", hint="give one width per stage"
+                f"{widths} are {len(self.widths)}, but pp is {self.pp}", hint="one width per stage"
             )
         if self.dp != 1 and set(self.widths) != {self.dp}:
             raise ConfigError(
@@ -124,7 +124,7 @@ class Parallelism:
         """Number of replicas of every stage. Raises ConfigError if stages differ."""
         if self.widths:
             raise ConfigError(
-                f"this needs stages of equal widths, widths are {', '.join(map(str, self.widths))}",
+                f"this needs equal widths, but widths are {', '.join(map(str, self.widths))}",
                 hint="set dp instead of widths",
             )
         return self.dp * self.cp
@@ -167,13 +167,13 @@ class Parallelism:
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
-                f"{total} micro-batches a step are fewer than the {widest} replicas of a stage",
-                hint=f"set at least {widest} micro-batches",
+                f"a step has {total} micro-batches, but a stage has {widest} replicas",
+                hint=f"set at least {widest} micro-batches, one for each replica",
             )
         turn = self.dp * self.pp
         if self.virtual_stages > 1 and total % turn:
             raise ConfigError(
-                f"{total} micro-batches a step do not suit {self.pp} stages of"
+                f"a step has {total} micro-batches, which do not suit {self.pp} stages of"
                 f" {self.virtual_stages} virtual stages each with dp {self.dp}",
                 hint=f"with virtual_stages above 1, use a multiple of dp x pp = {turn}",
             )
@@ -229,8 +229,8 @@ class Parallelism:
         inner = self.stages if self.virtual_stages == 1 else self.stages[1:-1]
         if len(self.stages) != count or sum(self.stages) != layers or min(inner) < 1:
             raise ConfigError(
-                f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
-                f"{sum(self.stages)} layers in all, the model has {layers} for {count} stages",
+                f"stages {', '.join(map(str, self.stages))} are {len(self.stages)} stages of"
+                f" {sum(self.stages)} layers in all, but {count} stages of {layers} are needed",
                 hint="give one number per stage, each at least 1, adding up to the model's layers",
             )
         return self.stages
@@ -242,7 +242,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     layers."""
     if not 0 < stages <= layers:
         raise ConfigError(
-            f"{layers} layers cannot be {stages} stages", hint=f"set pp to at most {layers}"
+            f"{layers} layers cannot fill {stages} stages", hint=f"set pp to at most {layers}"
         )
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 

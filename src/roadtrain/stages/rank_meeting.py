@@ -463,7 +463,7 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
     return DeadlineError(
         f"{len(found)} of {launch.world_size} ranks have reached {launch.address}:{launch.port}"
         f" (of {', '.join(hosts)}), {which} {'has' if len(absent) == 1 else 'have'} not{blocked}",
-        hint="check that the missing host is up and can reach this address, and read its output",
+        hint="check that the missing host is up and can reach this address; read its output",
     )
 
 

@@ -202,7 +202,7 @@ class ShardedOptimizer:
         `begin_step`."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
-                f"{self._step}: it begins again with gradients that no update has used",
+                f"{self._step} begins with gradients that no update has used",
                 hint="call step() once per step",
             )
         self.hooks.backwards = backwards if self.options.overlap else 0
@@ -282,7 +282,7 @@ class ShardedOptimizer:
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand and is in no sum",
+                    f"{self._step}: the gradient of {name!r} was set by hand, so no sum has it",
                     hint="let backward() compute the gradients",
                 )
 

@@ -70,8 +70,8 @@ class StageMemory:
         return BudgetError(
             f"no division of {len(self.blocks)} blocks into {self.stages} stages fits: stage"
             f" {worst} with {sum(map(len, own[worst]))} blocks needs {show_bytes(needs[worst])} on"
-            f" each device, {show_bytes(self.rooms[worst])} are free",
-            hint=f"free {show_bytes(lacks)} more on each device; or use more stages, smaller"
+            f" each device, but {show_bytes(self.rooms[worst])} are free",
+            hint=f"free {show_bytes(lacks)} more on each device, or use more stages, smaller"
             " micro-batches, activation checkpointing, or a placement that keeps state elsewhere",
         )
 
