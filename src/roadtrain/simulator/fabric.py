@@ -38,13 +38,13 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     compute."""
     if place.served and not cluster.spares:
         raise ConfigError(
-            f"placement {place.name} needs a host without devices, the cluster has none",
+            f"placement {place.name} needs a host without devices, but the cluster has none",
             hint="add one to the cluster, or choose a placement on the workers' hosts",
         )
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums on hosts without devices, the cluster has none"
+            f"placement {place.name} sums on hosts without devices, but the cluster has none"
             " with a network card",
             hint="add a host without devices, or choose placement summation",
         )
@@ -59,21 +59,21 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             )
         if rests and not host.ssds:
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, host {host.name} has none",
+                f"placement {place.name} keeps data on SSDs, but host {host.name} has none",
                 hint="add `ssds` to it, or choose a placement in memory",
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates in the SSDs, those of host {host.name} have no"
-                " processor",
+                f"placement {place.name} updates in the SSDs, but the SSDs of host {host.name}"
+                " have no processor",
                 hint="set `updates` for them, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, those of host {host.name} have no"
-                " `capacity`",
+                f"placement {place.name} keeps data on SSDs, but the SSDs of host {host.name}"
+                " have no `capacity`",
                 hint="set it in the cluster file",
             )
 

@@ -260,7 +260,7 @@ def check(found: Sequence[Need], plan: Plan) -> None:
     kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
     raise BudgetError(
         f"{worst.where}: the plan needs {show_bytes(worst.nbytes)},"
-        f" {show_bytes(worst.room)} is available" + kept,
+        f" but {show_bytes(worst.room)} is available" + kept,
         hint=hint,
     )
 

@@ -64,7 +64,7 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, the cluster has {len(slots)}",
+                f"{parallelism} needs {parallelism.devices} devices, but there are {len(slots)}",
                 hint="use smaller groups, or more hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]

@@ -30,8 +30,9 @@ class SumUnderWay(Protocol):
 
 
 class GradientSum(Protocol):
-    """One rank's connection to a summation service. The gradients of ranks are added in rank order,
-    or first those of each host and then those of all hosts, each in rank order."""
+    """One rank's connection to a summation service. The gradients of ranks are added in rank order.
+    If a service first adds the gradients of each host, it adds the sums of hosts in the same
+    order."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
         """Start a sum. All ranks make the same calls in the same order, with the same `number` and

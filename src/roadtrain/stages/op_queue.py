@@ -98,7 +98,7 @@ class CollectiveQueue:
                     )
 
     def wait_all(self, what: str) -> None:
-        """Wait until every queued job has ended. Raises like `wait`."""
+        """Wait until every queued job has ended. Raises the errors of `wait`."""
         self.wait(lambda: not self._jobs and not self._in_flight and not self._now, what)
 
     def abandon(self) -> None:
