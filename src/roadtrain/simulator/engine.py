@@ -35,6 +35,9 @@ TINY = 1e-12  # relative tolerance for rates, levels and capacities
 
 
 class Resource:
+    """Something that running tasks share, such as one direction of a link. `capacity` is per
+    second."""
+
     __slots__ = ("capacity", "name", "running", "used")
 
     def __init__(self, name: str, capacity: float) -> None:

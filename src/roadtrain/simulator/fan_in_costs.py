@@ -21,6 +21,8 @@ SUM_BYTES = 4  # bytes of each element of a sum in the server's memory
 
 
 class FanInCosts:
+    """The costs of the fan-in for one stage's group of workers."""
+
     def __init__(self, plan: Plan, group: FlowGroup, switches: SwitchResources) -> None:
         self.sizes, self.group, self.switches = plan.sizes, group, switches
         self.packets = switches.packets

@@ -71,6 +71,9 @@ class NumberedStream:
 
 
 class SimulatedFanIn:
+    """The fan-in end of one stage on the virtual clock. `blocks`: the division of the stage's
+    blocks into chunks."""
+
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
         self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)

@@ -90,6 +90,8 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 
 class SimulatedServer:
+    """The server of one stage, or one replica's part of the server's work, on the virtual clock."""
+
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
     ) -> None:

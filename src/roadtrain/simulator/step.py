@@ -41,6 +41,9 @@ from roadtrain.stages.protocol.pipeline import (
 
 
 class SimulatedStage:
+    """The workers of one pipeline stage, or one of its replicas, on the virtual clock. `send` is
+    called after each run, with the stage and the run, to send the run's output."""
+
     def __init__(
         self,
         engine: Engine,

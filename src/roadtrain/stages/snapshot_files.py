@@ -47,6 +47,8 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
+    """A piece in the pieces file: its extent, and the locations of its arrays."""
+
     name: str
     start: int
     stop: int

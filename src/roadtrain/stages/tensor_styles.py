@@ -141,6 +141,8 @@ class SplitLayer(nn.Module):
 
 
 class ColumnLayer(SplitLayer):
+    """A linear layer that computes this rank's outputs, or gathers the outputs of all ranks."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = self.group.copied(x)
         if self.outputs is not None:
@@ -154,6 +156,8 @@ class ColumnLayer(SplitLayer):
 
 
 class RowLayer(SplitLayer):
+    """A linear layer that multiplies this rank's inputs, and sums the products over the group."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.group.forget_copied()
         self.group.draw_alike()
@@ -163,6 +167,8 @@ class RowLayer(SplitLayer):
 
 
 class VocabularyLayer(SplitLayer):
+    """An embedding that looks up this rank's tokens, and sums the results over the group."""
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         first = self.group.rank * len(self.weight)
         places = tokens - first

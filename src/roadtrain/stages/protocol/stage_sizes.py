@@ -100,6 +100,9 @@ class _Prefix:
 
 
 class _SizeSearch:
+    """The exact search for the sizes with the shortest step. `best`: the seconds of the best step
+    so far and its sizes; None until sizes that fit are found."""
+
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
         self.model = StepModel(work)
