@@ -145,7 +145,7 @@ def test_equal_widths_are_dp() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 are 2, pp is 3"),
+        ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 are 2, but pp is 3"),
         ({"dp": 4, "pp": 2, "widths": (2, 1)}, "dp 4 and widths 2, 1 contradict each other"),
         ({"pp": 2, "widths": (2, 1), "virtual_stages": 2}, "differ and virtual_stages is 2"),
         ({"pp": 2, "widths": (4, 3), "ep": 2}, "ep 2 does not divide width 3 x cp 1 of stage 1"),
@@ -158,12 +158,12 @@ def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
 
 
 def test_what_needs_one_width_says_so() -> None:
-    with pytest.raises(ConfigError, match="equal widths, widths are 4, 2"):
+    with pytest.raises(ConfigError, match="equal widths, but widths are 4, 2"):
         _ = Parallelism(pp=2, widths=(4, 2)).replicas
-    with pytest.raises(ConfigError, match="3 micro-batches a step are fewer than the 4 replicas"):
+    with pytest.raises(ConfigError, match="a step has 3 micro-batches, but a stage has 4 replicas"):
         Parallelism(pp=2, widths=(4, 2)).check_micro_batches(3)
     with pytest.raises(
-        ConfigError, match="6 micro-batches a step do not suit 2 stages of 2 virtual"
+        ConfigError, match="a step has 6 micro-batches, which do not suit 2 stages of 2 virtual"
     ):
         Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(6)
     Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(8)
@@ -177,10 +177,10 @@ def test_what_needs_one_width_says_so() -> None:
         (
             Parallelism(pp=2, widths=(4, 3)),
             TWO_AND_ONE,
-            r"dp 4\+3 x tp 1 x pp 2 is 7 ranks, 3 hosts have 6 devices",
+            r"dp 4\+3 x tp 1 x pp 2 needs 7 ranks, but 3 hosts have 6 devices",
             "add up to the number of devices",
         ),
-        (Parallelism(dp=2), TWO_AND_ONE, "is 2 ranks, 3 hosts have 6 devices", "widths"),
+        (Parallelism(dp=2), TWO_AND_ONE, "needs 2 ranks, but 3 hosts have 6 devices", "widths"),
         (
             Parallelism(dp=3, pp=3),
             TWO_AND_ONE,
@@ -206,7 +206,7 @@ def test_what_needs_one_width_says_so() -> None:
             "a unique name",
         ),
         (Parallelism(), [("a0", "a", 0)], "host 'a0' of cluster 'a' has 0 devices", "leave"),
-        (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot be 6 stages", "set pp to at most 4"),
+        (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot fill 6 stages", "set pp to at most 4"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -267,7 +267,7 @@ def test_the_fewest_stages_come_first() -> None:
 @pytest.mark.parametrize(
     ("hosts", "blocks", "asked", "said"),
     [
-        (TWO_AND_ONE, 1, {}, "2 clusters need at least one block each, the model has 1 blocks"),
+        (TWO_AND_ONE, 1, {}, "2 clusters need at least one block each, but the model has 1"),
         (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
         (
             [("x", "a", 1), ("y", "b", 1), ("z", "a", 1)],

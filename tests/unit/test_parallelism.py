@@ -79,10 +79,10 @@ def test_layers_of_stages() -> None:
     assert even(10, 3) == (4, 3, 3)
     with pytest.raises(
         ConfigError,
-        match="stages of 4, 5 layers are 2 with 9 layers in all, the model has 10 for 2",
+        match="stages 4, 5 are 2 stages of 9 layers in all, but 2 stages of 10 are needed",
     ):
         Parallelism(pp=2, stages=(4, 5)).layers(10)
-    with pytest.raises(ConfigError, match="2 layers cannot be 3 stages"):
+    with pytest.raises(ConfigError, match="2 layers cannot fill 3 stages"):
         even(2, 3)
 
 

@@ -448,7 +448,7 @@ def test_more_gradients_than_in_the_first_step_are_refused(made):
         optimizer.step()
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LoopError, match="gradient 2 of a step of 1 backwards"):
+    with pytest.raises(LoopError, match="gradient 2 in a step of 1 backwards"):
         model(torch.ones(2, 4)).sum().backward()
 
 
@@ -612,7 +612,7 @@ def test_a_step_that_nobody_took_is_refused(made):
     optimizer = made(model, adamw(model))
     optimizer.begin_step(1)
     loss_of(model, 0).backward()
-    with pytest.raises(LoopError, match="step 0: it begins again"):
+    with pytest.raises(LoopError, match="step 0 begins with gradients"):
         optimizer.begin_step(1)
 
 

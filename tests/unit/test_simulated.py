@@ -413,7 +413,7 @@ def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
     assert alone.fits and not both.fits
     assert all(need.fits for need in two.needs if need is not both)
     with pytest.raises(
-        BudgetError, match=r"host box.* needs .* GiB, 13.4 GiB is available"
+        BudgetError, match=r"host box.* needs .* GiB, but 13.4 GiB is available"
     ) as caught:
         simulate(two.plan, two.cluster, model, WHOLE)
     assert "GiB more there" in caught.value.hint
@@ -543,7 +543,7 @@ def test_energy_and_cost_add_up() -> None:
 def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     model, where = gpt(24, 8192, 64), cluster(4, 1)
     with pytest.raises(
-        BudgetError, match=r"stage 0 device: the plan needs .* GiB, 74.5 GiB is available"
+        BudgetError, match=r"stage 0 device: the plan needs .* GiB, but 74.5 GiB is available"
     ) as caught:
         simulate(Plan(placement("ddp"), Parallelism(dp=4)), where, model, WHOLE)
     assert "activation_checkpointing" in caught.value.hint
@@ -633,7 +633,7 @@ def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
 
 
 def test_more_devices_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="needs 32 devices, the cluster has 4"):
+    with pytest.raises(ConfigError, match="needs 32 devices, but there are 4"):
         simulate(Plan(placement("ddp"), Parallelism(dp=32)), cluster(4), lump(1e6), WHOLE)
 
 

@@ -390,7 +390,7 @@ def test_a_placement_for_each_stage() -> None:
         plan.changed(stage_placements=("ddp",) * 2)
     with pytest.raises(ConfigError, match="no placement is called 'dpd'"):
         plan.changed(stage_placements=("ddp", "dpd", "files"))
-    with pytest.raises(ConfigError, match="host without devices, the cluster has none"):
+    with pytest.raises(ConfigError, match="host without devices, but the cluster has none"):
         simulate(plan, cluster(4), model, WHOLE)
 
 
@@ -412,7 +412,7 @@ def test_every_placement_takes_unequal_widths(name: str) -> None:
 
 def test_fewer_micro_batches_than_replicas_are_refused() -> None:
     plan = Plan(placement("ddp"), Parallelism(pp=2, widths=(3, 1)), num_microbatches=2)
-    with pytest.raises(ConfigError, match="2 micro-batches a step are fewer than the 3 replicas"):
+    with pytest.raises(ConfigError, match="a step has 2 micro-batches, but a stage has 3 replicas"):
         simulate(plan, cluster(4), pipe(), WHOLE)
 
 

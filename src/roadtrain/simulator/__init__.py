@@ -1,9 +1,9 @@
 """Simulate a step of a plan on a cluster that need not exist: the state machines of servers,
-relays, switches, sums and stages run on a virtual clock. Results are step time, busy resources,
-memory, energy and cost.
+relays, switches, sums and stages run on a virtual clock. The result contains the step time, busy
+resources, memory, energy and cost.
 
 A simulation gives the same floats every time, and runs the same state machines as real processes
-(Rule 7). Read `run.py` first, then `scene.py` (lays a plan out on a cluster), `step.py` and
-`simulated_server.py` (drive the state machines), `fabric.py` (costs of actions) and `engine.py`
-(the clock).
+(Rule 7). Read `run.py` first, then `scene.py` (which lays a plan out on a cluster), `step.py` and
+`simulated_server.py` (which drive the state machines), `fabric.py` (which computes the costs of
+actions) and `engine.py` (the clock).
 """

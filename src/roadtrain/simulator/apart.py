@@ -1,9 +1,10 @@
-"""Simulate data-parallel ranks separately: if stages have different widths, hosts have different
-speeds, or activations share network cards with gradients.
+"""Simulate each data-parallel rank separately. This matters if stages have different widths, if
+hosts have different speeds, or if activations and gradients share network cards.
 
 Each replica of a stage (with its tensor- and context-parallel devices) has its own state machines
-and its part of the stage's state. Network cards, memory and SSDs of a host exist once and are
-shared by all its ranks. A collective operation starts, or ends, when the last replica is ready.
+and its part of the stage's state. All ranks on a host share its network cards, memory and SSDs. A
+ring collective starts when the last replica is ready; any other sum ends when the last replica's
+gradient has arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SharedHost:
         self.resources: dict[str, Resource] = {}
 
     def site(self, nic: Nic | None, rank: str) -> Site:
-        """Return the site of a rank: with its own devices, and the network card of its group."""
+        """Return the site of a rank. Its devices are the rank's own; `nic` is the network card of
+        the rank's group."""
 
         def resource(what: str, capacity: float) -> Resource:
             if what in OF_A_DEVICE:
@@ -42,8 +44,9 @@ class SharedHost:
         return Site(self.engine, self.host, nic, self.constants, f"{self.name} of {rank}", resource)
 
     def card(self, nic: Nic, way: str) -> Resource:
-        """Return a network card's resource for one direction of OF_A_CARD. A link between switches
-        may be slower than the card."""
+        """Return the resource of a network card for one of the directions OF_A_CARD. Its capacity
+        is that of the card itself, because a slower link between switches is a resource of its
+        own."""
         own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
         return self._shared(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
 
@@ -54,14 +57,15 @@ class SharedHost:
 
 
 class SwitchLinks:
-    """The links between switches, shared by all traffic between them."""
+    """The links between switches. Each link is a resource that all traffic over it shares."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
         self.engine, self.cluster, self.constants = engine, cluster, constants
         self.resources: dict[tuple[str, str], Resource] = {}
 
     def uses(self, here: Nic, there: Nic) -> Uses:
-        """Return the resource uses of a byte from one card to another; none inside one switch."""
+        """Return the uses of links by a byte from one network card to another; none if both are
+        connected to the same switch."""
         rate = self.cluster.between([here, there])
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
@@ -73,8 +77,8 @@ class SwitchLinks:
 
 
 class RankFabric(Fabric):
-    """Costs of one replica's part. `across`: links between switches, and the number of pairs of
-    ranks that communicate over each."""
+    """The costs of the actions of one replica. `across`: for each link between switches, the number
+    of pairs of ranks that communicate over it."""
 
     def __init__(
         self,
@@ -88,9 +92,9 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resource uses of a byte, as in Fabric, for separate ranks: a ring crosses a
-        host's network card once for all its ranks; of data exchanged between all pairs of ranks,
-        the part for other hosts crosses it."""
+        """Return the resource uses of a collective per byte, as in Fabric, but only those of this
+        replica. A ring crosses a host's network card once for all of its ranks. Of the data that
+        all pairs of ranks exchange, only the part for other hosts crosses the card."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
@@ -100,14 +104,15 @@ class RankFabric(Fabric):
             uses += [(self.site.out, far), (self.site.into, far)]
             uses += group.touched(2 * far)
         for link, pairs in self.across.items():
-            each = group.tp * own / group.replicas  # fraction of the group's traffic
+            each = group.tp * own / group.replicas  # the replica's fraction of the group's traffic
             uses.append((link, each * (ring + exchanged * pairs / others)))
         return uses
 
 
 @dataclass(frozen=True)
 class StagePush:
-    """A replica's gradient of a chunk. `lane`: the replica's own, if replicas push separately."""
+    """A replica's push of a chunk's gradient. `then` is called when the sum of all replicas'
+    gradients is complete. `lane`: the replica's lane for pushes, if replicas push separately."""
 
     cost: Cost
     then: Then
@@ -116,22 +121,23 @@ class StagePush:
 
 @dataclass
 class ReplicaExchange:
-    """The exchange of gradients between the replicas of one stage. `collective`: all transfers
-    start when the last replica is ready; otherwise each replica pushes on its own, and the sum is
-    complete when the last push has arrived."""
+    """The exchange of gradients between the replicas of one stage. If `collective` is true, all
+    transfers start when the last replica is ready. Otherwise each replica pushes when it is ready,
+    and the sum is complete when the last push has arrived."""
 
     engine: Engine
     where: str
     collective: bool
-    # pushes of each incomplete gradient, and how many are expected; never complete or empty
+    # for each gradient that is not complete, its pushes (at least one) and the number of expected
+    # pushes
     arrived: dict[Hashable, tuple[list[StagePush], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lane = self.engine.lane(f"{self.where} collectives")
 
     def push(self, at: Hashable, partners: int, pushed: StagePush) -> None:
-        """Push a gradient. `at`: its chunk and round; `partners`: number of replicas that push
-        it."""
+        """Push a gradient. `at`: the gradient's chunk and round. `partners`: the number of replicas
+        that push a gradient of this chunk in this round."""
         if self.collective:
             if (every := self._add(at, partners, pushed)) is not None:
                 cost, then = joined([push.cost for push in every]), lambda: _finish(every)
@@ -145,7 +151,8 @@ class ReplicaExchange:
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
 
     def _add(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
-        """Add a push; return all pushes of the gradient if this was the last one."""
+        """Add a push. If it completes the gradient, return all pushes of the gradient, otherwise
+        None."""
         every, of = self.arrived.setdefault(at, ([], partners))
         assert of == partners, "replicas push in different rounds"
         every.append(pushed)
@@ -165,7 +172,9 @@ def _finish(every: Sequence[StagePush]) -> None:
 
 @dataclass(frozen=True)
 class RankOf:
-    """The position of a rank: its replica, the widths of all stages, and its stage's exchange."""
+    """The position of a replica. `replica`: its number in the stage. `widths`: the number of
+    replicas of each stage. `exchange`: through it, the replica exchanges gradients with the other
+    replicas of its stage."""
 
     replica: int
     widths: tuple[int, ...]

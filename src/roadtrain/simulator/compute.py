@@ -1,10 +1,10 @@
-"""Model how long a device computes: from a measured table, a curve of efficiency by size, or a
-constant efficiency.
+"""Model how long a device computes. The times are from a table of measurements, from a curve of
+efficiency by size, or from a constant efficiency.
 
-A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half for n experts in
-parallel), but no less than its memory traffic takes, and no less than launching its kernels.
-`Constants` are at most six figures per kind of hardware; config/fitted.toml has fitted values and
-their sources.
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds; `half` is counted n
+times for a block of n experts on a device. The forward takes at least as long as its memory
+traffic, and as launching its kernels. `Constants` are a few figures per kind of hardware;
+config/fitted.toml has fitted values and their sources.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 
-# least seconds of a block if they were not measured: two kernels of about 5 us each
+# the least seconds of a block that was not measured: two kernels of about 5 us each
 LAUNCH_S = 1e-5
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Measurements on one kind of host. `table`, `touch`: as in Constants; 0.0 means the value
-    there."""
+    """Measurements on one kind of host. `table` and `touch` are as in `Constants`. If `touch` is
+    0.0, the value in `Constants` applies."""
 
     table: Mapping[tuple[str, int], float]
     touch: float = 0.0
@@ -38,11 +38,12 @@ class Constants:
     """Figures of a kind of hardware.
 
     `efficiency`: fraction of the device's peak that large blocks reach. `half`: FLOPs of a block
-    that reaches half of it. `attention`: efficiency of attention relative to other FLOPs. `launch`:
-    least seconds of a block, to launch its kernels. `network`: fraction of a network card's rate
-    available to data. `tax`: fraction of the network's time in which communicating devices do not
-    compute. `fixed`: additional seconds per step. `traffic`: how often data saved for backward
-    crosses device memory in a forward, in addition."""
+    that reaches half of this efficiency. `attention`: efficiency of attention relative to other
+    FLOPs. `launch`: the least seconds of a block, which launching its kernels takes. `network`:
+    fraction of a network card's rate that is available to data. `tax`: fraction of the network's
+    time in which communicating devices do not compute. `fixed`: additional seconds per step.
+    `traffic`: bytes that a forward moves through device memory for each byte that it saves for
+    backward; the time for these is added to the time of computing."""
 
     efficiency: float = 0.5
     half: float = 0.0
@@ -55,7 +56,7 @@ class Constants:
     source: str = "assumed"
     # CPU seconds per byte that enters or leaves a host whose CPUs compute
     touch: float = 0.0
-    # seconds of a backward relative to a forward
+    # the seconds of a backward divided by those of a forward
     backward: float = 2.0
     # (kind of block, samples) -> measured seconds of its forward on one device
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
@@ -63,15 +64,17 @@ class Constants:
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
-        """Return the constants for the hosts with this name."""
+        """Return these constants with the measurements on the hosts of this name, if there are
+        any."""
         own = self.hosts.get(name)
         if own is None:
             return self
         return replace(self, table={**self.table, **own.table}, touch=own.touch or self.touch)
 
     def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
-        """Return the seconds of a block's forward on one of a plan's devices. A layer's products
-        use the plan's precision; attention, and blocks that are no layers, use 16 bits."""
+        """Return the seconds of a block's forward on one of a plan's devices. The matrix products
+        of a layer use the plan's precision. Attention uses 16 bits, and so do blocks that are no
+        layers."""
         samples, framework = plan.micro_batch, plan.framework
         ranks = plan.parallelism.tp * plan.parallelism.cp
         if (measured := self._measured(block.name.partition(".")[0], samples)) is not None:
@@ -88,14 +91,14 @@ class Constants:
         # an embedding that every device holds costs next to nothing
         if not (block.flops or block.tables):
             return max(computing, self.launch)
-        # the memory of CPUs is the host's, whose rate the simulator shares between its users
+        # CPUs use the host's memory, whose rate the simulator divides among all tasks that use it
         own = float("inf") if device.is_host else device.memory_rate
         crossing = forward_bytes(block, samples, ranks) / own
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Return the measured seconds of a kind of block on one device, scaled from the nearest
-        number of samples that was measured; None if it was not measured."""
+        """Return the seconds of a kind of block on one device, scaled from the measurement with the
+        nearest number of samples. Return None if this kind was not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -109,23 +112,25 @@ class Constants:
 
     @property
     def from_what(self) -> str:
-        """The source of computing times, as text."""
+        """A description of the source of the computing times, for people to read."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
 
 
 def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
-    """Return the least bytes that cross a device's memory in a block's forward: rows that are
-    looked up, the input, data saved for backward, and each weight that is multiplied (2 bytes;
-    experts are left out, because only some may be used)."""
+    """Return the least bytes that cross a device's memory in a block's forward: the rows that it
+    looks up, its input, the data that it saves for backward, and 2 bytes for each weight that it
+    multiplies. The weights of experts are not counted, because a forward may use only some of the
+    experts."""
     weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
     activations = (block.touched + block.input + block.saved) * samples
     return (2 * max(0.0, weights) + activations) / ranks
 
 
 def constants(name: str) -> Constants:
-    """Return the constants of this name in config/fitted.toml. Raises ConfigError."""
+    """Return the constants of this name in config/fitted.toml. Raises ConfigError if there are
+    none."""
     fitted = _fitted()
     if name not in fitted:
         raise ConfigError(f"no constants are called {name!r}", hint=f"one of {', '.join(fitted)}")

@@ -2,15 +2,16 @@
 share.
 
 A *resource* has a capacity per second: one direction of a link, an SSD's reads, memory bandwidth. A
-*task* has `work` and `uses`: one unit of progress uses `weight` of each resource at the same time.
-Running tasks share resources by weighted max-min fairness (progressive filling): all rates grow
-equally until a resource is full or a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool
-of CPUs) runs one task at a time: the waiting task with the smallest `priority` first, ties in the
-order of arrival.
+*task* has `work` and `uses`: a list of resources, each with a weight. Each unit of work uses this
+weight of each resource, of all resources at the same time. Running tasks share resources by
+weighted max-min fairness (progressive filling): all rates grow equally until a resource is full or
+a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool of CPUs) runs one task at a time.
+When the lane becomes free, the waiting task with the smallest `priority` begins; of equal
+priorities, the task that was created first.
 
-A change only affects the rates of tasks that share resources with what changed. Ties are broken by
-the order of creation, so results are reproducible. Does not depend on models, plans or bytes. All
-times are in seconds.
+When a task begins or ends, only the rates of tasks that are connected to it by shared resources
+change. Ties are broken by the order of creation, so results are reproducible. The engine knows
+nothing about models, plans or bytes. All times are in seconds.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
@@ -34,35 +35,42 @@ TINY = 1e-12  # relative tolerance for rates, levels and capacities
 
 
 class Resource:
+    """Something that running tasks share, such as one direction of a link. `capacity` is per
+    second."""
+
     __slots__ = ("capacity", "name", "running", "used")
 
     def __init__(self, name: str, capacity: float) -> None:
-        assert capacity > 0, f"{name} has no capacity"  # infinity: it never limits a task
+        assert capacity > 0, f"{name} has no capacity"  # an infinite capacity never limits a task
         self.name, self.capacity = name, capacity
-        # running tasks, and how much a unit of their progress uses
+        # running tasks, and how much of this resource a unit of their work uses
         self.running: dict[Task, float] = {}
-        self.used = 0.0  # by tasks that have ended
+        self.used = 0.0  # the total use by tasks that have ended
 
 
-Uses = list[tuple[Resource, float]]  # how much of each resource a unit of progress uses
+Uses = list[tuple[Resource, float]]  # how much of each resource a unit of work uses
 
 
 class Cost(NamedTuple):
     """The work of a task and the resources that it uses."""
 
-    work: float  # units, often bytes; seconds if it uses nothing
-    uses: Sequence[tuple[Resource, float]] = ()  # resources, and how much of each a unit uses
-    latency: float = 0.0  # seconds before it starts to use resources
-    max_rate: float = float("inf")  # units a second; if infinite and without uses, it counts as 1
+    work: float  # in units, often bytes; in seconds if the task uses no resource
+    # resources, and how much of each a unit of work uses
+    uses: Sequence[tuple[Resource, float]] = ()
+    latency: float = 0.0  # seconds before the task starts to use resources
+    # in units/s; an infinite rate counts as 1 if the task uses no resource
+    max_rate: float = float("inf")
 
     @property
     def of_bytes(self) -> Cost:
-        """The cost if work is in bytes: bytes that use no resource take only the latency."""
+        """This cost, with the work understood as bytes: if they use no resource, only the latency
+        remains."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
-    """Combine simultaneous transfers of equal work into one at the pace of the slowest."""
+    """Combine simultaneous transfers of equal work into a single transfer, which has the pace of
+    the slowest of them."""
     uses: dict[Resource, float] = defaultdict(float)
     for cost in costs:
         for resource, weight in cost.uses:
@@ -71,7 +79,8 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 class Lane:
-    """A queue that runs one task at a time. `busy`: seconds of tasks that have ended."""
+    """A queue that runs one task at a time. `busy`: the total seconds of its tasks that have
+    ended."""
 
     __slots__ = ("busy", "name", "running", "waiting")
 
@@ -84,7 +93,8 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `begin`, `end`: seconds when it got its lane and when it ended; -1 before."""
+    """A unit of work. `begin`: the time at which the task got its lane. `end`: the time at which
+    the task ended. Each is -1 until this has happened."""
 
     stage: str
     work: float
@@ -96,11 +106,11 @@ class Task:
     where: str = ""
     latency: float = 0.0
     max_rate: float = float("inf")
-    after: int = 0  # number of tasks that it still waits for
+    after: int = 0  # number of tasks that have to end before this task begins
     waited_by: list[Task] = field(default_factory=list)
     left: float = 0.0  # remaining work when the rate was last set
     rate: float = 0.0
-    since: float = 0.0  # second when the rate was last set
+    since: float = 0.0  # time at which the rate was last set
     stamp: int = 0  # number of rate changes, so that events for older rates are skipped
     begin: float = -1.0
     end: float = -1.0
@@ -112,8 +122,8 @@ class Task:
 
 @dataclass
 class Pool:
-    """The memory of one device or tier. `changes`: (second, bytes held from then on), one entry per
-    moment."""
+    """The memory of one device or tier. `changes`: pairs of a time and the bytes held from this
+    time on, at most one pair for each time."""
 
     name: str
     held: float = 0.0
@@ -122,8 +132,9 @@ class Pool:
 
 
 class Engine:
-    """The virtual clock with its resources, lanes and tasks. Invariants (`check`): no resource is
-    used beyond its capacity; the running task of a lane has begun and not ended."""
+    """The virtual clock with its resources, lanes and tasks. `check` asserts its invariants: no
+    resource is used beyond its capacity, and the running task of each lane has begun and not
+    ended."""
 
     def __init__(self, traced: bool = False) -> None:
         self.now = 0.0
@@ -131,7 +142,7 @@ class Engine:
         self.lanes: list[Lane] = []
         self.pools: dict[str, Pool] = {}
         self.trace: list[Task] | None = [] if traced else None
-        # (where, stage) -> [seconds, work], of ended tasks
+        # (where, stage) -> [seconds, work], the sums over ended tasks
         self.stages: dict[tuple[str, str], list[float]] = {}
         self._open: dict[Task, None] = {}
         self._events: list[tuple[float, int, int, Task]] = []  # (second, number, stamp, task)
@@ -149,7 +160,7 @@ class Engine:
         return self.lanes[-1]
 
     def hold(self, pool: str, nbytes: float) -> None:
-        """Change the bytes that `pool` holds from now on."""
+        """Add `nbytes` to the bytes that `pool` holds; a negative number removes bytes."""
         at = self.pools.setdefault(pool, Pool(pool))
         at.held += nbytes
         at.peak = max(at.peak, at.held)
@@ -171,8 +182,8 @@ class Engine:
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Create a task that begins when all of `after` have ended and its lane is free. `then` is
-        called when it ends and may create tasks."""
+        """Create a task that begins when all tasks in `after` have ended and its lane is free.
+        `then` is called when the task ends, and may create further tasks."""
         self.created += 1
         used = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in used if use[0].capacity < float("inf")]
@@ -203,7 +214,7 @@ class Engine:
     def _begin(self, task: Task) -> None:
         task.begin = self.now
         if task.latency > 0 and task.work > 0 and task.uses:
-            task.rate = -1.0  # it uses resources after its latency
+            task.rate = -1.0  # means: the latency is not over, so the task uses no resource yet
             heapq.heappush(self._events, (self.now + task.latency, task.number, task.stamp, task))
         elif task.uses and task.work > 0:
             self._run(task)
@@ -245,9 +256,9 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Run until nothing is left to do, or until `until()` is true after an event. Raises
-        LoopError if tasks remain that can never begin, or if `until()` never becomes true
-        (Rule 5)."""
+        """Run until no event is left or, if `until` is given, until `until()` returns true after an
+        event. Raises LoopError if tasks remain that can never begin, or if `until()` never becomes
+        true (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -272,9 +283,9 @@ class Engine:
             )
 
     def _share(self) -> None:
-        """Set new rates for all tasks that share resources with what changed."""
+        """Set the rates of all tasks that are affected by tasks that began or ended."""
         tasks, resources = self._touched()
-        if len(tasks) == 1:  # the most frequent case
+        if len(tasks) == 1:  # the most frequent case: its rate is simple to compute
             (task,) = tasks
             # `uses` may list a resource twice: for data, and for acknowledgements
             full = (resource.capacity / resource.running[task] for resource, _ in task.uses)
@@ -291,7 +302,8 @@ class Engine:
                 heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
-        """Return tasks and resources that are connected to what changed since the last call."""
+        """Return the tasks and resources that are connected to a resource whose use changed since
+        the last call."""
         tasks: dict[Task, None] = {}
         resources, front = dict.fromkeys(self._dirty), list(self._dirty)
         self._dirty = {}
@@ -307,7 +319,7 @@ class Engine:
         return tasks, resources
 
     def used(self, resource: Resource) -> float:
-        """Return how much of a resource was used so far, including by running tasks."""
+        """Return how much of a resource ended and running tasks have used so far."""
         return resource.used + sum(
             (task.work - task.left + task.rate * (self.now - task.since)) * w
             for task, w in resource.running.items()
@@ -323,19 +335,20 @@ class Engine:
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Return weighted max-min fair rates: all rates grow equally until a task reaches its
-    `max_rate` or a resource is full. Then the tasks concerned keep their rate, and the others grow
-    on.
+    """Return weighted max-min fair rates. All rates grow equally until a task reaches its
+    `max_rate` or a resource is full. The rates of this task, or of all tasks that use this
+    resource, are final; the rates of all other tasks continue to grow.
 
-    Capacities, weights and rates may differ by orders of magnitude: fullness is determined by
-    levels relative to the smallest, and the weights of growing tasks are summed anew each round, so
-    small weights are not lost to rounding.
+    Capacities, weights and rates may differ by orders of magnitude. Two measures keep small weights
+    from being lost to rounding: a resource counts as full if the rate at which it is full is,
+    relatively, close to the smallest such rate; and the weights of growing tasks are summed anew in
+    each round.
     """
     rates: dict[Task, float] = {}
-    # capacity that tasks with a final rate leave
+    # for each resource, the capacity that tasks with a final rate do not use
     left = {resource: resource.capacity for resource in resources}
     growing = dict.fromkeys(sorted(tasks, key=lambda task: task.number))
-    # for each resource, growing tasks and what a unit of their rate uses
+    # for each resource, the growing tasks that use it, each with its weight
     users: dict[Resource, dict[Task, float]] = {}
     for task in growing:
         for resource, weight in task.uses:

@@ -1,13 +1,14 @@
-"""Costs of the actions of a step on a cluster: the traffic of each placement, for one block at a
-time.
+"""Compute the costs of the actions of a step on a cluster: the traffic of each placement, for one
+block at a time.
 
-Equal hosts are simulated as one *site* with a multiplicity: what each of `hosts` sites sends to one
-server counts `hosts` times there. Collectives are closed-form traffic; with n ranks and M bytes,
-each direction of a network card carries: ring all-reduce 2 (n - 1) / n M, all-gather and
-reduce-scatter (n - 1) / n M, a sum in switches M (fan_in_costs.py), the summation service (1 + (n -
-2) x) M with x from sums/protocol/shares.py, servers n M. A transfer uses all resources on its path
-at once, because it is sent in pieces, so its slowest part sets its pace. `latency` counts the steps
-of the algorithm.
+Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
+to a server counts `hosts` times at the server. The traffic of collectives is computed in closed
+form. With n ranks and M bytes, each direction of a network card carries 2 (n - 1) / n M bytes for a
+ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches
+(fan_in_costs.py), and (1 + (n - 2) x) M for the summation service (x is computed by
+sums/protocol/shares.py). A server's card carries n M. A transfer uses all resources on its path at
+once, because it is sent in pieces; the slowest resource sets its pace. The latency of a collective
+is that of all steps of its algorithm.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from roadtrain.simulator.simulated_sums import SimulatedSums
 from roadtrain.simulator.site import FlowGroup, Site
 
 INSIDE_S = 2e-6  # seconds of latency per step of a collective between devices of a host
-# bytes that AdamW moves per parameter: gradient 2, three arrays in and out 24, copy 2
+# bytes that AdamW moves per parameter: 2 for the gradient, 24 for reading and writing three arrays,
+# and 2 for the copy of the parameter
 UPDATE_BYTES = 28.0
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError if the cluster, or one of the `hosts` that compute, lacks what the
-    placement needs."""
+    """Raise ConfigError if the cluster lacks what the placement needs. `hosts`: the hosts that
+    compute."""
     if place.served and not cluster.spares:
         raise ConfigError(
-            f"placement {place.name} needs a host without devices, the cluster has none",
+            f"placement {place.name} needs a host without devices, but the cluster has none",
             hint="add one to the cluster, or choose a placement on the workers' hosts",
         )
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums on hosts without devices, the cluster has none"
+            f"placement {place.name} sums on hosts without devices, but the cluster has none"
             " with a network card",
             hint="add a host without devices, or choose placement summation",
         )
@@ -57,21 +59,21 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             )
         if rests and not host.ssds:
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, host {host.name} has none",
+                f"placement {place.name} keeps data on SSDs, but host {host.name} has none",
                 hint="add `ssds` to it, or choose a placement in memory",
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates in the SSDs, those of host {host.name} have no"
-                " processor",
+                f"placement {place.name} updates in the SSDs, but the SSDs of host {host.name}"
+                " have no processor",
                 hint="set `updates` for them, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, those of host {host.name} have no"
-                " `capacity`",
+                f"placement {place.name} keeps data on SSDs, but the SSDs of host {host.name}"
+                " have no `capacity`",
                 hint="set it in the cluster file",
             )
 
@@ -88,13 +90,13 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 
 class Fabric:
-    """The costs of a plan on one stage's group, the server (if any) and the spare hosts. Sizes are
-    parameters of a block that one device has (1 / tp of it). Costs are for one device, or for one
-    host where this is stated.
+    """The costs of the actions of one stage's workers and of the server. `params` is the number of
+    parameters of a block that one device has (1 / tp of the block). Costs are those of one device,
+    unless a docstring names a host.
 
     Attributes:
-        fan_in: Costs of packets through summing switches.
-        sums: The summation service, if reducers on several hosts sum.
+        fan_in: The costs of packets through switches that sum; None without such switches.
+        sums: The simulated summation service; None if the placement does not use it.
     """
 
     def __init__(
@@ -116,9 +118,10 @@ class Fabric:
     # the network
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resource uses of a byte of which each device passes `ring` on to the next
-        device, and sends `exchanged` to all others in equal parts; in both directions. Here both
-        cross a host's network card once for all its ranks."""
+        """Return the resource uses, in both directions, of a collective per byte. Each device sends
+        the fraction `ring` of the byte to the next device, and `exchanged` to all other devices in
+        equal parts. In this class, all ranks of a host together send these over the host's network
+        card once."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -128,21 +131,22 @@ class Fabric:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters that devices updated in parts are gathered during the forward."""
+        """Whether each device updates a part of the parameters and the forward gathers all
+        parts."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
-        """Return the resource uses and latency of a byte in `passes` passes of a ring. In
-        `exchanges` of them, CPUs send each part directly to the rank that needs it
-        (stages/data_group.py)."""
+        """Return the resource uses per byte, and the latency, of `passes` passes around a ring. If
+        CPUs compute, `exchanges` of these passes are exchanges, in which each rank sends each part
+        directly to the rank that needs it (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
         if self.site.cores is None:
             exchanges = 0.0
-        # steps between hosts, and inside a host
+        # number of steps of a pass between hosts, and inside hosts
         steps = (hosts if hosts > 1 else 0), n - (hosts if hosts > 1 else 1)
         each = (n - 1) / n
         return self._network((passes - exchanges) * each, exchanges * each), passes * (
@@ -150,9 +154,10 @@ class Fabric:
         )
 
     def tensor(self, nbytes: float) -> float:
-        """Return the seconds of a layer's pass in which tensor-parallel ranks sum activations of
-        `nbytes`, twice. Only the plan's fraction of it is hidden by computing. A ring that leaves
-        the host uses all of its network cards."""
+        """Return the seconds in which a layer's pass waits for its two sums of activations of
+        `nbytes` over the tensor-parallel ranks. The plan's fraction `hidden` of the sums runs while
+        the device computes, and does not count. A ring that leaves the host uses all of the host's
+        network cards."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -162,7 +167,7 @@ class Fabric:
         return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
-        """Return (bytes a second, latency) between a device and others among `ranks` consecutive
+        """Return the rate in bytes/s and the latency between the devices of `ranks` consecutive
         ranks of the group."""
         if ranks <= self.group.ranks:
             return self.site.fabric.capacity, INSIDE_S
@@ -170,15 +175,15 @@ class Fabric:
         return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
 
     def context(self, nbytes: float) -> float:
-        """Return the seconds in which keys and values, `nbytes` per device, are passed around the
-        context-parallel ranks."""
+        """Return the seconds in which keys and values are passed around the context-parallel ranks.
+        `nbytes`: their bytes on each device."""
         c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
 
     def experts(self, nbytes: float) -> float:
-        """Return the seconds in which tokens of `nbytes` per device are sent to their experts, and
-        the results are sent back."""
+        """Return the seconds in which tokens are sent to their experts, and results are sent back.
+        `nbytes`: the bytes of the tokens on each device."""
         e = self.plan.parallelism.ep
         rate, latency = self._side_by_side(e)
         return 2 * (e - 1) * (nbytes / e / rate + latency)
@@ -186,14 +191,15 @@ class Fabric:
     # actions
 
     def serve(self, params: float) -> Cost:
-        """Cost of the parameters that the server sends: to every device, or to the fan-in end in
-        its process."""
+        """Cost of sending parameters from the server to every device or, with switches, to the
+        fan-in end in the server's process."""
         if self.fan_in is not None and self.server is not None:
             return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
-        """Cost of parameters to every device. `kept`: they are in this host's memory already."""
+        """Cost of moving parameters to every device from where the placement keeps them. If `kept`
+        is true, they are already in the memory of each host."""
         place, group = self.plan.placement, self.group
         nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
@@ -215,24 +221,26 @@ class Fabric:
         uses, latency = self._ring(1)
         if place.parameters == "split":
             return Cost(nbytes, uses, latency)
-        own = 1.0 / group.replicas  # fraction of a block in the host memory of each device
-        # the network card reads it from memory, and passes the whole block to the device (`kept`)
+        # the fraction of a block that each rank keeps in the memory of its host
+        own = 1.0 / group.replicas
+        # the network card only reads this fraction from memory here; it later passes the whole
+        # block to the device (`kept`)
         if place.sum == "relay":
             memory = (self.site.memory, own * group.ranks * group.tp)
             return Cost(nbytes, [*uses, memory], latency)
         if place.parameters == "ssd":
             uses = uses + [(r, w * own * group.ranks * group.tp) for r, w in self.site.reads()]
         if group.hosts > 1:
-            # without a processor on the card, the device fetches its part and sends it to the
-            # network, so it crosses PCIe again
+            # without a processor on the card, the device copies its part from the host and sends it
+            # to the network, so the part crosses PCIe twice
             copies = [(self.site.from_device, own), (self.site.to_device, 1.0)]
         else:
             copies = [(resource, weight * own) for resource, weight in group.to_device]
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """Cost of a block's gradient from every device to where it is summed and, if it is held in
-        memory, to there."""
+        """Cost of sending a block's gradient from every device to where it is summed and, if the
+        sum is held in memory, of moving the sum to this memory."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
@@ -241,7 +249,7 @@ class Fabric:
             back = 0.0
             if place.parameters == "device" and not self.gathers:
                 back = plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
-            whole = place.state == "device"  # an all-reduce; otherwise a reduce-scatter
+            whole = place.state == "device"  # true: an all-reduce; false: a reduce-scatter
             uses, latency = self._ring(2) if whole else self._ring(1 + back, 1)
             if place.update in ("host", "ssd"):
                 uses = uses + [(r, weight / n) for r, weight in group.from_device]
@@ -269,22 +277,24 @@ class Fabric:
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
-        """Cost of an all-to-all of rows of tables that are spread over all devices, for one
-        device's share of the batch."""
+        """Cost of an all-to-all that sends rows of tables, which are spread over all devices, to
+        the devices that need them. `nbytes`: the rows for one device's share of the batch."""
         n = self.group.replicas
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
     @property
     def _own(self) -> float:
-        """Fraction of a device's block whose state is on one host's site, for all its devices."""
+        """The parameters whose state is on one host, for all of its devices, as a multiple of the
+        parameters of a block that one device has."""
         group = self.group
         if self.plan.placement.state == "server":
             return group.server_share * group.tp
         return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
-        """Cost of storing a gradient of one host until the update."""
+        """Cost of storing one host's gradient on SSDs until the update; nothing if it stays in
+        memory."""
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
@@ -303,7 +313,8 @@ class Fabric:
         return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
-        """Cost of reading the state, and a gradient on SSDs, to where the update runs."""
+        """Cost of reading the state from the SSDs to where the update runs, and the gradient if it
+        is on SSDs."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
@@ -317,7 +328,8 @@ class Fabric:
             share = 1.0 if place.state == "device" else 1.0 / self.group.replicas
             if site.cores is None:
                 return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
-            share *= self.group.ranks * self.group.tp  # CPUs update for all devices of the host
+            # CPUs update the parameters of all devices of the host
+            share *= self.group.ranks * self.group.tp
         if place.update == "ssd":
             sizes = self.plan.sizes
             nbytes = params * self._own * (sizes.state_bytes + sizes.held_bytes)
@@ -327,7 +339,8 @@ class Fabric:
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
     def upstream(self, params: float) -> Cost:
-        """Cost of updated parameters from a processor in an SSD to host memory."""
+        """Cost of moving updated parameters from the processor in an SSD to host memory; nothing if
+        the SSDs do not update."""
         if self.plan.placement.update != "ssd":
             return Cost(0, [])
         return Cost(params * self._own * self.plan.sizes.upstream_bytes, self.site.reads())
@@ -345,19 +358,19 @@ class Fabric:
 
     @property
     def depth(self) -> int:
-        """The number of reads, and of writes, that the SSDs process at once."""
+        """The number of reads that the SSDs process at once; the same number applies to writes."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """Fraction of the parameters of state on files that memory also holds; a server holds all
-        of them if they fit into half of its memory, else none."""
+        """The fraction of the parameters that memory also holds, although their state is on files.
+        A server holds all parameters if they fit into half of its memory, and otherwise none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
         return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
-        """Seconds in which devices do not compute because they communicate."""
+        """Seconds in which devices do not compute because a transfer of this cost occupies them."""
         place = self.plan.placement
         alone = self.group.replicas == 1 or place.served
         if alone or not self.constants.tax or place.sum in ("relay", "server"):
@@ -368,12 +381,13 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each block's pass on a device, by part."""
+    """The seconds of each block's forward on a device, divided into four parts."""
 
-    forward: Sequence[float]  # computing
+    forward: Sequence[float]  # the device computes
     tensor: Sequence[float]  # tensor-parallel ranks sum activations
     routed: Sequence[float]  # tokens are sent to their experts and back
-    ring: Sequence[float]  # keys and values are passed around, as far as attention does not hide it
+    # keys and values are passed around, and attention has already been computed
+    ring: Sequence[float]
 
 
 def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:

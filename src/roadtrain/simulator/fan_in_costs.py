@@ -1,11 +1,12 @@
-"""Costs of the packet streams of a fan-in, between one stage's workers and its server through a
-tree of switches.
+"""Compute the costs of the packet streams of a fan-in: those between one stage's workers and its
+server, through a tree of switches.
 
     down   parameters, to all workers;          the largest exponents of each block
     up     each worker's exponents;             each worker's gradient as integers
 
-Every link carries each of these once (Sun et al. (LuWu), section 3.1). Work is counted in bytes on
-the wire: whole packets with headers. `params`: parameters of a chunk that one device has.
+Every link carries each of these streams once (Sun et al. (LuWu), section 3.1). Work is counted in
+bytes on the wire: whole packets with headers. `params` is the number of parameters of a chunk that
+one device has.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
 from roadtrain.simulator.site import FlowGroup, SwitchResources
 
-SUM_BYTES = 4  # bytes of an element of a sum in the server's memory
+SUM_BYTES = 4  # bytes of each element of a sum in the server's memory
 
 
 class FanInCosts:
+    """The costs of the fan-in for one stage's group of workers."""
+
     def __init__(self, plan: Plan, group: FlowGroup, switches: SwitchResources) -> None:
         self.sizes, self.group, self.switches = plan.sizes, group, switches
         self.packets = switches.packets
 
     @property
     def latency(self) -> float:
-        """One-way latency in seconds."""
+        """One-way latency of a packet in seconds."""
         return self.switches.latency(self._rate)
 
     @property
     def acknowledged_s(self) -> float:
-        """Seconds from the arrival of a packet until its sender receives the acknowledgement."""
+        """Seconds from the arrival of a packet until its sender receives the packet's
+        acknowledgement."""
         return self.latency + self.switches.beat_s(self._rate)
 
     @property
     def message_s(self) -> float:
-        """One-way seconds of a message over TCP."""
+        """One-way latency of a message over TCP in seconds."""
         return self.group.site.latency
 
     def gradient_packets(self, params: float) -> int:
@@ -47,7 +51,7 @@ class FanInCosts:
 
     @property
     def _rate(self) -> float:
-        """Bytes a second of the slower of a worker's and the server's network card."""
+        """Rate in bytes/s of the slower network card: a worker's or the server's."""
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
@@ -84,8 +88,8 @@ class FanInCosts:
         return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=True))
 
     def gradients(self, params: float) -> Cost:
-        """Cost of sending gradients from each worker's devices to the server's memory, where the
-        sum is in fp32."""
+        """Cost of sending gradients from each worker's devices to the server's memory, which
+        receives the sum in fp32."""
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
         memory = 1.0 + params * SUM_BYTES / wire if wire else 0.0
@@ -94,7 +98,7 @@ class FanInCosts:
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
-        """Combined cost of a sum: exponents, their maxima, and the gradient."""
+        """Cost of a whole sum: its exponents, their maxima and its gradients."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
         uses = defaultdict[Resource, float](float)
@@ -104,14 +108,16 @@ class FanInCosts:
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:
-        """Cost of a sum without a server, returned to all workers as integers."""
+        """Cost of a whole sum without a server: the switches send the sum to all workers as
+        integers."""
         group, up = self.group, self.sums(params)
         data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
         back = self._cost(up.work, [*self._path(up=False), *_times(group.to_device, data)])
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
-        """Return the bytes of the exponents."""
+        """Return the bytes of the exponents: one per block of elements; none if the scale is
+        fixed."""
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
@@ -119,12 +125,13 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return this task's part of a byte that crosses a link once for all workers."""
+        """Return the part that this task counts of a byte that crosses a link once for all
+        workers."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:
-        """Return the resource uses of a byte to or from the server, with the heartbeats that it
-        causes in the other direction."""
+        """Return the resource uses of a byte on its way to the server (`up`) or from it, including
+        the heartbeats that the byte causes in the other direction."""
         group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
@@ -136,7 +143,8 @@ class FanInCosts:
         return uses + group.touched(group.card)
 
     def _heartbeats(self) -> float:
-        """Return the bytes of heartbeats that a byte of packets causes in the other direction."""
+        """Return the number of bytes of heartbeats that a byte of packets causes in the other
+        direction."""
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
             return 0.0

@@ -1,13 +1,15 @@
-"""Compute what a plan needs of every memory in closed form (fixed buffers, and what a micro-batch
-adds), and whether it fits.
+"""Compute in closed form how many bytes a plan needs of every memory, and whether the plan fits.
+The need is the sum of fixed buffers and of the bytes that each micro-batch adds.
 
-Device memory holds parameters (all, a part, or `slots` blocks; of tables and of experts, which are
-spread over devices, only a part), gradients, state, activations of micro-batches in flight (with
-activation checkpointing, blocks' inputs and one block's own), the loss's logits and
-`context_bytes`, all times `fragmentation`. Hosts and SSDs hold what the placement stores there;
-files have two slots (Rule 3). If a host's CPUs compute, device memory is host memory, and the needs
-of all processes are added up. The mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2
-+ 4 bytes a parameter, and 12 over the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
+Device memory holds parameters, gradients, state, activations of micro-batches in flight and the
+loss's logits, all multiplied by `fragmentation`, and `context_bytes`. Parameters are all of the
+stage's, a part of them, or `slots` blocks; tables and experts are spread over devices, so a device
+has a part of each. With activation checkpointing, activations are the inputs of blocks and all
+activations of one block. Hosts and SSDs hold what the placement stores on them; files have two
+slots (Rule 3). If a host's CPUs compute, device memory is host memory, and the needs of all
+processes are added up. The mixed precision of Megatron is `zero1` with gradient_bytes = 4. It needs
+2 + 4 bytes per parameter, and 12 more that are divided among the data-parallel ranks (Rajbhandari
+et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import show_bytes
 
-USABLE = 0.9  # fraction of a host's memory; the rest is the system's
-LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it is sent
+USABLE = 0.9  # fraction of a host's memory that plans may use; the rest is for the operating system
+# the largest tensor of a block as a fraction of the block: its gradient is on the device until it
+# is sent
+LARGEST = 1 / 3
 
 
 @dataclass(frozen=True)
 class Need:
-    """The need of one memory: `nbytes`, and the `room` for it, which is a `share` of the memory."""
+    """The need of one memory. `nbytes`: the bytes that the plan needs. `room`: the bytes that are
+    available, which are a fraction `share` of the memory."""
 
     where: str
     nbytes: float
@@ -42,12 +47,12 @@ class Need:
 
     @property
     def lacking(self) -> float:
-        """Bytes by which the memory would have to be larger."""
+        """The bytes by which the memory would have to be larger for the plan to fit."""
         return (self.nbytes - self.room) / self.share
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the fixed bytes on a device, without activations."""
+    """Return the bytes on a device that are in use throughout a step: all except activations."""
     place, parallelism = plan.placement, plan.parallelism
     spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
@@ -72,8 +77,9 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
-    """Return the bytes of activations that a micro-batch keeps on a device until its backward, over
-    `parts` of the model. With `plan.memory.offload` they are moved to the host."""
+    """Return the bytes of activations that a micro-batch keeps on a device until its backward.
+    `blocks` are from `parts` parts of the model. With `plan.memory.offload`, activations are moved
+    to the host, so the device keeps none."""
     if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
@@ -83,7 +89,7 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Return the bytes that a sample keeps of a block, on one tensor-parallel rank."""
+    """Return the bytes of a block's activations that a sample keeps on one tensor-parallel rank."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:
@@ -94,15 +100,16 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
-    """Return the bytes on one tensor-parallel rank. `whole` of them are on every rank, unless the
-    ranks split the sequence."""
+    """Return how many of a block's `nbytes` of activations one tensor-parallel rank holds. `whole`
+    of these bytes are on every rank, unless the ranks split the sequence; the rest is split."""
     whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the temporary bytes of one block while it runs, besides what is kept: the whole block
-    if it is recomputed, the loss, and a whole input if tensor-parallel ranks split it."""
+    """Return the temporary bytes that a block needs while it runs, in addition to activations that
+    are kept: all of its activations if it is recomputed, the logits of the loss, and its whole
+    input if the tensor-parallel ranks keep only parts of the input."""
     tp, framework = plan.parallelism.tp, plan.framework
     split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
     inputs, own = max(split, default=0.0), 0.0
@@ -114,7 +121,8 @@ def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
-    """Return the bytes on a host with `ranks` data-parallel ranks of this stage."""
+    """Return the bytes in the memory of a host that runs `ranks` data-parallel ranks of this
+    stage."""
     place, parallelism = plan.placement, plan.parallelism
     total = sum(block.params for block in blocks)
     own = ranks / parallelism.replicas
@@ -122,7 +130,8 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     if place.parameters == "host":
         nbytes += plan.memory.public * own * total * plan.sizes.parameter_bytes
     if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
-        nbytes += own * total * plan.sizes.gradient_bytes  # held until the last one arrives
+        # gradients are held until the last gradient of the step arrives
+        nbytes += own * total * plan.sizes.gradient_bytes
     if place.state == "ssd":
         both = plan.sizes.state_bytes + plan.sizes.parameter_bytes
         nbytes += plan.memory.resident * own * total * both
@@ -137,8 +146,8 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
 
 
 def file_bytes(plan: Plan, params: float) -> float:
-    """Return the bytes on files of `params` parameters: two slots of what an update writes, and
-    gradients that are held there."""
+    """Return the bytes of the files for `params` parameters: two slots for everything that an
+    update writes, and the gradients if they are held on files."""
     place = plan.placement
     copy = plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
     return params * (
@@ -148,7 +157,7 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
-    """Return the most bytes on a device of a pipeline stage."""
+    """Return the largest number of bytes that a step needs on a device of a pipeline stage."""
     parallelism = plan.parallelism
     widths = parallelism.widths or (1,) * parallelism.pp
     virtual = parallelism.virtual_stages
@@ -167,8 +176,8 @@ def needs(
     sharing: Sequence[int] = (),
 ) -> list[Need]:
     """Return the needs of the devices, hosts and SSDs of each stage, and of the server. `hosts`:
-    for each stage, the least resources of its hosts. `sharing`: for each stage, how many stages
-    share its hosts."""
+    for each stage, a host with the least resources of any of its hosts. `sharing`: for each stage,
+    the number of stages on its hosts."""
     out: list[Need] = []
     free, served = 1 - plan.headroom, 0
 
@@ -206,11 +215,11 @@ def shared_needs(
     hosts: Sequence[Host],
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
-    """Return the needs of hosts whose CPUs compute: the largest of each kind.
+    """Return the needs of hosts whose CPUs compute: for each kind of host, the largest need.
 
     Args:
         hosts: Every host with devices.
-        slots_of: For each stage, the index of each of its devices' host.
+        slots_of: For each stage and each of its devices, the index of the device's host.
     """
     used: dict[int, float] = {}
     for number, (blocks, slots) in enumerate(zip(cuts, slots_of, strict=True)):
@@ -235,7 +244,8 @@ def _room(host: Host) -> float:
 
 
 def check(found: Sequence[Need], plan: Plan) -> None:
-    """Raise BudgetError with both numbers and the most helpful change, if the plan does not fit."""
+    """Raise BudgetError if the plan does not fit. The error names the needed and the available
+    bytes, and the change that helps most."""
     worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
     if worst.fits:
         return
@@ -250,13 +260,13 @@ def check(found: Sequence[Need], plan: Plan) -> None:
     kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
     raise BudgetError(
         f"{worst.where}: the plan needs {show_bytes(worst.nbytes)},"
-        f" {show_bytes(worst.room)} is available" + kept,
+        f" but {show_bytes(worst.room)} is available" + kept,
         hint=hint,
     )
 
 
 def kept_free(plan: Plan) -> str:
-    """Describe the memory that plans leave free."""
+    """Describe, for messages, how much memory plans leave free."""
     return (
         f"{plan.headroom:.0%} of device and host memory is kept free, and {1 - USABLE:.0%} of host"
         " memory is the system's"
@@ -264,8 +274,9 @@ def kept_free(plan: Plan) -> str:
 
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
-    """Divide the blocks into the parts of each stage. Blocks before the first layer and after the
-    last go to the first and the last part. Raises ConfigError if stages and layers do not match."""
+    """Divide the blocks into parts, and return the parts of each stage. Blocks before the first
+    layer belong to the first part, and blocks after the last layer to the last part. Raises
+    ConfigError if the layers cannot be divided among the stages."""
     pp = plan.parallelism.pp
     if pp * plan.parallelism.virtual_stages == 1:
         return [[list(blocks)]]

@@ -1,4 +1,4 @@
-"""Simulate a plan on a cluster: step time, busy resources, memory, energy and cost.
+"""Simulate a plan on a cluster, and return the step time, busy resources, memory, energy and cost.
 
 result = simulate(plan, cluster, shape("OPT-175B"), constants("vtrain"))
 result.seconds, result.busy["stage 0 out"], result.peaks
@@ -18,21 +18,23 @@ from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check
 from roadtrain.simulator.scene import Scene
 
-# MOST_STEPS: steps until a steady state must be reached; SAME: relative tolerance for equal steps;
-# MANY: micro-batches of the shorter step from which a long one is estimated
+# MOST_STEPS: the most steps that are simulated to reach a steady state. SAME: the relative
+# difference up to which two steps count as equal. MANY: the number of micro-batches of the shorter
+# of the two steps from which a long step is estimated.
 MOST_STEPS, SAME, MANY = 12, 1e-6, 64
-# counts by key: "seconds", a resource, a lane, or (a stage's key, 0 or 1)
+# counts by key. The key is "seconds", a resource, a lane, or (key of `Engine.stages`, 0 or 1).
 Counts = dict[Any, float]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a simulation, per step in the steady state.
+    """The result of a simulation: figures of one step in the steady state.
 
-    `differ`: seconds by which the last two simulated steps differ. `estimated`: the step is
-    estimated from shorter ones, because its micro-batches never repeat exactly. `busy`: fraction of
-    the time that each resource or device is busy. `stages`: (where, stage) -> seconds and bytes.
-    `peaks`: bytes of each memory. `bytes`: traffic of each resource."""
+    `differ`: seconds by which the last two simulated steps differ. `estimated`: whether the step is
+    estimated from shorter steps, because its micro-batches never repeat exactly. `busy`: for each
+    resource or device, the fraction of the time in which it is busy. `stages`: (where, stage) ->
+    the seconds and work of its tasks. `peaks`: for each memory, the most bytes that it holds.
+    `bytes`: for each resource, its traffic."""
 
     plan: Plan
     seconds: float
@@ -56,7 +58,7 @@ class Result:
 
     @property
     def joules(self) -> float:
-        """Energy of a step."""
+        """Energy of a step in joules."""
         return self.watts * self.seconds
 
 
@@ -72,13 +74,14 @@ def simulate(
 ) -> Result:
     """Simulate steps until two in a row take the same time.
 
-    With many micro-batches, those that repeat are counted and not simulated, unless `traced`. If
-    they never repeat exactly, a step of more than six times MANY is estimated from steps of MANY
-    and three times MANY. `apart`: simulate each data-parallel rank, on hosts whose network cards
-    all traffic shares; this is always done if widths differ. Otherwise the ranks of a stage are
-    simulated as one with the least resources of any of them. Raises ConfigError for a plan that is
-    impossible on this cluster, and BudgetError (if `checked`) for a plan that does not fit into
-    memory."""
+    If a step has many micro-batches, only some are simulated; the micro-batches that repeat are
+    added to the counts. If micro-batches never repeat exactly, a very long step is estimated from
+    two shorter steps (see MANY). With `traced`, all micro-batches are simulated and the result has
+    a trace of all tasks. With `apart`, or if the plan has `widths`, each data-parallel rank is
+    simulated separately; all traffic of a host shares its network cards. Otherwise the ranks of a
+    stage are simulated as one rank, which has the least resources of any of them. Raises
+    ConfigError for a plan that is impossible on this cluster. If `checked`, raises BudgetError for
+    a plan that does not fit into memory."""
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
@@ -89,7 +92,7 @@ def simulate(
     counts = counts or steps.steady(scene.num_microbatches)
     for stage in scene.stages:
         stage.num_microbatches = scene.num_microbatches
-    # work that accumulates must be done eventually
+    # work that a step leaves to later steps must be done eventually
     seconds = max(counts["seconds"], scene.bound())
     used = [r for r in engine.resources if counts[r] > 0]
     busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in used}
@@ -119,9 +122,9 @@ def simulate(
 
 
 class _Steps:
-    """Runs steps. `marks`: all counts after each step: seconds, use of each resource, busy time of
-    each lane and stage. `differ`: seconds by which the last two steady steps differ. `estimated`:
-    as in Result."""
+    """The simulated steps of a scene. `marks`: all counts before the first step and after each
+    step. `differ`: seconds by which the last two steps of `steady` differ. `estimated`: as in
+    Result."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks = scene, [_mark(scene.engine)]
@@ -141,8 +144,9 @@ class _Steps:
         return _less(self.marks[-1], self.marks[-2])
 
     def steady(self, num_microbatches: int) -> Counts:
-        """Return the counts of a step once two in a row are equal; of steps that alternate, the
-        mean."""
+        """Simulate steps until two in a row are equal, and return the counts of the last step. If
+        this never happens, for example because steps alternate, return the mean of several
+        steps."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
             took.append(self.step(num_microbatches))
@@ -153,10 +157,10 @@ class _Steps:
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
     def extrapolated(self) -> Counts | None:
-        """Return the counts of a step of many micro-batches, computed from shorter steps; None if
-        it has too few."""
+        """Return the counts of a step of many micro-batches, computed from shorter steps. Return
+        None if the step has too few micro-batches."""
         plan = self.scene.plan
-        turn = plan.parallelism.pp  # micro-batches after which a pipeline repeats
+        turn = plan.parallelism.pp  # number of micro-batches after which a pipeline repeats
         number, odd = plan.num_microbatches, plan.num_microbatches % turn
         least = turn * plan.parallelism.virtual_stages
         for few in (2 * least + odd, 6 * least + odd):
@@ -171,8 +175,8 @@ class _Steps:
         return {key: n + times * (n - few_counts.get(key, 0.0)) for key, n in counts.items()}
 
     def counted(self, few: int, turn: int) -> Counts | None:
-        """Return the counts of the plan's step, from what `turn` more micro-batches add to a step
-        of `few`; None if that is not constant."""
+        """Return the counts of the plan's step, extrapolated from steps of `few` micro-batches and
+        more. Return None if `turn` more micro-batches do not always add the same."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]
@@ -184,8 +188,8 @@ class _Steps:
         return {key: n + more[key] * times for key, n in second.items()}
 
     def _same(self, a: Counts, b: Counts, whole: Counts) -> bool:
-        """Compare two steps. `whole`: all counts so far; resources may differ by a small fraction
-        of them."""
+        """Return whether two steps are equal. `whole`: the counts of all steps so far. The use of a
+        resource may differ by a small fraction of its whole use."""
         return abs(a["seconds"] - b["seconds"]) <= SAME * b["seconds"] and all(
             abs(a[r] - b[r]) <= SAME * whole[r] for r in self.scene.engine.resources
         )

@@ -1,7 +1,8 @@
-"""Lay a plan out on a cluster: the hosts of each stage, what it needs of every memory, and the
-resources, stages and links of a simulated step.
+"""Lay a plan out on a cluster: choose the hosts of each stage, compute what the plan needs of every
+memory, and create the resources, stages and links of a simulated step.
 
-Equal ranks of a stage are simulated as one with a multiplicity, or each separately (apart.py).
+The ranks of a stage are simulated as one rank with a multiplicity, or each rank is simulated
+separately (apart.py).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from roadtrain.switch.options import MOST_CHILDREN
 
 
 class Scene:
-    """A plan on a cluster. `needs`: what it needs of every memory. `build` creates the stages on
-    their hosts, the server, and the links between stages. `apart`: simulate each replica of a stage
-    separately, as is always done if widths differ; otherwise the replicas of a stage are one.
-    Raises ConfigError for a plan that is impossible on this cluster.
+    """A plan on a cluster. `needs`: the plan's need of every memory. `build` creates the stages on
+    their hosts, the server, and the links between stages. If `apart` is true, or if the plan has
+    `widths`, each replica of a stage is simulated separately; otherwise all replicas of a stage are
+    simulated as one. Raises ConfigError for a plan that is impossible on this cluster.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Scene:
         self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
         parallelism = plan.parallelism
         self.apart = apart or bool(parallelism.widths)
-        # micro-batches of a step, as the state machines count them
+        # number of micro-batches of a step: those of all replicas if replicas are simulated
+        # separately, otherwise those of one replica
         self.num_microbatches = plan.step_microbatches if self.apart else plan.num_microbatches
         if self.apart:
             parallelism.check_micro_batches(self.num_microbatches)
@@ -62,12 +64,12 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, the cluster has {len(slots)}",
+                f"{parallelism} needs {parallelism.devices} devices, but there are {len(slots)}",
                 hint="use smaller groups, or more hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
         first = parallelism.first_ranks
-        # for each stage, the host index of each of its devices
+        # for each stage and each of its devices, the index of the device's host
         self.slots_of = [slots[begin:stop] for begin, stop in itertools.pairwise(first)]
         self.groups_of = [[hosts[i] for i in dict.fromkeys(own)] for own in self.slots_of]
         self._check_placements()
@@ -92,7 +94,8 @@ class Scene:
                 self._check_packets(place.name, self._tree(number))
 
     def _check_packets(self, name: str, tree: SwitchTree | None) -> None:
-        """Refuse a window or fan-in that the runtime would refuse. Raises ConfigError."""
+        """Raise ConfigError for a packet window, a number of children or a `keep` that a real run
+        with these switches would refuse."""
         assert tree is not None
         window = self.plan.packets.window
         for switch in tree.switches.values():
@@ -116,8 +119,8 @@ class Scene:
             )
 
     def check_networks(self) -> None:
-        """Raise ConfigError if hosts that exchange data have no network in common, or if all
-        devices are on one host and the placement sums on other hosts or switches."""
+        """Raise ConfigError if hosts that exchange data have no network in common. Raise it also if
+        all devices are on one host, but the placement sums on other hosts or in switches."""
         groups = self.groups_of
         places = [self.plan.placement_of(number) for number in range(len(groups))]
         for number, group in enumerate(groups):
@@ -136,15 +139,15 @@ class Scene:
 
     @property
     def served(self) -> bool:
-        """Whether a stage's state is at the server."""
+        """Whether the server keeps the state of any stage."""
         return any(place.served for place in self.plan.placements)
 
     def build(self, engine: Engine) -> None:
-        """Create everything that a step runs on. Raises ConfigError if hosts have no network in
-        common, or a tensor group does not fit them."""
+        """Create all resources, stages and links of a step. Raises ConfigError if hosts have no
+        network in common, or if a tensor group does not fit the hosts."""
         cluster = self.cluster
         self.engine = engine
-        self.switches: dict[str, Resource] = {}  # of all summing switches, by name
+        self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.server: Site | None = None
         if self.served:
@@ -162,18 +165,19 @@ class Scene:
             else:
                 self._build_stage(number)
         self.stage_at = {(stage.number, stage.replica): stage for stage in self.stages}
-        # (sender, receiver, direction) -> lane, if each replica is simulated separately
+        # if each replica is simulated separately: (sender, receiver, direction) -> lane
         self.lanes: dict[tuple[str, str, str], Lane] = {}
-        # (sender's stage, receiver's stage, direction) -> link, if replicas are one
+        # if the replicas of a stage are simulated as one: (sender's stage, receiver's stage,
+        # direction) -> link
         self.between = {} if self.apart else self._boundaries()
 
     def _served_hosts(self) -> list[tuple[int, Sequence[Host]]]:
-        """Return the number and hosts of each stage that the server serves."""
+        """Return, for each stage that the server serves, the stage's number and its hosts."""
         stages = enumerate(self.groups_of)
         return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
 
     def _server_nics(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
-        """Return the server's network cards over which each of the stage's hosts reaches it."""
+        """Return the server's network cards over which hosts of the stage reach the server."""
         number, hosts = stage
         if (tree := self._tree(number)) is not None:
             assert tree.node is not None
@@ -181,7 +185,7 @@ class Scene:
         return [self.cluster.common([host, node])[1] for host in hosts]
 
     def _tree(self, stage: int) -> SwitchTree | None:
-        """Return the tree of switches that sum a stage's gradients; None if no switch does."""
+        """Return the tree of switches that sum a stage's gradients; None if no switch sums them."""
         place = self.plan.placement_of(stage)
         if place.sum != "switch":
             return None
@@ -194,8 +198,8 @@ class Scene:
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
-        """Create the fan-in end between a stage's switches and its server. `workers`: the number of
-        workers that it waits for."""
+        """Create the fan-in end between a stage's switches and its server; None if the placement
+        has none. `workers`: the number of workers for which the end waits."""
         plan = self.plan.of_stage(stage)
         if not plan.placement.fans_in:
             return None
@@ -203,26 +207,27 @@ class Scene:
         return SimulatedFanIn(self.engine, f"stage {stage}", workers, block_pieces(plan, blocks))
 
     def _switch(self, name: str, capacity: float) -> Resource:
-        """Return a switch's resource, which all stages share that use the switch."""
+        """Return the resource of a switch with this name. All stages share the resource."""
         if name not in self.switches:
             self.switches[name] = self.engine.resource(name, capacity)
         return self.switches[name]
 
     def _build_stage(self, number: int) -> None:
-        """Create a stage whose equal workers are simulated as one."""
+        """Create a stage whose workers are simulated as one."""
         plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
         parallelism, mine = plan.parallelism, self.groups_of[number]
-        first = self.least[number]  # the least resources of any host set the pace
+        first = self.least[number]  # the host with the least resources sets the pace
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
-        # hosts are connected by a link; links of a switch tree are separate resources
+        # the slowest link between hosts also limits the card; links of a switch tree are resources
+        # of their own
         most = cluster.between(nics) if self._tree(number) is None else float("inf")
         if slowest is not None and most < slowest.total:
             slowest = slowest.model_copy(update={"rate": most, "count": 1})
         devices = Counter(self.slots_of[number]).values()  # per host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
         many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
-        # the slowest host's table applies, too
+        # the slowest host also sets the pace of computing
         tables = [constants.of_host(host.name) for host in mine]
         own = max(tables, key=lambda of: sum(of.table.values()))
         group = FlowGroup(
@@ -241,7 +246,7 @@ class Scene:
         self._add(fabric, number, self._end(number, many))
 
     def _build_replicas(self, number: int) -> None:
-        """Create the replicas of a stage separately."""
+        """Create the replicas of a stage, each as a stage of its own."""
         plan, slots = self.plan.of_stage(number), self.slots_of[number]
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
@@ -250,7 +255,7 @@ class Scene:
         across = self._across([nics[s] for s in slots[:: parallelism.tp] if s in nics])
         exchange = ReplicaExchange(self.engine, f"stage {number}", plan.placement.sum == "ring")
         self.exchanges.append(exchange)
-        # the host index at which each replica begins
+        # for each replica, the index of its first device's host
         at = slots[:: self._devices_of_replica]
         rates = tuple((nics[s].total if s in nics else 1.0) * self.constants.network for s in hosts)
         end = self._end(number, len(at))
@@ -267,7 +272,8 @@ class Scene:
                 tp,
                 parallelism.replicas,
                 beside=at.count(slot) * ranks,
-                server_share=parallelism.cp / parallelism.replicas,  # one of several replicas
+                # of the server's work, one replica's share
+                server_share=parallelism.cp / parallelism.replicas,
                 touch=own.touch,
                 rates=rates,
                 switches=switches,
@@ -295,7 +301,8 @@ class Scene:
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:
-        """Return the hosts by index, each with its network cards, memory and SSDs once."""
+        """Return the resources of each host that the plan uses, by the host's index. A host's
+        network cards, memory and SSDs exist once, and all its ranks share them."""
         found, named = dict[int, SharedHost](), Counter[str]()
         for slot in dict.fromkeys(itertools.chain.from_iterable(self.slots_of)):
             host = self.hosts[slot]
@@ -305,8 +312,8 @@ class Scene:
         return found
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
-        """Return the links between switches, and how many pairs of ranks with these network cards
-        use each."""
+        """Return the links between switches that connect ranks with these network cards and, for
+        each link, the number of pairs of ranks whose traffic uses it."""
         found = Counter[Resource]()
         for (a, n), (b, m) in itertools.permutations(Counter(nics).items(), 2):
             found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
@@ -321,10 +328,10 @@ class Scene:
         receiver, lane = self.stage_at[to.stage, to.replica], None
         if self.apart:
             key = stage.name, receiver.name, run.what
-            if key not in self.lanes:  # in the order of sending
+            if key not in self.lanes:  # a lane keeps activations in order
                 self.lanes[key] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
             lane = self.lanes[key]
-        # the first block after the boundary, in either direction
+        # the part that begins with the first block after the boundary, whatever the direction
         number, part = (to.stage, to.part) if run.what == FORWARD else (stage.number, run.part)
         nbytes = boundary_bytes(self.plan, self.model, self.cuts[number][part][0])
         self.engine.task(
@@ -338,8 +345,9 @@ class Scene:
     def _crossing(
         self, sender: SimulatedStage, receiver: SimulatedStage, what: str, nbytes: float
     ) -> Cost:
-        """Return the cost of `nbytes` that each device sends; if replicas are separate, the cost
-        from all devices of one replica to those of another."""
+        """Return the cost of sending `nbytes` from each device of a stage to the next stage. If
+        replicas are simulated separately, this is the cost of all devices of the sending replica
+        together."""
         if not self.apart:
             link = self.between.get((sender.number, receiver.number, what))
             return Cost(0.0) if link is None else Cost(nbytes, [(link[0], 1.0)], link[1])
@@ -358,20 +366,21 @@ class Scene:
         return Cost(nbytes, uses, max(nic.latency for nic in nics))
 
     def _boundaries(self) -> dict[tuple[int, int, str], tuple[Resource, float]]:
-        """Return (sender's stage, receiver's stage, direction) -> link and latency, for consecutive
-        stages on different hosts."""
+        """Return the links between consecutive stages on different hosts: (sender's stage,
+        receiver's stage, direction) -> link and latency."""
         found: dict[tuple[int, int, str], tuple[Resource, float]] = {}
         each, pp = len(self.slots_of[0]), self.plan.parallelism.pp
         pairs = [*itertools.pairwise(range(pp))]
         if self.plan.parallelism.virtual_stages > 1 and pp > 1:
-            pairs.append((pp - 1, 0))  # for the next part of the model
+            # the last stage sends to the next part of the model, on the first stage
+            pairs.append((pp - 1, 0))
         for here, there in pairs:
             hosts, a, b = self.hosts, self.slots_of[here][-1], self.slots_of[there][0]
             if a == b:
                 continue
             nics = self._nics([hosts[a], hosts[b]], "pp")
             rate = min(*(n.total for n in nics), self.cluster.between(nics))
-            flows = self.stages[0].fabric.group.ranks  # parallel transfers of each host
+            flows = self.stages[0].fabric.group.ranks  # number of parallel transfers of each host
             link = rate * self.constants.network / flows
             name, latency = f"between {there * each}", max(n.latency for n in nics)
             forth = self.engine.resource(f"{name} forth", link)
@@ -381,7 +390,7 @@ class Scene:
         return found
 
     def _slot(self, stage: SimulatedStage) -> int:
-        """Return the index of the host at which a replica begins."""
+        """Return the index of the host of a replica's first device."""
         return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
 
     @property
@@ -389,7 +398,8 @@ class Scene:
         return self.plan.parallelism.tp * self.plan.parallelism.cp
 
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
-        """Return the network card of each host that a group uses."""
+        """Return the network card that the ranks of `group` use on each host; none if there is a
+        single host without network cards."""
         kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:
@@ -410,7 +420,8 @@ class Scene:
     def bound(self) -> float:
         """Return a lower bound for the seconds of a step."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
-        # the first micro-batch passes all stages before this one, and the last one returns
+        # the first micro-batch passes all previous stages before it arrives at this stage, and the
+        # last micro-batch passes them on its way back
         for number in range(self.plan.parallelism.pp):
             own = [stage for stage in self.stages if stage.number == number]
             bounds += [before + stage.passes * stage.pass_s for stage in own]
@@ -418,8 +429,9 @@ class Scene:
         return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
-        """Return the power of all hosts and devices that the plan uses: idle power, and more by
-        their busy fraction."""
+        """Return the power in watts of all hosts and devices that the plan uses. Each draws its
+        idle power and, in proportion to the fraction of time in which it is busy, more power up to
+        its peak."""
         total, n = 0.0, max(1, len(self.stages))
         for stage in self.stages:
             device, site = stage.device, stage.fabric.site
@@ -445,7 +457,7 @@ class Scene:
             exchange.check()
 
     def price_per_s(self) -> float:
-        """Return the price of the hosts that the plan uses, per second."""
+        """Return the price per second of the hosts that the plan uses."""
         hosts = [*self.used_hosts]
         if self.uses_spares:
             hosts += [host for host in self.cluster.spares for _ in range(host.count)]
@@ -453,16 +465,16 @@ class Scene:
 
 
 def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
-    """Return the bytes of a micro-batch between two devices of consecutive stages, in one
-    direction."""
+    """Return the bytes that a device sends to a device of the next stage for a micro-batch;
+    backward, the same number of bytes returns. `following`: the first block after the boundary."""
     samples = plan.micro_batch / plan.parallelism.cp
     if model.hidden:
         return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
-    # blocks have different widths; shapes count 2 bytes an element
+    # blocks have different widths; shapes count 2 bytes per element
     return plan.sizes.activation_bytes / 2 * (following.input + following.passing) * samples
 
 
 def _watts(of: Host | Device, share: float) -> float:
-    """Return the power of a host or device at a busy fraction `share`; without `peak_watts` always
-    the idle power."""
+    """Return the power of a host or device that is busy for the fraction `share` of the time.
+    Without `peak_watts`, this is the idle power."""
     return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

@@ -1,12 +1,12 @@
-"""Simulate the fan-in of one stage with the state machine of its end, which decides when a chunk is
-sent to all workers, when a gradient may be sent, and what its server receives.
+"""Simulate the fan-in of one stage with the state machine of the fan-in end. This machine decides
+when a chunk is sent to all workers, when workers may send a gradient, and what the server receives.
 
     FanInStateMachine -> Up, Broadcast, Grant, SendMaxima, PushRound: each becomes messages and
     packet streams with the costs of fan_in_costs.py
 
 Each direction is one stream, whose packets are sent in the order of their sequence numbers. No
-packet is lost. A worker that is so late that others continue without it is served over TCP, as in a
-real run.
+packet is lost. As in a real run, if a worker is so late that the other workers continue without it,
+the late worker is served over TCP.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from roadtrain.switch.protocol.fan_in import (
     Tick,
 )
 
-# an end's buffers, if its server has memory to spare: for chunks to send, and for sums
+# number of an end's buffers for chunks to send, and for sums; the server has enough memory for them
 COPIES, SUMS = 6, 6
 TICK_S = 0.25  # seconds between checks for late workers, while a worker waits for others
 
 
-# packets with consecutive sequence numbers: a function that sends them, once they are ready
+# packets with consecutive sequence numbers: empty until they are ready, then a function that sends
+# them
 PacketRun = list[Then]
 
 
 class NumberedStream:
-    """Sends packets in the order of their sequence numbers, whichever are ready first."""
+    """A stream that sends packets in the order of their sequence numbers, even if later packets are
+    ready first."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        # runs that are not sent yet, in order; the first is not ready
+        # runs that are not sent yet, in order; the first of them is not ready
         self.runs: deque[PacketRun] = deque()
 
     def next(self) -> PacketRun:
@@ -69,17 +71,24 @@ class NumberedStream:
 
 
 class SimulatedFanIn:
+    """The fan-in end of one stage on the virtual clock. `blocks`: the division of the stage's
+    blocks into chunks."""
+
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
         self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)
-        self.members: list[SimulatedFanInLink] = []  # one per worker, or one for all workers
+        # one link per worker, or a single link for all workers
+        self.members: list[SimulatedFanInLink] = []
         self.up = NumberedStream(engine.lane(f"{name} up"))
         self.down = engine.lane(f"{name} down")
-        # ticket of the end -> members whose server has not answered; never 0
+        # ticket of a pull by the end -> number of members whose server has not answered (at least
+        # 1)
         self.unanswered: dict[int, int] = {}
-        # chunk -> for each worker, callbacks for its next gradients to reach the server, in order
+        # chunk -> for each worker, callbacks in order, each for when one of its gradients has
+        # reached the server
         self.pushed: dict[int, list[deque[Then]]] = {}
-        self.granted: dict[tuple[int, int], frozenset[int]] = {}  # round -> workers that take part
+        # (chunk, round) -> the workers that take part in the round
+        self.granted: dict[tuple[int, int], frozenset[int]] = {}
         self.tick_pending = False  # whether a check for late workers is scheduled
 
     @property
@@ -97,7 +106,7 @@ class SimulatedFanIn:
         self._send([replace(pull, worker=worker) for worker in self._workers(member)])
 
     def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Announce a gradient. `then`: called when the server has it."""
+        """Announce a gradient. `then` is called when the server has received the gradient."""
         waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
         waiting[self._workers(member)[0]].append(then)
         self._send([Announce(chunk, fresh, worker) for worker in self._workers(member)])
@@ -110,24 +119,26 @@ class SimulatedFanIn:
         self._send([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
-        """Count the answer of one member's server to a pull."""
+        """Count an answer of a member's server to a pull. The answer is complete when all members'
+        servers have answered."""
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
             self._handle(m.Pulled(ticket, 0))
 
     def _workers(self, member: int) -> range:
-        """Return the workers that a member stands for."""
+        """Return the workers that a member represents."""
         if len(self.members) == self.workers:
             return range(member, member + 1)
         assert len(self.members) == 1
         return range(self.workers)
 
     def _send(self, events: Sequence[FanInEvent]) -> None:
-        """Send a message of each worker to the end."""
+        """Send messages, one of each worker, to the end."""
 
         def arrived() -> None:
-            if len(self.members) > 1:  # otherwise all workers are simultaneous
+            # with a single member, all workers send at the same time, so none is late
+            if len(self.members) > 1:
                 self._handle(Tick(self.engine.now))
             for event in events:
                 self._handle(event)
@@ -168,8 +179,8 @@ class SimulatedFanIn:
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
-        """Send a message to each member's part of the server. There, members count as one worker,
-        whose gradient is complete when it arrives, so Close is not needed."""
+        """Send a message to each member's part of the server. Each part counts all members as a
+        single worker, whose gradient is complete when it arrives, so Close is not sent."""
         if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
@@ -199,7 +210,8 @@ class SimulatedFanIn:
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
 
     def _granted(self, action: Grant) -> None:
-        """Let all workers send exponents once they know; with a fixed scale there are none."""
+        """Let all workers send their exponents after they have received the grant. With a fixed
+        scale there are no exponents, and their stream costs nothing."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
         arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
@@ -216,8 +228,8 @@ class SimulatedFanIn:
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
     def _push(self, action: PushRound) -> None:
-        """Give the server the sum: for each member its part, if it has a gradient in it. Later
-        actions follow it; the buffer is free once it is copied."""
+        """Give the sum to the server. The server receives it at once, because later actions rely on
+        this order; the sum's buffer is free after the time of copying."""
         announced = self.granted.pop((action.chunk, action.round))
         waiting = self.pushed[action.chunk]
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
@@ -232,14 +244,15 @@ class SimulatedFanIn:
         return [member.costs for member in self.members]
 
     def _packets(self, chunk: int) -> tuple[int, int]:
-        """Return the packets of a chunk's exponents and of its gradient."""
+        """Return the number of packets of a chunk's exponents, and of its gradient."""
         params, costs = self.blocks.params_of(chunk), self._costs[0]
         return costs.exponent_packets(params), costs.gradient_packets(params)
 
     # actions that take time
 
     def _stream(self, stage: str, costs: Sequence[Cost], lane: Lane, then: Then) -> None:
-        """Send packets to or from all workers. `then`: called when the last one has arrived."""
+        """Send packets to or from all workers. `then` is called when the last packet has
+        arrived."""
         cost = joined(costs)._replace(max_rate=costs[0].max_rate)
         if not cost.work:
             then()
@@ -259,11 +272,12 @@ class SimulatedFanIn:
 
 
 class SimulatedFanInLink:
-    """The link of one worker, or of all equal workers, to the server through switches.
+    """The link through switches to the server, from one worker or from all workers that are
+    simulated as one.
 
-    `server`: this worker's part of the server's work. `pulled`: called with the ticket of an
-    answered pull. `settled`: called with a step when all updates requested in it have reached the
-    server.
+    `server` does this worker's part of the server's work. `pulled` is called with the ticket of
+    each answered pull. `settled` is called with a step's number when all updates that the step
+    requested have reached the server.
     """
 
     def __init__(
@@ -277,17 +291,18 @@ class SimulatedFanInLink:
         self.end, self.costs, self.server = end, costs, server
         self.pulled, self._settled = pulled, settled
         self.number = end.join(self)
-        # step -> updates that were requested and have not reached the server; never 0
+        # step -> number of requested updates that have not reached the server (at least 1)
         self.pending: Counter[int] = Counter()
-        self.requested = 0  # last step whose updates were all requested
-        # messages about gradients of steps after `requested` + 1, in order
+        self.requested = 0  # the last step whose updates have all been requested
+        # (step, function that sends a message about a gradient of this step), in order; each step
+        # is later than `requested` + 1
         self.early: deque[tuple[int, Then]] = deque()
 
     def pull(self, pull: m.Pull) -> None:
         self.end.pull(self.number, pull)
 
     def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Push a gradient. `then`: called when the server has it."""
+        """Push a gradient. `then` is called when the server has received the gradient."""
         self._in_order(step, partial(self.end.announce, self.number, chunk, fresh, then))
 
     def close(self, step: int, chunk: int) -> None:
@@ -299,14 +314,15 @@ class SimulatedFanInLink:
         self._in_order(update.step, partial(self.end.ask_update, self.number, update))
 
     def all_asked(self, step: int) -> None:
-        """Note that all updates of a step are requested, and send messages of the next step."""
+        """Note that all updates of a step have been requested, and send the waiting messages of the
+        next step."""
         self.requested = step
         while self.early and self.early[0][0] <= step + 1:
             self.early.popleft()[1]()
 
     def _in_order(self, step: int, send: Then) -> None:
-        """Send a message about a gradient only after the updates of the step before are
-        requested."""
+        """Send a message about a gradient of `step`, but only after all updates of the previous
+        step have been requested."""
         if step <= self.requested + 1:
             send()
         else:

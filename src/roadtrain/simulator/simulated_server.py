@@ -1,10 +1,8 @@
 """Simulate one stage's server with the state machines of real servers.
 
-    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task with the
-    cost that fabric.py computes
-    CommitStateMachine -> EndStep, Commit: when a step is committed
-
-Equal servers are simulated as one. Gradients have no values: they are None.
+ServerStateMachine returns the actions Answer, Hold, Read, Update, Write and Prepare; each becomes a
+task with the cost that fabric.py computes. CommitStateMachine decides when a step is committed.
+Equal servers are simulated as one server. Gradients have no values: they are None.
 """
 
 from __future__ import annotations
@@ -26,19 +24,20 @@ from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.simulator.engine import Cost, Engine, Lane, Task, Then
 from roadtrain.simulator.fabric import Fabric
 
-SMALLEST = 8 << 20  # parameters of a piece, if a block has several
-ROW_BYTES = 2  # bytes of an element of a row that is looked up (config/models.py)
+SMALLEST = 8 << 20  # the least number of parameters of a piece, if a block has several pieces
+ROW_BYTES = 2  # bytes of each element of a row that a block looks up (config/models.py)
 
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """The division of blocks into chunks: `pieces` per block, so that its transfers, reads and
-    updates follow each other as chunks do. Chunks are numbered block by block."""
+    """The division of blocks into chunks. Each block has the same number of chunks, `pieces`, so
+    that transfers, reads and updates of a block overlap as those of real chunks do. Chunks are
+    numbered block by block."""
 
     pieces: int
-    params: Sequence[float]  # of each block, that are transferred
-    updated: Sequence[float]  # of each block, whose state is here
-    rows: Sequence[float]  # of each block, elements of tables that a step reads and updates
+    params: Sequence[float]  # for each block, the parameters that are transferred
+    updated: Sequence[float]  # for each block, the parameters whose state is at this server
+    rows: Sequence[float]  # for each block, the elements of tables that a step reads and updates
 
     @property
     def chunks(self) -> int:
@@ -58,14 +57,14 @@ class BlockPieces:
         return (self.updated[block] + self.rows[block]) / self.pieces
 
     def state_of(self, chunk: int) -> float:
-        """Return the parameters of a chunk whose state is read and written."""
+        """Return the number of parameters of a chunk whose state an update reads and writes."""
         block = chunk // self.pieces
         return (self.params[block] + self.rows[block]) / self.pieces
 
 
 def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
     parallelism = plan.parallelism
-    # ranks that sum an expert, and ranks that sum everything else
+    # number of ranks that sum an expert's gradients, and that sum all other gradients
     e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
     summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
     here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
@@ -81,8 +80,9 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Return the elements of a block's tables that a step's samples use, counted like `updated`:
-    each device has its own part of the tables, regardless of where other state is."""
+    """Return the elements of a block's tables that a step's samples use, as parameters of one
+    device like `updated`. Every device has a part of the tables, wherever the placement keeps other
+    state."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -90,26 +90,32 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 
 class SimulatedServer:
+    """The server of one stage, or one replica's part of the server's work, on the virtual clock."""
+
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
     ) -> None:
         self.engine, self.fabric, self.blocks, self.name = engine, fabric, blocks, name
-        self.fetches = fetches  # runs answers one after the other; None: they run concurrently
+        # a lane that sends one answer at a time; if None, answers are sent concurrently
+        self.fetches = fetches
         self.updates = engine.lane(f"{name} updates")
         self.disk = DeviceQueue(limit=fabric.depth)
         self.commits = CommitStateMachine([0], 0)
-        # chunk -> its transfer from a processor in an SSD to memory, after its last update
+        # chunk -> the transfer of its parameters from a processor in an SSD to memory after its
+        # last update
         self.upstream: dict[int, Task] = {}
-        self.inbox: deque[m.Event] = deque()  # events that wait for the current one
+        self.inbox: deque[m.Event] = deque()  # events that wait until the current event is handled
         self.busy = False
-        self.pulled: Callable[[int], None]  # set by the stage: a pull with this ticket is answered
-        self.held: Then  # set by the stage: one more gradient is held
+        # set by the stage; called with the ticket of each answered pull
+        self.pulled: Callable[[int], None]
+        self.held: Then  # set by the stage; called when a gradient is held
 
     @cached_property
     def machine(self) -> ServerStateMachine:
-        """The state machine, created for the first step, because bounds do not need it."""
+        """The server's state machine. It is created only in the first step, because
+        `SimulatedStage.bound` does not need it."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
-        # the first chunks are kept, because the next forward needs them first
+        # the first chunks stay in memory, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)
         weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
 
@@ -135,11 +141,12 @@ class SimulatedServer:
 
     @property
     def holding(self) -> bool:
-        """Whether a gradient is still being transferred to where it is held."""
+        """Whether any gradient is still on its way to the memory or SSD that holds it."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
     def handle(self, event: m.Event) -> None:
-        """Pass an event to the server's state machine, one at a time."""
+        """Pass an event to the server's state machine, after the events that it is still
+        handling."""
         self.inbox.append(event)
         if self.busy:
             return
@@ -150,7 +157,7 @@ class SimulatedServer:
         self.busy = False
 
     def end_step(self, step: int) -> None:
-        """End a step after its last update."""
+        """End a step, whose updates must all have been requested."""
         self._send(self.commits.end_step(step))
         self._send(self.commits.blob(step, None))
 
@@ -211,7 +218,7 @@ class SimulatedServer:
 
     def _updated(self, update: m.Update) -> None:
         up = self.fabric.upstream(self.blocks.params_of(update.chunk))
-        if up.uses:  # immediately, so that the next step finds it in memory
+        if up.uses:  # move the parameters at once, so that the next step finds them in memory
             self.upstream[update.chunk] = self._cost("Fetch", up, None)
         self._done(update)
 
@@ -231,7 +238,7 @@ class SimulatedServer:
         )
 
     def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
-        """Run a task in the order of the device's queue; immediately if no data is on files."""
+        """Run a task when the queue of the SSDs admits it; at once if the task uses no SSD."""
         if not cost.uses:
             self._cost(stage, cost, then)
             return

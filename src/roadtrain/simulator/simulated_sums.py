@@ -1,8 +1,9 @@
-"""Simulate the summation service with its real state machines: membership decides which host sums
-how much, reducers decide when a sum is complete.
+"""Simulate the summation service with its real state machines. The machine of the membership
+decides which host sums how much; the machines of the reducers decide when a sum is complete.
 
-A chunk is a single part here. Links carry the traffic of many small parts in flight, computed in
-closed form (sums/protocol/shares.py). Equal hosts send at the same time.
+In the simulation, a chunk is a single part. The traffic on the links is nevertheless that of many
+small parts in flight; it is computed in closed form (sums/protocol/shares.py). Equal hosts send at
+the same time.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ from roadtrain.sums.protocol.part_map import Map
 from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
 from roadtrain.sums.protocol.shares import busiest
 
-FORMAT = "fp32"  # format of parts; only needs to be equal for all workers here
+FORMAT = "fp32"  # format of parts; the simulation only needs the same format for all workers
 
 
 class SimulatedSums:
-    """The summation service of one stage's worker hosts and the spare hosts. `separate`: only spare
-    hosts sum."""
+    """The summation service on one stage's worker hosts and on the spare hosts. If `separate` is
+    true, only the spare hosts sum."""
 
     def __init__(
         self, rates: Sequence[float], spares: Sequence[float], *, separate: bool = False
     ) -> None:
-        self.rates = tuple(rates)  # of the worker hosts' links, bytes a second
+        self.rates = tuple(rates)  # rates of the worker hosts' links in bytes/s
         self.workers = len(rates)
         self.coordinator = MembershipStateMachine(self.workers, ())
-        # tensor -> last round that all have begun; between steps its sum is complete
+        # tensor -> the last round that all workers have begun; between steps, its sum is complete
         self.rounds: dict[int, int] = {}
-        self.reducers: dict[int, ReducerStateMachine] = {}  # created for their first part
+        # each is created when its first part arrives
+        self.reducers: dict[int, ReducerStateMachine] = {}
         self.map = Map(rates, (), separate=separate)
         self.exchange = self._exchange()
         for number, rate in enumerate(spares, self.workers):
             self._agree(self.coordinator.offered(f"spare {number}", rate))
 
     def leave(self, reducer: int) -> None:
-        """Remove a spare host, between steps."""
+        """Remove a spare host. May only be called between steps."""
         self._agree(self.coordinator.remove(reducer))
 
     def pushed(self, tensor: int, elements: int) -> list[PartRound]:
-        """Deliver the parts of all hosts, and return the rounds that this completes."""
+        """Deliver the parts of all worker hosts for the tensor's next round, and return the
+        completed rounds."""
         number = self.rounds[tensor] = self.rounds.get(tensor, 0) + 1
         [reducer] = self.map.reducers(tensor, 1, number)
         machine = self.reducers.setdefault(reducer, ReducerStateMachine(self.workers))
@@ -55,8 +58,8 @@ class SimulatedSums:
         return [done for done in rounds if done is not None]
 
     def _agree(self, actions: Sequence[MembershipAction]) -> None:
-        """Deliver the coordinator's messages to every worker, and the answers to the
-        coordinator."""
+        """Deliver the coordinator's messages to every worker, and the workers' answers to the
+        coordinator, until no message is left."""
         rounds = {tensor: (number, True) for tensor, number in self.rounds.items()}
         queue = deque(actions)
         while queue:
@@ -69,8 +72,8 @@ class SimulatedSums:
         self.exchange = self._exchange()
 
     def _exchange(self) -> float:
-        """Return the bytes that the first host's network card carries, in each direction, per byte
-        that all hosts sum."""
+        """Return how many bytes the first host's network card carries in each direction for each
+        byte that all hosts sum."""
         spares, shares = list(self.map.spares.values()), list(self.map.shares.values())
         return busiest(self.rates, spares, shares) * self.rates[0]
 

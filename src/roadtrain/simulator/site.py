@@ -1,7 +1,7 @@
 """The resources of hosts and of summing switches, and the ranks of a pipeline stage on such hosts.
 
-Equal hosts are simulated as one *site* with a multiplicity: what each of `hosts` sites sends to one
-server counts `hosts` times there.
+Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
+to a server counts `hosts` times at the server.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Uses
 
-BATCH = 44  # packets (64 KiB) that a switch on a machine receives before it sends them on
-BEAT_S = 0.01  # longest time between two acknowledging heartbeats while packets arrive
+# number of packets (64 KiB in total) that a switch on a machine receives before it forwards them
+BATCH = 44
+# the longest time between two heartbeats, which acknowledge packets, while packets arrive
+BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host of a kind. Device resources are those of one device, since all do
-    the same."""
+    """The resources of one host, which represents all hosts of its kind. Its device resources are
+    those of one device, because all devices of the host do the same."""
 
     def __init__(
         self,
@@ -33,8 +35,8 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """`resource`: returns a resource by name, if sites share it; None: each site has its
-        own."""
+        """If sites share resources, `resource` returns the resource with a name and a capacity. If
+        None, this site creates its own resources."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -46,7 +48,7 @@ class Site:
         self.latency = nic.latency if nic is not None else 0.0
         self.memory = resource("memory", host.memory_rate)
         self.updates, self.sums = resource("updates", host.updates), resource("sums", host.sums)
-        # shared by computing and updates, if CPUs compute
+        # if CPUs compute: the CPUs, which computing and updates share
         self.cores: Resource | None = None
         if host.device is not None:
             if host.device.is_host:
@@ -67,8 +69,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the resource uses of a byte from the SSDs to host memory, or to processors in the
-        SSDs."""
+        """Return the resource uses of a byte read from the SSDs to host memory or, if `beside`, to
+        the processors in the SSDs."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -78,12 +80,12 @@ class Site:
 
 
 class SwitchResources:
-    """The resources of the switches of one tree, each created once. `packets`: the plan's packets.
+    """The resources of the switches of one tree. `packets`: the plan's settings for packets.
 
-    Upwards, each link carries one sum; downwards, one copy of the parameters. A switch of the
-    network is on the path of its packets. A machine beside it (`rate`) receives each child's
-    packets and sends one copy to each child over its own network card, unless the network makes the
-    copies.
+    Upwards, each link carries one sum; downwards, each link carries one copy of the parameters. A
+    switch of the network is on the path of its packets. A switch with a `rate` is a machine beside
+    the network: it receives the packets of each child over its own network card, and sends a copy
+    to each child unless the network makes the copies.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class SwitchResources:
         packets: SwitchPackets,
         constants: Constants,
     ) -> None:
-        """`resource`: returns the resource with this name and capacity, creating it once."""
+        """`resource`: returns the resource with a name and a capacity; it creates each resource
+        only once."""
         self.tree, self.packets = tree, packets
-        self.up, self.down = Uses(), Uses()  # per byte on the wire that every worker sends or gets
+        # resource uses of a byte on the wire that every worker sends (up) or receives (down)
+        self.up, self.down = Uses(), Uses()
         for name, parent in tree.parents.items():
             rate = tree.links[name].rate * constants.network
             self.up.append((resource(f"{name} to {parent} link", rate), 1.0))
@@ -115,7 +119,7 @@ class SwitchResources:
                 self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
 
     def on_wire(self, nbytes: float) -> float:
-        """Return the bytes that links carry for `nbytes` of data, in whole packets."""
+        """Return the bytes of the packets, including their headers, that carry `nbytes` of data."""
         return float(self.packets_of(nbytes) * self.packet_nbytes)
 
     def packets_of(self, nbytes: float) -> int:
@@ -123,20 +127,20 @@ class SwitchResources:
         return int(-(-nbytes // self.packets.payload))
 
     def latency(self, rate: float) -> float:
-        """Return the one-way latency in seconds over links of `rate` bytes a second; switches on
-        machines forward whole batches."""
+        """Return the one-way latency in seconds over links of `rate` bytes/s. A switch on a machine
+        adds the time in which it receives a batch of packets."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
         batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
-        """Return the seconds until arrival is acknowledged: after a quarter of a window, at most
-        BEAT_S, but not before a packet has arrived."""
+        """Return the seconds from one heartbeat to the next. A heartbeat is sent when a quarter of
+        a window has arrived, after at most BEAT_S, but not before a packet has arrived."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
-        """Return the bytes a second on the wire that a window of packets allows: it moves on when a
-        heartbeat acknowledges packets."""
+        """Return the rate in bytes/s on the wire that a window of packets allows. The window only
+        advances when a heartbeat acknowledges packets."""
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
@@ -148,18 +152,21 @@ class SwitchResources:
 
 @dataclass(frozen=True)
 class FlowGroup:
-    """The ranks of one pipeline stage that have the same parameters.
+    """The data-parallel ranks of one pipeline stage, which all have the same parameters.
 
     Attributes:
-        server: The server with the stage's state, if there is one.
-        hosts: Number of hosts.
-        ranks: Ranks on each host (the most, if hosts differ), each with `tp` devices there.
-        replicas: Ranks of the group in total.
-        beside: Ranks of the group on this host, including those whose costs are not counted.
-        server_share: This task's part of work that the server does once for all hosts.
+        server: The server that keeps the stage's state; None if none does.
+        hosts: Number of hosts of the group.
+        ranks: Number of ranks on each host (on the fullest host, if hosts differ), each with `tp`
+            devices of the host.
+        replicas: Number of ranks of the group on all hosts together.
+        beside: Number of ranks of the group on the site's host, including ranks that are simulated
+            by other tasks.
+        server_share: The fraction that this group's tasks count of the work that the server does
+            once for all hosts.
         touch: CPU seconds per byte that enters or leaves a host.
-        rates: Rate of each host's network card.
-        switches: The switches that sum what the hosts send.
+        rates: The usable rate of each host's network card.
+        switches: The switches that sum the gradients of the hosts, if any do.
     """
 
     site: Site
@@ -184,21 +191,24 @@ class FlowGroup:
 
     @property
     def card(self) -> float:
-        """How often a byte that a host sends once for all its ranks crosses its network card in one
-        task."""
+        """The number of bytes that cross the host's network card in one task of this group, for
+        each byte that the host sends once for all of its ranks."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:
-        """Return how much of a byte between each host and the server crosses the server's card for
-        one task. `once`: a switch sums it, or copies it to all hosts."""
+        """Return how many bytes cross the server's network card in one task, for each byte that
+        each host sends to the server or receives from it. If `once` is true, a switch sums the
+        bytes of all hosts, or copies one byte to all hosts."""
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
-        """Return the resource uses of a byte between the ranks of this host."""
+        """Return the resource uses of a byte that is exchanged among the group's ranks on this
+        host; none if there is a single rank."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
-        """Return the CPU use of a byte that enters or leaves the host `crossings` times."""
+        """Return the use of CPUs for a byte that enters or leaves the host `crossings` times; none
+        if devices other than CPUs compute."""
         if self.site.cores is None or not self.touch:
             return []
         return [(self.site.cores, crossings * self.touch)]

@@ -1,13 +1,15 @@
-"""Simulate one pipeline stage's workers with the state machines of real workers.
+"""Simulate the workers of one pipeline stage with the state machines of real workers.
 
-    StageStateMachine -> next micro-batch, forward or backward
-    Prefetcher        -> Pull       what a block needs, ahead of time
-    RelayStateMachine -> Give       if a network card communicates for the worker
-    simulated_sums.py, simulated_server.py  sums, updates and commits
+    StageStateMachine    decides which micro-batch runs next, forward or backward
+    Prefetcher           pulls the parameters of blocks before they are needed
+    RelayStateMachine    passes messages on, if a network card communicates for the worker
 
-Equal workers are simulated as one. If all parameters stay on the device, each forward and backward
-of a step except the first forward and the last backward runs as a single task, unless it needs rows
-of tables from other devices. Gradients have no values: they are None.
+simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
+
+Equal workers are simulated as one worker. Usually, each block of a forward or backward is a task.
+If all parameters stay on the device, a forward or backward is a single task, with two exceptions:
+the first forward and the last backward of a step, and passes that need rows of tables from other
+devices. Gradients have no values: they are None.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from roadtrain.stages.protocol.pipeline import (
 
 
 class SimulatedStage:
+    """The workers of one pipeline stage, or one of its replicas, on the virtual clock. `send` is
+    called after each run, with the stage and the run, to send the run's output."""
+
     def __init__(
         self,
         engine: Engine,
@@ -50,8 +55,9 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the fan-in end of switches before the stage's server. `rank`: the replica's
-        position, if replicas are simulated separately."""
+        """`end`: the simulated fan-in between switches and the stage's server; None if no switches
+        send to the server. `rank`: the position of this replica; None if all replicas are simulated
+        as one."""
         plan, device = fabric.plan, fabric.site.host.device
         assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
@@ -62,7 +68,8 @@ class SimulatedStage:
         self.engine, self.fabric, self.plan, self.device = engine, fabric, plan, device
         self.number, self.name = number, name
         self.send = send  # passes the output of a run to the stage that needs it
-        # the blocks of all its parts of the model, and each part's range of them
+        # the blocks of all parts of the model that this stage has, and the range of each part's
+        # blocks
         self.blocks = [block for part in parts for block in part]
         ends = itertools.accumulate(map(len, parts), initial=0)
         self.spans = [range(begin, stop) for begin, stop in itertools.pairwise(ends)]
@@ -71,7 +78,8 @@ class SimulatedStage:
         self.times = block_times(fabric, self.blocks, device)
         self.pieces = block_pieces(plan, self.blocks)
         self._place_blocks()
-        # lanes of transfers that run one after the other: collectives on a stream, a server's links
+        # lanes of transfers that run one at a time: the collectives of a stream, or a server's
+        # links
         self.lanes: dict[str, Lane] = {}
         if rank is not None and plan.placement.sum == "ring":
             self.lanes = {"Fetch": engine.lane(f"{name} fetch")}
@@ -94,28 +102,33 @@ class SimulatedStage:
                 end, fabric.fan_in, self.server, self._pulled, self._settled
             )
 
-        self.machine: StageStateMachine | None = None  # of the current step
+        self.machine: StageStateMachine | None = None  # the state machine of the current step
         self.run: RunBlocks | None = None  # the run on the device
-        self.todo: deque[int] = deque()  # blocks of the run that have not begun, in order
+        self.todo: deque[int] = deque()  # blocks of the run that have not begun, in their order
         self.next: int | None = None  # the block that the device waits for
         self.tickets = itertools.count(1)
-        self.pulls: dict[int, tuple[int, int]] = {}  # ticket -> (block, slot) to fill
+        # ticket of a pull -> the (block, slot) that it fills
+        self.pulls: dict[int, tuple[int, int]] = {}
         self.coming: dict[int, int] = {}  # block -> number of its chunks in flight
-        self.version = [0] * len(self.blocks)  # version that each block's next pull needs
+        # the version that the next pull of each block requests
+        self.version = [0] * len(self.blocks)
         self.step = 0  # the current step
         self.fresh = [True] * len(self.blocks)  # whether a block's next push is a step's first
         self.pushing: dict[int, int] = {}  # step -> number of its gradients in flight
-        self.computed: set[int] = set()  # steps that are computed and not in `requested`
-        self.requested: set[int] = set()  # steps with all updates requested that have not ended
-        self.later: list[tuple[int, RunBlocks]] = []  # gradients to push after backward
-        self.ends: list[float] = []  # for each step, the second when all updates were requested
+        self.computed: set[int] = set()  # steps that are computed, but not yet in `requested`
+        # steps whose updates have all been requested, but which have not ended
+        self.requested: set[int] = set()
+        # gradients to push after the last backward of the step
+        self.later: list[tuple[int, RunBlocks]] = []
+        # for each step, the time at which all of its updates were requested
+        self.ends: list[float] = []
         self.pool = f"{name} device"
         self.saved = [saved_bytes(plan, part) * plan.framework.fragmentation for part in parts]
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
-        """Assign blocks to slots of the device: layers share slots; blocks before and after the
-        layers have their own slots and are pulled once a step."""
+        """Assign blocks to slots of the device. Layers share slots; each block before or after the
+        layers has a slot of its own, and is pulled once per step."""
         plan, n = self.plan, len(self.blocks)
         every = not plan.memory.root
         layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]
@@ -127,8 +140,8 @@ class SimulatedStage:
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> float:
-        """Return a lower bound for the seconds of a step: each resource's bytes over its capacity,
-        and the device's time, without waiting."""
+        """Return a lower bound for the seconds of a step: the largest of the device's computing
+        time and, for each resource, the bytes that use it divided by its capacity."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -155,8 +168,9 @@ class SimulatedStage:
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Return the least parameters that a pass through all parts fetches, except each part's
-        first pass: the largest `stay` blocks of a part may still be here."""
+        """Return the least number of parameters that a pass through all parts fetches, if it is not
+        the first pass of the step. The largest `stay` blocks of each part may still be on the
+        device."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
@@ -170,22 +184,24 @@ class SimulatedStage:
 
     @property
     def passes(self) -> int:
-        """Number of micro-batches that run here in a step."""
+        """Number of micro-batches that this stage runs in a step."""
         return len(self.shape.own)
 
     @property
     def pass_s(self) -> float:
-        """Seconds of computing for a micro-batch, forward and backward."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch."""
         blocks = range(len(self.blocks))
         return sum(self._of(i, what) for i in blocks for what in (FORWARD, BACKWARD))
 
     @property
     def first_s(self) -> float:
-        """Seconds of computing for a micro-batch in the stage's first part."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch in its
+        first part."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:
-        """Account for fixed memory; activations are added and removed later."""
+        """Count the memory that is in use throughout a step. Activations are added and removed
+        while the step runs."""
         plan, group, framework = self.plan, self.fabric.group, self.plan.framework
         held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
         self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
@@ -213,7 +229,7 @@ class SimulatedStage:
             inner = run.micro != self.replica if run.what == FORWARD else not run.last
             whole = inner and not self.plan.placement.streamed
             if whole and not any(self._rows_travel(block) for block in order):
-                # all parameters are here, and nothing is pushed
+                # all parameters are on the device, and this run pushes no gradient
                 self.todo.clear()
                 self._compute(sum(self._of(i, run.what) for i in order), self._run_ended)
             else:
@@ -221,8 +237,8 @@ class SimulatedStage:
 
     def _of(self, block: int, what: str) -> float:
         """Return the seconds of a block's forward or backward. With activation checkpointing, a
-        backward includes another forward, except for the output layer. Keys and values are passed
-        around again, together with their gradients."""
+        backward includes a second forward, except in the output layer. A backward passes keys and
+        values around again, together with their gradients."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
@@ -232,7 +248,8 @@ class SimulatedStage:
             again = 1.0
         elif shape.attention and plan.framework.selective:
             again = 0.5 if plan.framework.selective == "layers" else shape.again / shape.flops
-        whole = again if plan.framework.selective != "products" else 0.0  # "products" keeps sums
+        # with "products", sums are kept
+        whole = again if plan.framework.selective != "products" else 0.0
         both = self.fabric.constants.backward + again
         return forward * both + tensor * (1 + whole) + ring * (2 + whole)
 
@@ -243,7 +260,8 @@ class SimulatedStage:
         assert self.run is not None
         cores, cost = self.fabric.site.cores, Cost(seconds, max_rate=1.0)
         if cores is not None:
-            # in units of an update, so that computing and updates get equal shares
+            # work is in the unit of updates, so that computing and updates get equal shares of the
+            # CPUs
             rate = self.fabric.site.updates.capacity
             cost = Cost(seconds * rate, [(cores, 1.0 / rate)], max_rate=rate)
         self.engine.task(self.run.what, cost, lane=self.lane, then=then, where=self.name)
@@ -258,7 +276,7 @@ class SimulatedStage:
         self._use()
 
     def _use(self) -> None:
-        """Run the next block, once it is here."""
+        """Run the next block, if its parameters have arrived on the device."""
         block, run = self.next, self.run
         if block is None or run is None or self.prefetch[block].here(block) is None:
             return
@@ -305,7 +323,7 @@ class SimulatedStage:
             for block, pushed in later:
                 self._push(block, pushed)
             self.computed.add(self.step)
-            # nothing is held back: the next forward waits for its pulls
+            # the next step may begin at once: its forward waits for its pulls
             if self.plan.update_at == "gradient":
                 if self.link is not None:
                     self.link.all_asked(self.step)
@@ -346,7 +364,7 @@ class SimulatedStage:
         self._pulled(give.pull.ticket)
 
     def _answered(self, ticket: int) -> None:
-        """Handle the server's answer to a pull."""
+        """Handle the server's answer to the pull with this ticket."""
         if self.link is not None:
             self.link.end.answered(ticket)
         elif self.relay is not None:
@@ -374,7 +392,7 @@ class SimulatedStage:
         self._tax(self.fabric.push(params))
         fresh, self.fresh[block] = self.fresh[block], last
         if self.blocks[block].tables:
-            # gradients of rows are summed on this device until they are sent
+            # this device sums the gradients of rows until it sends them
             rows = self._rows(block, 1 if self.plan.placement.streamed else self.passes)
             cost = rows._replace(work=rows.work / pieces)
         for chunk in self.pieces.of_block(block):
@@ -395,8 +413,8 @@ class SimulatedStage:
             self._updated_in(block, self.step)
 
     def _link_of(self, block: int) -> SimulatedFanInLink | None:
-        """Return the link over which a block's gradients go to switches; rows of tables are sent
-        between devices instead."""
+        """Return the link that takes a block's gradients to switches. Return None for a block with
+        tables, because devices exchange the gradients of its rows directly."""
         return None if self.blocks[block].tables else self.link
 
     def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
@@ -411,16 +429,17 @@ class SimulatedStage:
         return ApplyUpdate(chunk, step, (), (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
-        """Return the number of replicas that push a gradient of the same round: their last one, or
-        their k-th."""
+        """Return the number of replicas that push a gradient in the same round as `run`. The last
+        gradients of all replicas are one round; otherwise the k-th gradients of all replicas are
+        round k."""
         if run.last:
             return self.width
         rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
         return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
-        """Handle a gradient that arrived where it is summed. Reducers decide when their sum is
-        complete."""
+        """Handle a gradient that arrived at the place where it is summed. With the summation
+        service, its reducers decide when the sum is complete."""
         if (sums := self.fabric.sums) is None:
             self._pushed(push, last, step)
             return
@@ -437,13 +456,13 @@ class SimulatedStage:
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
-        """Let the next pulls of the block request its next version."""
+        """Let the next pulls of the block request the version after the update of `step`."""
         self.version[block] = step
         self.prefetch[block].updated([block])
 
     def _end_step(self, step: int) -> None:
-        """End a step once all of it is computed and has arrived where it is summed, and the step
-        before has ended."""
+        """End a step if everything is computed, all gradients have arrived where they are summed,
+        and the previous step has ended."""
         if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":
@@ -468,7 +487,8 @@ class SimulatedStage:
             self.link.all_asked(step)
 
     def _settled(self, step: int) -> None:
-        """Tell the server that a step ends, once it has received all updates of the step."""
+        """Tell the server that a step has ended, if the server has received the requests for all
+        updates of the step."""
         if step in self.requested and (self.link is None or self.link.settled(step)):
             self.requested.remove(step)
             self.server.end_step(step)

@@ -1,5 +1,6 @@
-"""Speed of this rank: a short timing of its own segments of the model, forward and backward of one
-micro-batch, and the activation memory that each block keeps for its backward.
+"""Measure the speed of this rank: the time in which it runs one micro-batch forward and backward
+through its own segments of the model. Also measure the activation memory that each block keeps for
+its backward.
 
 Forward is timed per block, from the start of one block to the start of the next. Backward is timed
 as a whole and divided among the blocks in proportion to their forward times. The model's buffers,
@@ -31,34 +32,39 @@ from roadtrain.stages.stage_part import LossFunction
 # Note: the result is a mean over one second. A host may compute in bursts (a CPU quota is enforced
 # per 100 ms), and a shorter timing or a median would see only the fast part of a burst.
 TIMED_S = 1.0
-LEAST_PASSES, MOST_PASSES = 3, 200  # after two warm-up passes
+LEAST_PASSES, MOST_PASSES = 3, 200  # number of timed passes, after two warm-up passes
 LEAST_WEIGHT = 0.01  # the weight of a block without parameters
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Measurements of one rank. Seconds are for one micro-batch and a block of weight 1."""
+    """The measurements of one rank. Seconds are those of one micro-batch in a block of weight 1."""
 
     forward_s: float
     backward_s: float
-    before: float  # weight of the layers before the model's first block; 0 on other stages
-    after: float  # weight of the layers after the last block, and the loss; 0 on other stages
-    activation_bytes: Mapping[int, int]  # by block of this rank: kept from forward to backward
+    # weight of the layers before the model's first block; 0 if they are not on this rank
+    before: float
+    # weight of the layers after the last block and of the loss; 0 if they are not on this rank
+    after: float
+    # for each block of this rank, bytes that it keeps from forward to backward
+    activation_bytes: Mapping[int, int]
     before_bytes: int = 0
     after_bytes: int = 0
 
 
 @dataclass
 class _Pass:
-    """One timed forward and backward of all segments. Block -1 stands for the layers before the
-    model's first block, the number of blocks for the layers after the last. Anything else that a
-    stage computes before its blocks (masks, positions) counts for its first block."""
+    """One timed forward and backward of all segments. The block number -1 represents the layers
+    before the model's first block, and the number of blocks represents the layers after the last
+    block. Anything else that a stage computes before its blocks (masks, positions) counts as part
+    of its first block."""
 
     starts: list[tuple[int, float]] = field(default_factory=list)  # (block, start time)
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # seconds
     backward_s: float = 0.0
     kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # activation bytes
-    storages: set[int] = field(default_factory=set)  # addresses already counted, or the model's
+    # addresses of storages that are counted already, or belong to the model
+    storages: set[int] = field(default_factory=set)
 
     @property
     def seconds(self) -> float:
@@ -73,8 +79,8 @@ def measure_blocks(
     *,
     least_s: float = TIMED_S,
 ) -> RankTimes:
-    """Time the segments of an attached `stage_model` for about `least_s` seconds. weights: the
-    relative work of every block of the model; empty: all blocks are equal."""
+    """Time the segments of `stage_model`, which must be attached, for about `least_s` seconds.
+    weights: the relative work of every block of the model. If empty, all blocks count as equal."""
     count = len(stage_model.cuts.blocks)
     weights = weights or (1.0,) * count
 
@@ -108,8 +114,9 @@ def measure_blocks(
 def block_parameters(
     cuts: Cuts, parameters: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Count parameter elements: of each block, and of the layers before the first and after the
-    last block. parameters: the number of elements of every parameter of the model, by name."""
+    """Return the number of parameter elements of each block, and of the layers before the first
+    block and after the last block. parameters: the number of elements of every parameter of the
+    model, by name."""
     last = len(cuts.blocks) - 1
     counts, ends = [], [0, 0]
     for i, block in enumerate(cuts.blocks):
@@ -123,7 +130,8 @@ def block_parameters(
 
 
 def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
-    """Estimate the work of each block, relative to the mean block, from its parameter count."""
+    """Return an estimate of each block's work relative to the mean block. counts: the number of
+    parameters of each block."""
     mean = sum(counts) / len(counts)
     return tuple(max(count / mean, LEAST_WEIGHT) if mean else 1.0 for count in counts)
 
@@ -131,9 +139,9 @@ def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
 def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Memory of every block, and of the layers before the first and after the last block.
-    parameters: as for `block_parameters`. A block without a measurement in `times` is assumed to
-    keep as many activation bytes as the largest measured block."""
+    """Return the memory of every block, and of the layers before the first block and after the last
+    block. parameters: as for `block_parameters`. A block that is not in `times` is assumed to keep
+    as many activation bytes as the largest measured block."""
     counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for measured in times:
@@ -180,7 +188,7 @@ def _time(
 def _backward(
     stage_model: StageModel, received: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
 ) -> None:
-    """Compute the gradients that a backward of the stage computes, and drop them."""
+    """Compute the gradients that a backward of the stage computes, but do not keep them."""
     own = [p for p in stage_model.model.parameters() if p.requires_grad]
     inputs = [*own, *(x for x in received if x.requires_grad)]
     if ends and inputs:  # otherwise everything is frozen
@@ -189,7 +197,8 @@ def _backward(
 
 
 def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
-    """Make zeros in the shapes of the activations that arrive over the cut before the segment."""
+    """Return tensors of zeros in the shapes of the activations that cross the cut before the
+    segment."""
     if not segment.begin:
         return []
     return [
@@ -208,7 +217,8 @@ def _start_hook(timed: _Pass, block: int, device: torch.device) -> Callable[...,
 
 
 def _save_hook(timed: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Count each storage that autograd saves for backward, once, for the first block saving it."""
+    """Return a hook that counts the bytes that autograd saves for backward. Each storage counts
+    once, for the first block that saves it."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)

@@ -1,15 +1,17 @@
 """BucketState: the memory of one bucket on one rank, and the update of the part that this rank
-keeps: its share, or the whole bucket. ShardedPieces: a stage's parameters and their state in
-pieces, for snapshots and for moving blocks between stages.
+keeps. This part is the rank's share or, with `whole`, the whole bucket. ShardedPieces: a stage's
+parameters and their state in pieces, for snapshots and for moving blocks between stages.
 
-Bytes per parameter, with d ranks and an optimizer rule that keeps k arrays: the value in its
-compute dtype, 4 for the gradient (fp32, as gradients of micro-batches and ranks are summed in
-fp32), and (4 k + 4)/d for the state. The fp32 master, 4/d of it, is free where the values are fp32:
-it is a view of this rank's share. With `whole`, d is 1: every rank makes the same update to
-everything.
+With d ranks and an optimizer rule that keeps k arrays, a parameter needs the following bytes: those
+of its value in the compute dtype, 4 for the gradient (which is fp32, because gradients of
+micro-batches and ranks are summed in fp32), 4 k/d for the rule's arrays, and 4/d for the fp32
+master. If values are fp32, the master needs no memory: it is a view of this rank's share of the
+values. With `whole`, d is 1 in these numbers, because every rank makes the same update to all
+parameters.
 
-The state is kept where the update runs: on the device if the rule has a kernel there, else on the
-host, to which the share's gradients are copied. Does NOT communicate.
+The state is kept where the update runs: on the device if the rule has a kernel for it, and
+otherwise on the host. For an update on the host, gradients are copied to the host. Does NOT
+communicate.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """The device on which the update of values on `device` runs."""
+    """Return the device on which an update of values on `device` runs."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
@@ -43,10 +45,10 @@ def update_device(rule: Rule, device: torch.device) -> torch.device:
 class BucketState:
     """One bucket on one rank.
 
-    values: [numel] in the compute dtype; grads: fp32 [numel]; both are views of larger memory.
-    `spans`: the spans that this rank keeps, in elements of its kept part. `share_spans` and
-    `share_grads`: this rank's share. Shares are disjoint over the group, so norms and snapshots
-    use them."""
+    values: the bucket's values, [numel] in the compute dtype. grads: its gradients, fp32 [numel].
+    Both are views of larger memory. `spans`: the spans that this rank keeps, in elements of the
+    part that it keeps. `share_spans` and `share_grads`: the spans and gradients of this rank's
+    share. Norms and snapshots use shares, because the shares of different ranks are disjoint."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class BucketState:
         kept = slice(0, bucket.numel) if whole else bucket.of_rank(rank)
         self.own_values, self.own_grads = values[kept], grads[kept]
         self.where = update_device(rule, values.device)
-        # fp32 values on this device are their own masters
+        # if values are fp32 and the update runs on their device, the values are the masters
         in_place = self.dtype == "fp32" and self.where == values.device
         self.master = (
             self.own_values if in_place else torch.empty(len(self.own_values), device=self.where)
@@ -75,8 +77,9 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Set the masters, and the state as it is before the first step. masters: flat fp32
-        tensors by `Span.param`; parameters without one start from their current values."""
+        """Set the masters and the state to their values before the first step. masters: flat fp32
+        tensors by `Span.param`. A parameter that is not in `masters` starts from its current
+        value."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -86,7 +89,8 @@ class BucketState:
             self._start(i, slice(span.start, span.stop), hyper)
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
-        """Reset the state of a part of the span to its value before the first step."""
+        """Reset the state of a part of a span to its value before the first step. span: the index
+        of the span. part: elements of the kept part."""
         arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
         self.rows[span] = 0
         master = self.master[part].cpu().numpy()
@@ -95,8 +99,8 @@ class BucketState:
             array[part].copy_(started)
 
     def sum_squares(self, counts: Sequence[bool]) -> float:
-        """Sum the squares of this rank's share of the summed gradients, in float64. counts: for
-        each parameter of the stage, whether to include it."""
+        """Return the sum of squares of this rank's share of the summed gradients, in float64.
+        counts: for each parameter of the stage, whether the sum includes it."""
         parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
         if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
@@ -105,7 +109,7 @@ class BucketState:
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Update the kept values of the parameters that have a gradient."""
+        """Update the values that this rank keeps, for parameters that have a gradient."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -114,12 +118,12 @@ class BucketState:
         host = torch.empty_like(self.own_values, device=HOST)
         copy = host if self.dtype != "fp32" else None
         if copy is not None:
-            copy.copy_(self.own_values)  # for parameters without a gradient
+            copy.copy_(self.own_values)  # parameters without a gradient keep these values
         self._apply(spans, self.own_grads.to(HOST), hyper, scale, copy)
         self.own_values.copy_(self.master if copy is None else copy)
 
     def publish(self) -> None:
-        """Set the kept values to the masters, rounded to the compute dtype."""
+        """Set the values that this rank keeps to the masters, rounded to the compute dtype."""
         if self.master is not self.own_values:
             self.own_values.copy_(self.master)
 
@@ -131,7 +135,8 @@ class BucketState:
         scale: float,
         copy: torch.Tensor | None,
     ) -> None:
-        """Update the masters. copy: receives them in the compute dtype."""
+        """Update the masters of the spans with these indices. copy: if not None, it receives the
+        new values in the compute dtype."""
         for i in spans:
             part = slice(self.spans[i].start, self.spans[i].stop)
             master, grad, row = self.master[part], grads[part], self.rows[i]
@@ -153,7 +158,8 @@ class BucketState:
             )
 
     def piece(self, span: int, name: str, start: int, stop: int) -> Piece:
-        """Copy elements [start, stop) of the parameter, which all lie in span `span`."""
+        """Return a copy of the elements [start, stop) of the parameter `name`, which must all be in
+        the span with the index `span`."""
         at = self.spans[span].start + start - self.spans[span].origin
         part = slice(at, at + stop - start)
         arrays = {VALUE: self.master, **dict(zip(self.rule.arrays, self.arrays))}
@@ -162,8 +168,8 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Load the part of `piece` (of the same parameter) that lies in the span. Raises
-        ForeignError for the state of another rule."""
+        """Load those elements of `piece`, which is of the same parameter, that are in the span with
+        the index `span`. Raises ForeignError if the piece has the state of another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -184,13 +190,14 @@ class BucketState:
 class ShardedPieces:
     """The parameters of a stage and their optimizer state, in pieces.
 
-    A rank saves its shares of the trained parameters and an even part of the frozen ones. It loads
-    everything that it keeps: all frozen parameters, and its shares (with `whole`, all) of the
-    trained ones. Does NOT wait or communicate: the caller makes sure that no update is under way,
-    and calls `publish` after `take`.
+    A rank saves its shares of the trainable parameters, and an even part of the frozen parameters.
+    It loads everything that it keeps: all frozen parameters, and of the trainable parameters its
+    shares or, with `whole`, everything. Does NOT wait or communicate: the caller must make sure
+    that no update is under way, and must call `publish` after `take`.
 
-    states: one per bucket. names: of the trained parameters, indexed by `Span.param`. rank, width:
-    in the group. who: the name of this rank in errors."""
+    states: one state per bucket. names: the names of the trainable parameters, indexed by
+    `Span.param`. rank: this rank's index in the group. width: the number of ranks of the group.
+    who: the name of this rank in errors."""
 
     def __init__(
         self,
@@ -202,7 +209,8 @@ class ShardedPieces:
         who: str,
     ) -> None:
         self._frozen, self._rank, self._width, self._who = frozen, rank, width, who
-        # by trained parameter: the spans of it that this rank keeps, as (bucket, span, extent)
+        # name of a trainable parameter -> the spans of it that this rank keeps, each as (state of
+        # the bucket, index of the span, extent)
         self._kept: dict[str, list[tuple[BucketState, int, Extent]]] = {}
         shares: dict[str, list[Extent]] = {}
         for state in states:
@@ -226,7 +234,7 @@ class ShardedPieces:
         return [*own, *frozen]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError for an extent that this rank does not keep."""
+        """See StageOptimizer. Raises StoreError if this rank does not keep the whole extent."""
         if (frozen := self._frozen.get(extent.name)) is not None:
             values = frozen.detach().reshape(-1)[extent.start : extent.stop]
             return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
@@ -240,8 +248,9 @@ class ShardedPieces:
 
     @torch.no_grad()
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """Load masters, state and frozen values from `pieces`. hypers: of each parameter group.
-        Raises ForeignError for the state of another rule, StoreError if a part is missing."""
+        """Load masters, state and frozen values from `pieces`. hypers: the hyperparameters of each
+        parameter group. Raises ForeignError for the state of another rule, and StoreError if a part
+        is missing."""
         loaded = list[Extent]()
         for piece in pieces:
             extent = piece.extent

@@ -1,13 +1,13 @@
-"""ControlLinks: communication between the ranks of a job outside of training: all-gathers of small
-messages, and point-to-point tensors. Every wait has a timeout, and its error names the missing
-rank (Rule 5).
+"""ControlLinks: communication between the ranks of a job for other purposes than training. It
+provides all-gathers of small messages, and point-to-point transfers of tensors. Every wait has a
+timeout, and its error names the missing rank (Rule 5).
 
-All-gathers go through rank 0, which can tell which rank is missing and report it to the others. It
-replies over a second group, because a gloo group is unusable after a timeout. Nothing is unpickled
-(Rule 8): messages are bytes, and both sides know the shapes of tensors.
+All-gathers go through rank 0. So rank 0 knows which rank is missing, and reports this to all other
+ranks. It replies over a second group, because a gloo group is unusable after a timeout. Nothing is
+unpickled (Rule 8): messages are bytes, and both sides know the shapes of tensors.
 
-Assumes a torch process group that moves host tensors (gloo), all of whose ranks make the same calls
-in the same order. Does NOT choose its network.
+Assumes a torch process group that moves host tensors (gloo), and that all ranks of the group make
+the same calls in the same order. Does NOT choose the group's network.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import torch.distributed as dist
 from roadtrain.errors import DeadlineError, LostError, PeerError, RoadtrainError
 
 T = TypeVar("T")
-ERROR_S = 2.0  # timeout of sending an error to all ranks
-GRACE_S = 5.0  # the other ranks wait this much longer than rank 0, which waits for all of them
+ERROR_S = 2.0  # limit for sending an error to all ranks
+GRACE_S = 5.0  # other ranks wait this much longer for rank 0 than rank 0 waits for all of them
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a rank: its cluster, its host, and its role in messages."""
+    """The place of a rank: its cluster, its host, and the name of its role in messages."""
 
     cluster: str
     host: str
-    role: str  # "stage 1, replica 0"
+    role: str  # such as "stage 1, replica 0"
 
 
 class ControlLinks:
     """Messages between all ranks of `group`. `replies`: another group of the same ranks. `places`:
-    of every rank, the same value on all ranks. `broken`: an all-gather failed on this rank, so the
-    other ranks may or may not have completed it."""
+    the place of every rank; equal on all ranks. `broken`: whether an all-gather failed on this
+    rank; if it did, other ranks may nevertheless have completed the all-gather."""
 
     broken = False
 
@@ -59,12 +59,14 @@ class ControlLinks:
         self.places = tuple(places)
 
     def name(self, rank: int) -> str:
-        """Name a rank for messages: "rank 3 (stage 1, replica 0, host b2, cluster b)"."""
+        """Return a rank's name for messages, such as "rank 3 (stage 1, replica 0, host b2, cluster
+        b)"."""
         at = self.places[rank]
         return f"rank {rank} ({at.role}, host {at.host}, cluster {at.cluster})"
 
     def distance(self, source: int, target: int) -> float:
-        """0: the same rank, 1: the same host, 2: the same cluster, 3: different clusters."""
+        """Return 0 for the same rank, 1 for ranks on the same host, 2 for hosts in the same
+        cluster, and 3 for hosts in different clusters."""
         if source == target:
             return 0.0
         a, b = self.places[source], self.places[target]
@@ -73,8 +75,9 @@ class ControlLinks:
         return 2.0 if a.host != b.host else 1.0
 
     def gather(self, message: bytes, what: str) -> list[bytes]:
-        """All-gather: return the messages of all ranks, in rank order. `what`: their subject, for
-        errors. Raises DeadlineError or LostError, which name the missing rank on every rank."""
+        """Return the messages of all ranks, in rank order. Collective. `what`: the subject of the
+        messages, for errors. Raises DeadlineError or LostError; the error names the missing rank on
+        every rank."""
         try:
             here = self.rank == 0
             return self._gather_here(message, what) if here else self._hand_in(message, what)
@@ -83,19 +86,20 @@ class ControlLinks:
             raise
 
     def agree(self, mine: Any, what: str) -> list[Any]:
-        """All-gather JSON values: return those of all ranks, in rank order. Raises like
+        """Return the JSON values of all ranks, in rank order. Collective. Raises the errors of
         `gather`."""
         return [json.loads(text) for text in self.gather(json.dumps(mine).encode(), what)]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """Call `call` on rank 0 only and return its (JSON) value on all ranks. If it raises, all
-        ranks raise, as in `together`."""
+        """Call `call` on rank 0 only, and return its result, a JSON value, on all ranks. If the
+        call raises an error, all ranks raise errors, as in `together`."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
     def together(self, call: Callable[[], T], what: str) -> T:
-        """Call `call` on every rank and return its local value. If it raises on any rank, all ranks
-        raise: the failing rank its own error, the others a LostError with the same text."""
+        """Call `call` on every rank, and return this rank's result. If the call raises an error on
+        any rank, all ranks raise: the failing rank raises its own error, and other ranks raise a
+        LostError with the same text."""
         failed: RoadtrainError | None = None
         try:
             out = call()
@@ -110,11 +114,11 @@ class ControlLinks:
                 raise LostError(f"{what}: {self.name(rank)}: {sentence}")
         return out
 
-    # point to point; `reply`: over the second group
+    # point to point; with `reply`, messages use the second group
 
     def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
-        """Send a contiguous host tensor; it may be changed after the return. Raises DeadlineError,
-        LostError."""
+        """Send a contiguous host tensor. It may be changed when the method has returned. Raises
+        DeadlineError and LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.isend, tensor, group=group, group_dst=peer)
         self._wait(begin, peer, what, self.deadline_s)
@@ -128,8 +132,9 @@ class ControlLinks:
         patience_s: float | None = None,
         reply: bool = False,
     ) -> None:
-        """Receive into a contiguous host tensor of the sent shape. `patience_s`: timeout in
-        seconds; None: that of the links. Raises DeadlineError, LostError."""
+        """Receive into a contiguous host tensor, which has the shape of the sent tensor.
+        `patience_s`: the timeout in seconds; if None, `deadline_s` is used. Raises DeadlineError
+        and LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.irecv, tensor, group=group, group_src=peer)
         self._wait(begin, peer, what, self.deadline_s if patience_s is None else patience_s)
@@ -151,7 +156,8 @@ class ControlLinks:
         return message.numpy().tobytes()
 
     def _wait(self, begin: Callable[[], Any], peer: int, what: str, patience_s: float) -> None:
-        """Raises DeadlineError, LostError."""
+        """Begin an operation with a peer, and wait until it is done. Raises DeadlineError and
+        LostError."""
         me, other = self.name(self.rank), self.name(peer)
         start, patience_s = time.monotonic(), max(patience_s, 0.001)
         try:
@@ -161,15 +167,16 @@ class ControlLinks:
             if waited >= 0.9 * patience_s or "imed out" in str(error):
                 raise DeadlineError(
                     f"{me} waited {waited:.0f} s for {other} ({what})",
-                    hint="check that its host and network are up, and read its output",
+                    hint=f"check that the host and network of rank {peer} are up; read its output",
                 ) from error
             raise LostError(
                 f"{me} lost the connection to {other} ({what})",
-                hint="read its output to find out why it ended",
+                hint=f"read the output of rank {peer} to find out why it ended",
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
-        """Gather on rank 0. If a rank is missing, send the error to all others, then raise it."""
+        """Run an all-gather on rank 0. If a rank is missing, send the error to all other ranks, and
+        raise it."""
         messages, until = [message], time.monotonic() + self.deadline_s
         for peer in range(1, self.size):
             try:
@@ -191,7 +198,8 @@ class ControlLinks:
         return messages
 
     def _send_error(self, sentence: str) -> None:
-        """Send an error to all other ranks at once, without waiting for lost ranks."""
+        """Send an error to all other ranks at the same time, so that a lost rank does not delay the
+        error of other ranks."""
         head = json.dumps({"lengths": [], "error": sentence}).encode()
         length = torch.tensor([len(head)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(head), dtype=torch.uint8)

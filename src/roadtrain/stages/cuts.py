@@ -1,17 +1,19 @@
-"""Cuts: where a model can be cut into stages, which tensors cross a cut, and which parameters each
-stage uses.
+"""Cuts: find where a model can be cut into stages, which tensors cross each cut, and which
+parameters each stage uses.
 
-One forward is recorded. Parameters and everything computed from them are on `meta`, which takes no
-memory and no time; token numbers and masks keep their values, because models look at them. A cut is
-behind a block, and the tensors that the block returns cross it. The parameters of a stage are found
-by tracing its results back to the tensors that cross the cut before it, with or without gradients.
-This includes parameters that several stages use (tied embeddings), wherever they are in the model.
-If the trace reaches a block of an earlier stage, something bypasses the cut (a skip connection),
-and the cut is refused. An unused parameter belongs to the stage that has its block, else to the
+One forward is recorded. Parameters, and everything that is computed from parameters, are on `meta`,
+which takes no memory and no time. Token numbers and masks keep their values, because models read
+these. A cut is behind a block, and the tensors that the block returns cross the cut. The parameters
+of a stage are found by tracing the stage's results back to the tensors that cross the cut before
+the stage; tensors without gradients are traced, too. So the parameters that several stages use
+(tied embeddings) are found, wherever they are in the model. If the trace reaches a block of an
+earlier stage, something bypasses the cut (a skip connection), and the cut is refused. An unused
+parameter inside a block belongs to the stage of this block, and any other unused parameter to the
 first stage.
 
 A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
-The first block of each such kind runs once on the host, on zeros, to get the shapes it returns.
+The first block of each such kind runs once on the host, on zeros, to find out the shapes that it
+returns.
 
 Assumes that blocks run in the recorded order, each once, and that a block returns the same shapes
 in every micro-batch. Does NOT compute with the values of the user's parameters.
@@ -38,7 +40,7 @@ from roadtrain.streaming.split import split
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """The return value of a block: its tensors, and the structure that they are in."""
+    """The return value of a block: its tensors, and the structure that contains them."""
 
     tensors: tuple[torch.Tensor, ...]
     leaves: tuple[tuple[int, Any], ...]  # (index of a tensor, None) or (-1, the leaf itself)
@@ -52,21 +54,22 @@ class BlockOutput:
 
     @property
     def shapes(self) -> tuple[torch.Tensor, ...]:
-        """Its tensors as empty ones on `meta`, with the same shape, dtype and requires_grad."""
+        """Empty tensors on `meta` with the shape, dtype and requires_grad of each tensor."""
         return tuple(
             torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             for x in self.tensors
         )
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Put other tensors into the same structure."""
+        """Return the same structure with other tensors."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks [begin, stop) of a model, and everything else that runs between the same two cuts."""
+    """Blocks [begin, stop) of a model, and everything else that runs between the cut before them
+    and the cut after them."""
 
     begin: int
     stop: int
@@ -76,23 +79,24 @@ class Segment:
 
 
 class DataFlow(TorchDispatchMode):
-    """The dataflow graph of a forward, with or without gradients. Nodes are numbered; an operation
-    that writes to a storage adds a new node for it.
+    """The dataflow graph of a forward, in which tensors with and without gradients are traced.
+    Nodes are numbered. An operation adds a new node for each storage that it writes to.
 
-    An operation with a `meta` argument runs on `meta`. Other tensors (positions, masks) are created
-    on the host, where the model can read their values. Values read with `item` are not traced;
-    `meta` tensors refuse it.
+    An operation with a `meta` argument runs on `meta`. Other operations run on the host, so that
+    the model can read the values of their results (positions, masks). Values that the model reads
+    with `item` are not traced; a `meta` tensor refuses `item`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before: list[tuple[int, ...]] = []  # the nodes that each node was computed from
+        # for each node, the nodes from which it was computed
+        self._before: list[tuple[int, ...]] = []
         self._node_of: dict[StorageWeakRef, int] = {}
         self._paused = False
         self.draws = False  # whether an operation drew random numbers
 
     def node(self, tensor: torch.Tensor) -> int:
-        """The newest node of the tensor's storage."""
+        """Return the newest node of the tensor's storage."""
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in self._node_of:
             self._before.append(())
@@ -107,7 +111,8 @@ class DataFlow(TorchDispatchMode):
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
     def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return `ends` and all nodes that they were computed from, not tracing past `stops`."""
+        """Return `ends` and all nodes from which they were computed, except `stops` and nodes that
+        are only reached through `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -118,7 +123,7 @@ class DataFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the operations inside this context out of the graph."""
+        """Return a context whose operations are left out of the graph."""
         self._paused = True
         try:
             yield
@@ -127,7 +132,7 @@ class DataFlow(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # torch calls it
+    ) -> Any:  # torch calls this method for each operation
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(x.is_meta for x in tensors):
@@ -145,8 +150,9 @@ class DataFlow(TorchDispatchMode):
 class Cuts:
     """The recorded forward of `model`.
 
-    blocks: the names of its blocks, in the order in which they run. returned: the output of each
-    block. blocks_before: for each module, how many blocks had returned when it first ran.
+    blocks: the names of the model's blocks, in the order in which they run. returned: the output of
+    each block. blocks_before: for each module, how many blocks had returned when the module first
+    ran.
     """
 
     def __init__(
@@ -159,18 +165,19 @@ class Cuts:
     ) -> None:
         """Record the forward of one micro-batch.
 
-        args, kwargs: of the micro-batch; only shapes and dtypes matter. blocks: as in `place`.
-        dtype: the compute dtype of floating-point parameters; None: their own.
-        Raises ModelError if the forward fails on `meta`, a block runs twice or not at all, or no
-        result has a gradient; ConfigError for a block name that matches nothing."""
+        args, kwargs: the model's arguments for the micro-batch, of which only shapes and dtypes
+        matter. blocks: as in `place`. dtype: the compute dtype of floating-point parameters; if
+        None, each parameter's own dtype. Raises ModelError if the forward fails on `meta`, if a
+        block runs twice or not at all, or if no result has a gradient; ConfigError for a block name
+        that matches nothing."""
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
         self._flow = DataFlow()
-        self._name_of: dict[int, str] = {}  # parameter names, by node
-        self._of_block: dict[int, int] = {}  # by node: the number of the block that returned it
-        self._crossed: list[list[int]] = []  # by block: the nodes that it returned
-        self._alike: dict[Any, BlockOutput] = {}  # outputs of blocks that fail on `meta`, by kind
+        self._name_of: dict[int, str] = {}  # node of a parameter -> the parameter's name
+        self._of_block: dict[int, int] = {}  # node -> number of the block that returned it
+        self._crossed: list[list[int]] = []  # for each block, the nodes that it returned
+        self._alike: dict[Any, BlockOutput] = {}  # kind of block that fails on `meta` -> its output
         self.blocks: list[str] = []
         self.returned: list[BlockOutput] = []
         self.blocks_before: dict[str, int] = {}
@@ -186,7 +193,7 @@ class Cuts:
         self._results = [self._flow.node(x) for x in leaves if x.requires_grad]
         if not self._results:
             raise ModelError(f"{type(model).__name__} returned no tensor that has a gradient")
-        self._unused: dict[str, int] = {}  # unused parameters: the number of their block
+        self._unused: dict[str, int] = {}  # name of an unused parameter -> number of its block
         self._unused = {
             name: self._index.get(self._block_of.get(name, ""), 0)
             for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
@@ -198,18 +205,19 @@ class Cuts:
         return self._flow.draws
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
-        """The compute dtype of a parameter."""
+        """Return the compute dtype of a parameter."""
         cast_to = self._dtype if p.is_floating_point() else None
         return p.dtype if cast_to is None else cast_to
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
-        """The tensors that cross the cut behind block `cut` - 1, as empty ones on `meta`."""
+        """Return the tensors that cross the cut behind block `cut` - 1, as empty tensors on
+        `meta`."""
         return self.returned[cut - 1].shapes
 
     def parameters(self, segment: Segment) -> frozenset[str]:
-        """The names of the parameters that `segment` uses (a tied parameter under the first name
-        in named_parameters()). Raises ModelError if the segment uses results of an earlier block
-        that do not cross the cut before it."""
+        """Return the names of the parameters that `segment` uses. A tied parameter has the first of
+        its names in named_parameters(). Raises ModelError if the segment uses a result of an
+        earlier block that does not cross the cut before the segment."""
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
@@ -219,9 +227,9 @@ class Cuts:
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
-                f"{segment} use a result of {self.blocks[max(past)]!r} that is not returned by"
-                f" {self.blocks[segment.begin - 1]!r}: the model cannot be cut between them",
-                hint="keep both in one stage, or cut elsewhere with stages=[...]",
+                f"{segment} use a result of {self.blocks[max(past)]!r} that block"
+                f" {self.blocks[segment.begin - 1]!r} does not return: no cut is possible there",
+                hint="keep these blocks in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}
         return frozenset(names | unused)
@@ -253,7 +261,7 @@ class Cuts:
 
     @contextmanager
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
-        """Install recording hooks on all modules, and remove them on exit."""
+        """Return a context in which hooks on all modules record the forward."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
         hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         for part in parts:
@@ -283,7 +291,7 @@ class Cuts:
                     hint="name larger blocks with blocks=[...]",
                 )
             found = BlockOutput.of(value)
-            # copies get nodes of their own, even if the block returns its input
+            # copies have nodes of their own, even if the block returns its input
             copies = tuple(x.clone() for x in found.tensors)
             self._crossed.append([self._flow.node(x) for x in copies])
             self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
@@ -295,7 +303,7 @@ class Cuts:
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a block. If it cannot run on `meta`, return outputs with the shapes
-        that this block, or an earlier one of the same kind, returned on the host."""
+        that this block, or an earlier block of the same kind, returned on the host."""
         try:
             return forward(*args, **kwargs)
         except RuntimeError:
@@ -304,7 +312,7 @@ class Cuts:
             parameters = [*block.parameters()]
             kind = type(block), *((x.shape, x.dtype) for x in (*tensors, *parameters))
             if kind not in self._alike:
-                # without a key-value cache, which the failed call has already filled
+                # a key-value cache is left out, because the failed call has already filled it
                 rest = [None if hasattr(x, "get_seq_length") else x for x in leaves]
                 inputs = [_zeros(x) if isinstance(x, torch.Tensor) else x for x in rest]
                 values = {id(x): _zeros(x) for x in (*parameters, *block.buffers())}
@@ -319,8 +327,9 @@ class Cuts:
 
 @contextmanager
 def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Replace parameters and buffers by `values` (by id of the original) inside this context."""
-    # not torch's functional_call, which does not restore a module that has two names
+    """Return a context in which a module's parameters and buffers are replaced. values: id of the
+    original -> replacement."""
+    # torch's functional_call is not used, because it does not restore a module that has two names
     before = [(held, {**held}) for m in module.modules() for held in (m._parameters, m._buffers)]
     for held, own in before:
         held |= {key: values[id(x)] for key, x in own.items() if x is not None}
@@ -333,19 +342,20 @@ def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[Non
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros on the host in place of a `meta` tensor; other tensors are returned unchanged."""
+    """Return zeros on the host for a `meta` tensor, and any other tensor unchanged."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, so that the model may write to it; `meta` tensors stay."""
+    """Return a copy of a tensor on the host, to which the model may write. A `meta` tensor stays on
+    `meta`."""
     return tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
 
 def _only_shape(func: Any) -> bool:
-    """Check if an operation uses only shape, dtype and device of its arguments."""
+    """Return whether an operation uses only the shape, dtype and device of its arguments."""
     name = func.overloadpacket.__name__
     return name.endswith("_like") or name.startswith("new_")
 

@@ -1,22 +1,26 @@
-"""DataGroup: collective operations of one stage's data-parallel ranks on flat memory. SharedCopies:
-collective operations of stages that each have a copy of a parameter (tied embeddings).
+"""DataGroup: the collective operations of one stage's data-parallel ranks on flat memory.
+SharedCopies: the collective operations of stages that each have a copy of a parameter (tied
+embeddings).
 
-On the host, gradients are exchanged in point-to-point messages, one per pair and direction, which
-move each share once, and are summed in rank order in fp32 (Rule 1). gloo's own reduce-scatter is an
-all-reduce inside and moves twice as many bytes. On an accelerator NCCL's reduce-scatter sums in an
-order of its own, which the optimizer reports.
+On the host, gradients are exchanged in point-to-point messages, one per pair of ranks and
+direction. So each share moves once, and each rank sums the gradients of its share in rank order, in
+fp32 (Rule 1). gloo's own reduce-scatter is implemented as an all-reduce, which moves twice as many
+bytes. On an accelerator, NCCL's reduce-scatter determines the order of the sum; the optimizer
+reports this.
 
 Note: gloo's all-to-all is slower than messages, because with large buffers one direction waits for
-the other. On links of 50 Mbit/s it reaches 3.1 to 4.8 MB/s each way between two ranks, 3.9 to 4.9
-between four. Messages reach 6.0, the full rate of such a link, and 5.3.
+the other direction. On links of 50 Mbit/s, it reaches 3.1 to 4.8 MB/s in each direction between two
+ranks, and 3.9 to 4.9 MB/s between four ranks. Messages reach 6.0 MB/s between two ranks, which is
+the full rate of such a link, and 5.3 MB/s between four ranks.
 
-Note on copies: each stage has already summed the gradients of its own ranks, and keeps them in
-shares. Each rank receives the elements of its own share from every other stage, from whichever
-ranks have them, so stages may differ in width. A gradient crosses the link between two stages once
-each way. All stages add the sums in stage order, so the copies stay equal to the bit (Rule 1).
+Note on copies: before stages exchange gradients, each stage has summed the gradients of its own
+ranks, and each of its ranks has a share of the sum. Each rank receives the elements of its own
+share from the ranks of every other stage that have these elements, so stages may differ in width. A
+gradient crosses the link between two stages once in each direction. All stages add the sums in
+stage order, so the copies stay equal to the bit (Rule 1).
 
-Methods that start an operation return it for the caller to wait for; in a group of one rank they
-return None.
+A method that starts an operation returns the operation, for which the caller has to wait. In a
+group of one rank, the method returns None.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ from roadtrain.stages.flat_layout import Bucket, overlaps
 from roadtrain.stages.op_queue import Pending
 
 DEFAULT_DEADLINE_S = 600.0
-# torch 2.13 renames them
+# the names of these functions in torch 2.13 and in earlier versions
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class RankCollectives:
-    """Collective operations on small tensors on `device`, in place. `group`: None for a single
-    rank. `deadline_s`: the group's timeout of one operation."""
+    """A group of ranks, with collective operations on small tensors on `device`, in place. `group`
+    is None for a single rank. `deadline_s`: the group's timeout of one operation."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -51,7 +55,7 @@ class RankCollectives:
         return "a single rank" if self.group is None else ranks_of(self.group)
 
     def all_max(self, flags: torch.Tensor) -> Pending | None:
-        """Start an all-reduce with the maximum."""
+        """Start an all-reduce that replaces each element by its maximum over the ranks."""
         if self.width == 1:
             return None
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -77,8 +81,8 @@ class DataGroup(RankCollectives):
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
-        """Start a reduce-scatter. grads: fp32 [width * share]; arriving: fp32 receive buffer of
-        the same length."""
+        """Start a reduce-scatter. grads: fp32 [width * share]. arriving: a receive buffer of the
+        same dtype and length. `sum_arrived` completes the sum."""
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -101,7 +105,8 @@ class DataGroup(RankCollectives):
             return None
         shares = values.view(self.width, -1)
         own = shares[self.rank]
-        if self.exact and self.width == 2:  # gloo's ring uses one connection for both directions
+        # gloo's own ring would use one connection for both directions
+        if self.exact and self.width == 2:
             return self._exchange([own] * 2, shares.unbind())
         return _all_gather(values, own, group=self.group, async_op=True)
 
@@ -111,8 +116,8 @@ class DataGroup(RankCollectives):
 
 
 class SharedCopies(RankCollectives):
-    """The ranks of all stages that have a copy of the same parameters. `group`: ordered by stage,
-    then by replica. `widths`: the number of ranks of each of these stages."""
+    """The ranks of all stages that have a copy of the same parameters. The ranks of `group` are
+    ordered by stage, then by replica. `widths`: the number of ranks of each of these stages."""
 
     group: dist.ProcessGroup
 
@@ -137,12 +142,13 @@ class SharedCopies(RankCollectives):
 
     @property
     def counts(self) -> bool:
-        """Whether this copy is included in sums over the job: only the first stage's is."""
+        """Whether sums over the job include this copy. They only include the copy of the first of
+        these stages."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
         """Start exchanging this rank's share with the other stages. own: fp32 [share], summed over
-        the stage; arriving: fp32 [stages - 1, share], receive buffer."""
+        the stage. arriving: a receive buffer, fp32 [stages - 1, share]."""
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -159,19 +165,21 @@ class SharedCopies(RankCollectives):
         return work
 
     def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Add the received sums of the other stages into `own`, in stage order."""
+        """Set `own` to the sum of `own` and the received sums of the other stages, in stage
+        order."""
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 
 
 class Messages:
-    """Sends and receives in flight (a Pending)."""
+    """Sends and receives in flight. They are one operation for the queue (a Pending)."""
 
     def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:
         self._in_flight = [message for message in in_flight if message is not None]
 
     def wait(self) -> None:
-        """Wait until all are sent and received. Raises torch's error of the first that failed."""
+        """Wait until all messages are sent and received. Raises torch's error about the first
+        message that failed."""
         for message in self._in_flight:
             message.wait()
 
@@ -179,13 +187,15 @@ class Messages:
 def exchange_messages(
     sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Messages:
-    """Start sending `sent[r]` to rank r of `group` and receiving `arriving[r]` from it, for every
-    other rank. Tensors are contiguous and as long as on the other side; empty ones are skipped.
+    """For every other rank r of `group`, start sending `sent[r]` to rank r and receiving
+    `arriving[r]` from rank r. Tensors must be contiguous, and as long as on the other rank; empty
+    tensors are skipped.
 
     All ranks must start their exchanges in the same order, since the messages between two ranks
     are matched in the order in which they are sent."""
     rank, width = dist.get_rank(group), dist.get_world_size(group)
-    # each rank starts with a different peer, so that the first sends do not all go to one rank
+    # each rank starts with a different peer, so that the first messages do not all go to the same
+    # rank
     others = [(rank + step) % width for step in range(1, width)]
     receives = [
         dist.irecv(arriving[other], group=group, group_src=other)
@@ -201,20 +211,20 @@ def exchange_messages(
 
 
 def ranks_of(group: dist.ProcessGroup) -> str:
-    """Name a group by its ranks, for messages."""
+    """Return a name of the group for error messages, which lists its ranks."""
     return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The group's timeout of one operation, in seconds."""
+    """Return the group's timeout of one operation, in seconds."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return DEFAULT_DEADLINE_S if timeout is None else float(timeout.total_seconds())
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Set `total` to the sum of `terms`, left to right, on any device. All are fp32; no term
-    shares memory with `total`."""
+    """Set `total` to the sum of `terms`, from left to right, on any device. All tensors must be
+    fp32, and no term may share memory with `total`."""
     if total.device.type == "cpu":
         sum_in_order(total.numpy(), [(term.numpy(), "fp32") for term in terms])
         return

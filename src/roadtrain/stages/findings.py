@@ -1,7 +1,8 @@
-"""Results of a preflight: the main problem as an error, and the matrix of hosts. Arithmetic only.
+"""Evaluate the results of a preflight: return the main problem as an error, and the matrix of
+hosts. This module does not communicate.
 
-Of several problems the most fundamental is reported, in this order: a host that did not report, a
-link that does not connect, a link without an answer, a link that loses large payloads, a wrong
+If there are several problems, only the first of this list is reported: a host that did not report,
+a link that does not connect, a link without an answer, a link that loses large payloads, a wrong
 clock.
 """
 
@@ -18,13 +19,13 @@ from roadtrain.errors import ConfigError, DeadlineError, PeerError, RoadtrainErr
 from roadtrain.stages.networks import INSIDE, KINDS, GroupNetwork, HostCard
 from roadtrain.units import show_rate, show_seconds
 
-CLOCK_S = 2.0  # allowed difference of clocks; with a time server it is milliseconds
-GROUPS = 24  # with more groups, all groups of one kind and rate share a line
-MATRIX = 12  # with more hosts, the matrix is replaced by a line for each kind of link
+CLOCK_S = 2.0  # allowed difference of clocks; with a time server, clocks differ by milliseconds
+GROUPS = 24  # with more groups than this, all groups of one kind and rate share a line
+MATRIX = 12  # with more hosts than this, the matrix is replaced by a line for each kind of link
 
 
 class LinkFault(StrEnum):
-    """The step at which a link failed."""
+    """The test at which a link failed."""
 
     CANNOT_CONNECT = "cannot connect"
     NO_ANSWER = "no answer"
@@ -34,7 +35,8 @@ class LinkFault(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class CardLink:
-    """A link between two hosts (names) over one card of each."""
+    """A link from one host to another, over one card of each host. `source`, `target`: the names of
+    the hosts."""
 
     source: str
     target: str
@@ -50,29 +52,30 @@ class CardLink:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of testing one link, by its source host."""
+    """The result of testing one link, as found by the link's source host."""
 
     link: CardLink
     fault: LinkFault | None = msgspec.field(name="trouble")
     why: str  # cause of the fault
-    latency_s: float = 0.0  # one way
-    ahead_s: float = 0.0  # the target's clock minus the source's
-    bytes_per_s: float = 0.0  # 0: not measured
+    latency_s: float = 0.0  # one-way latency
+    ahead_s: float = 0.0  # the target's clock minus the source's clock
+    bytes_per_s: float = 0.0  # 0 if not measured
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The report of one host. `unanswered`: addresses that packets arrived from, but to which no
+    """The report of one host. `unanswered`: addresses from which packets arrived, although no
     connection could be completed."""
 
     host: str
     findings: tuple[Finding, ...]
     unanswered: tuple[str, ...] = msgspec.field(default=(), name="heard")
-    failed: str = ""  # why the host could not test at all
+    failed: str = ""  # the reason if the host could not test anything, else ""
 
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
-    """The links between all pairs of hosts of each group, over the group's network, in both
-    directions and without duplicates; with the cards of each."""
+    """Return the links between all pairs of hosts of each group, over the group's network, in both
+    directions and without duplicates. Each link is returned with its source's card and its target's
+    card."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
@@ -90,13 +93,13 @@ def problem(
     reports: Mapping[str, Report],
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
 ) -> RoadtrainError | None:
-    """Return the most important problem as an error, or None. reports: by host; a host that is
-    missing did not report."""
+    """Return the main problem as an error, or None if there is no problem. reports: the report of
+    each host, by the host's name; hosts that did not report are missing."""
     hosts = dict.fromkeys(link.source for link in links)
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
             f"host {absent[0]} came to the rendezvous, but did not report its network tests",
-            hint="read its output to find out why",
+            hint=f"read the output of host {absent[0]} to find out why",
         )
     for host in hosts:
         if reports[host].failed:
@@ -148,7 +151,8 @@ def _unreachable(
     own: HostCard,
     other: HostCard,
 ) -> tuple[str, str]:
-    """Explain a link that does not connect: the rest of the message, and the hint."""
+    """Explain a link that does not connect. Return the rest of the error's message, and its
+    hint."""
     link, back = finding.link, found.get(finding.link.back)
     firewall = "check the firewalls of both hosts, and any between them"
     arrived_there = link.source_address in reports[link.target].unanswered
@@ -195,7 +199,8 @@ def _clocks(found: Sequence[Finding]) -> RoadtrainError | None:
 def matrix(
     reports: Mapping[str, Report], hosts: Sequence[str], networks: Sequence[GroupNetwork]
 ) -> list[str]:
-    """Format the results as lines: a table of hosts by hosts, then the network of each group."""
+    """Return the results as lines of text: a table with a row and a column for each host, followed
+    by the network of each group."""
     found = [finding for report in reports.values() for finding in report.findings]
     if not found:  # all ranks are on one host
         lines = []

@@ -1,13 +1,14 @@
 """StageParameters: the parameters of a stage, trainable and frozen, under the whole model's names.
-FlatLayout: the layout of the trainable ones in flat memory, divided among the stage's data-parallel
-ranks.
+FlatLayout: the layout of the trainable parameters in flat memory, which is divided among the
+stage's data-parallel ranks.
 
-Parameters of one dtype and one parameter group form a run, in the model's order. Parameters that
-the same set of stages have copies of form a run of their own, ordered by name, so that the order is
-the same in all of these stages. A run is divided into buckets, the unit of communication, and a
-bucket into equal shares, one per rank. Buckets and shares may begin and end inside a parameter. A
-run is padded at its end so that the last bucket divides evenly, also by the widths of the other
-stages.
+Parameters of one dtype and one parameter group form a run, in the model's order. If several stages
+have a copy of a parameter (tied embeddings), it is in a separate run. Such a run contains the
+parameters that the same set of stages share, ordered by name, so that the order is the same in all
+of these stages. A run is divided into buckets, the unit of communication, and a bucket into equal
+shares, one per rank. Buckets and shares may begin and end inside a parameter. A run is padded at
+its end, so that its last bucket can be divided into equal shares. If stages share the run, this
+holds for the width of each of these stages.
 
 Assumes that a stage's parameters are on one device. Does NOT communicate.
 """
@@ -35,9 +36,9 @@ FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 
 @dataclass(frozen=True)
 class FlatRun:
-    """A run of parameters in flat memory. `spans`: one per parameter (`Span.param` is its index in
-    the stage), in elements of the run. `link`: index of the set of stages that have copies of
-    these parameters; None: no other stage has."""
+    """A run of parameters in flat memory. `spans`: one span per parameter, in elements of the run
+    (`Span.param` is the parameter's index in the stage). `link`: the index of the set of stages
+    that share these parameters; None if no other stage has them."""
 
     dtype: str
     group: int
@@ -48,8 +49,9 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of run `run`, which belongs to parameter group `group`. `spans` are in
-    elements of the bucket, `width` is the number of ranks."""
+    """Elements [start, stop) of the run with the index `run`, which belongs to parameter group
+    `group`. `spans` are in elements of the bucket. `width`: the number of ranks that have a share
+    of the bucket."""
 
     run: int
     group: int
@@ -69,11 +71,11 @@ class Bucket:
         return self.numel // self.width
 
     def of_rank(self, rank: int) -> slice:
-        """The share of a rank, in elements of the bucket."""
+        """Return the share of a rank, in elements of the bucket."""
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """The spans in a rank's share, in elements of the share."""
+        """Return the spans in a rank's share, in elements of the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
@@ -88,7 +90,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """The buckets that each parameter is in."""
+        """For each parameter, the indices of its buckets."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
@@ -96,19 +98,20 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """The runs of `link`, in the same order in all stages of the link."""
+        """Return the indices of the runs of `link`, in the same order in all stages of the link."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """The buckets of `link`, in the same order in all stages of the link."""
+        """Return the indices of the buckets of `link`, in the same order in all stages of the
+        link."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
     def describe(self, link: int | None = None) -> str:
-        """Describe the layout, for comparing it over the ranks of the stage (`link` None) or of all
-        stages of a link."""
+        """Describe the layout, so that ranks can compare their layouts. With a `link`, the
+        description contains only the runs of the link, for comparison with other stages."""
         if link is None:
             runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
             groups = repr([run.group for run in self.runs])
@@ -132,9 +135,10 @@ def lay_out(
     link_of: Mapping[str, int],
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
-    """Lay out `params` (the trainable ones, in the order of the forward) over `width` ranks.
-    bucket_bytes: size of a bucket's fp32 gradients, rounded up. link_of: the link of each parameter
-    that other stages have too, by name; link_widths: for each link, the widths of its stages."""
+    """Lay out `params` (the trainable parameters, in the order of the forward) over `width` ranks.
+    bucket_bytes: size of a bucket's fp32 gradients, which is rounded up. link_of: for each
+    parameter that several stages share, by name, the index of the set of these stages. link_widths:
+    for each such set, the widths of its stages."""
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)
@@ -162,8 +166,9 @@ def lay_out(
 
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:
-    """Count the elements of [start, stop) in the share of every rank of stages of these widths, by
-    stage and rank. Each stage divides the same `numel` elements into equal shares."""
+    """Return, for each rank of each stage, how many elements of [start, stop) are in the rank's
+    share. widths: the number of ranks of each stage. Each stage divides the same `numel` elements
+    into equal shares."""
     shares = chain.from_iterable(
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
     )
@@ -171,16 +176,16 @@ def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[i
 
 
 class StageParameters:
-    """The parameters of a stage by name. `trainable`: those in the optimizer that require
-    gradients, possibly none; `frozen`: all others. Raises ModelError for a parameter on `meta`, of
-    an unsupported dtype, or on another device than the others, and for an optimizer that has
-    parameters of other stages."""
+    """The parameters of a stage by name. `trainable`: the parameters that are in the optimizer and
+    require gradients; there may be none. `frozen`: all other parameters. Raises ModelError for a
+    parameter on `meta` or of an unsupported dtype, if trainable parameters are on several devices,
+    and for an optimizer that has parameters of other stages."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.trainable: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
-        # frozen parameters in the optimizer; they must stay frozen
+        # frozen parameters that are in the optimizer; they must stay frozen
         self.late: dict[str, nn.Parameter] = {}
         self.specs: list[ParamSpec] = []
         for name, p in model.named_parameters():
@@ -206,7 +211,7 @@ class StageParameters:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
         if p.is_meta or len(devices) > 1:
             raise ModelError(
-                f"parameter {name!r} is on {p.device}, the stage on {', '.join(map(str, devices))}",
+                f"{name!r} is on {p.device}, but the stage is on {', '.join(map(str, devices))}",
                 hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES
@@ -218,7 +223,8 @@ class StageParameters:
             )
 
     def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """Copy the parameters to flat memory, one tensor per run, and make them views of it."""
+        """Copy the trainable parameters to flat memory, make them views of it, and return it: one
+        tensor per run."""
         params = list(self.trainable.values())
         out = []
         for run in layout.runs:
@@ -233,12 +239,13 @@ class StageParameters:
 def views_of(
     flat: torch.Tensor, run: FlatRun, params: Sequence[ParamSpec]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Views of a run's parameters, as (index, view)."""
+    """Return views of a run's parameters in the run's memory `flat`, as pairs (index, view)."""
     return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
 
 
 def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of all parameters of the layout, in their order, in `flats`, the memory of the runs."""
+    """Return views of all parameters of the layout, in their order. flats: the memory of each
+    run."""
     held: dict[int, torch.Tensor] = {}
     for flat, run in zip(flats, layout.runs, strict=True):
         held |= views_of(flat, run, layout.params)

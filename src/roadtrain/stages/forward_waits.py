@@ -1,15 +1,15 @@
 """ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
-A block waits for all of its parameters when it is called. A parameter outside of blocks, or in a
-block that is never called itself, is waited for by the module that owns it, if the first step
-called that module; otherwise by the nearest enclosing module that was called (the weight of a head
-may be used without calling the head). A parameter that several modules own (a tied head's) is
-waited for by the first module that runs, since any of them may read it. Until the first step has
-shown which modules are called, and in evaluation, where other modules may be called, the first
-module that runs waits for all parameters.
+A block waits for all of its parameters when it is called. Other parameters are outside of blocks,
+or in a block that is never called itself. The module that owns such a parameter waits for it, if
+the first step called this module. Otherwise the nearest enclosing module that was called waits for
+it: a model may use the weight of its head without calling the head. If several modules own a
+parameter (a tied head), every module waits for it, because any of them may read it. In the first
+step, it is not known which modules are called, and in evaluation other modules may be called; in
+both cases, every module waits for all parameters.
 
-Assumes that parameters are used only while the model, or a block of it, runs. Reading the model's
-state dict waits, too. Other code must wait before it reads a parameter.
+Assumes that parameters are used only while the model, or a block of it, runs. `state_dict` also
+waits for all parameters. Other code must wait before it reads a parameter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ForwardWaits:
-    """Hooks on all modules of `model`. `numbers_of`: the numbers of the buckets that each parameter
-    is in. `wait(numbers)`: wait for these buckets; None: for all."""
+    """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of its
+    buckets. `wait(numbers)` waits for these buckets, and `wait(None)` for all buckets."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class ForwardWaits:
     ) -> None:
         self.model, self.numbers_of, self._wait = model, numbers_of, wait
         self.blocks = {id(block) for block in blocks}
-        self._called: set[int] = set()  # ids of modules called in training mode
-        # id of a module -> buckets it waits for; None until a step has shown which are called
+        self._called: set[int] = set()  # ids of modules that have been called in training mode
+        # id of a module -> buckets for which it waits; None until the first step has shown which
+        # modules are called
         self._needs: dict[int, set[int]] | None = None
-        # buckets that every module waits for: parameters with several owners, or none called
+        # buckets for which every module waits, because they have parameters with several owners, or
+        # parameters whose owner and enclosing modules are never called
         self._by_all: set[int] = set()
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, prepend=True)
@@ -56,7 +58,7 @@ class ForwardWaits:
             self._wait(needed)
 
     def learn(self) -> None:
-        """Decide which module waits for which parameters, after the first whole step."""
+        """After the first whole step, decide which module waits for which parameters."""
         if self._needs is not None or not self._called:
             return
         self._needs = {}
@@ -67,8 +69,8 @@ class ForwardWaits:
                 self._need(self._runs(named, name) if owners[p] == 1 else None, p)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-        """The block that contains `name`, if it is called; else the nearest called module, from
-        `name` itself outwards."""
+        """Return the called block that contains the module `name`. If there is none, return the
+        nearest called module: `name` itself, or a module that contains it."""
         parts = name.split(".") if name else []
         around = [named[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
         called = [module for module in around if id(module) in self._called]

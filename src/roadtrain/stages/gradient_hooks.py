@@ -1,16 +1,17 @@
-"""GradientHooks: move gradients into flat fp32 memory as backward computes them, and report each
-bucket whose gradients are complete.
+"""GradientHooks: move gradients into flat fp32 memory while backward computes them, and report each
+bucket as soon as its gradients are complete.
 
-Note: `p.grad` as a view of the flat memory would not save a pass. The memory would have to be
-zeroed in every step, and a missing gradient could not be distinguished from a gradient of zeros.
-The first gradient of a step is copied while it is in the cache, and gradients of further
-micro-batches are added, in fp32 even if parameters are narrower. Also, no code can mistake one
-rank's `p.grad` for the gradient of the step.
+Note: making `p.grad` a view of the flat memory would not save a pass over the memory. The memory
+would have to be zeroed in every step, and a missing gradient could not be distinguished from a
+gradient of zeros. Instead, the first gradient of a step is copied while it is in the cache, and
+gradients of further micro-batches are added, in fp32 even if parameters have a narrower dtype.
+Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
 
-Counting: a gradient is complete after `backwards` accumulations, or after a multiple of that if one
-backward accumulates several times (a block in two parts of the stage, reentrant checkpoints). The
-first step measures the multiple, so in that step all buckets are reported at its end. Buckets are
-always reported in the same order, that of a backward through the model. Does NOT communicate.
+Counting: a gradient is complete after `backwards` accumulations. If each backward accumulates a
+parameter several times (a block in two parts of the stage, reentrant checkpoints), it is complete
+after that many times `backwards`. The first step counts the accumulations per backward, so in the
+first step all buckets are reported at the end. Buckets are always reported in the order of a
+backward through the model. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 
 class GradientHooks:
-    """Hooks on the parameters of a stage. `views`: each parameter's place in the gradient memory.
-    `ready(bucket)` is called when a bucket is complete; `wait(buckets)` returns when their
-    gradients may be overwritten. `backwards`: number of backwards in the step; 0: unknown, no
-    bucket is complete before `finish`."""
+    """Hooks on the parameters of a stage. `views`: for each parameter, a view of its place in the
+    gradient memory. `ready(bucket)` is called when a bucket is complete. `wait(buckets)` returns
+    when the gradients of these buckets may be overwritten. `backwards`: number of backwards in the
+    step. If 0, the number is unknown and no bucket is complete before `finish`."""
 
     def __init__(
         self,
@@ -41,9 +42,10 @@ class GradientHooks:
     ) -> None:
         self.layout, self.params, self.views = layout, params, views
         self._ready, self._wait = ready, wait
-        # order in which buckets are reported: the reverse of the forward's
+        # the order in which buckets are reported: the reverse of the forward's order
         self.order: list[int] = list(reversed(range(len(layout.buckets))))
-        # accumulations per backward, for each parameter; None until measured in the first step
+        # number of accumulations of each parameter per backward; None until the first step has
+        # ended
         self._each: list[int] | None = None
         self.forget()
         self._handles = []
@@ -56,7 +58,7 @@ class GradientHooks:
         """Reset the counters for the next step."""
         self.backwards = 0
         self.counts = [0] * len(self.params)  # accumulations of each parameter in this step
-        # number of parameters in each bucket whose gradients are not complete
+        # for each bucket, the number of its parameters whose gradients are not complete
         self._incomplete = [len({s.param for s in b.spans}) for b in self.layout.buckets]
         self._reported: set[int] = set()
 
@@ -87,10 +89,10 @@ class GradientHooks:
         if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
-            f"parameter {self.layout.params[i].name!r} gets gradient {self.counts[i] + 1} of a step"
-            f" of {self.backwards} backwards, after its sum over the ranks has started",
-            hint="check the number of backwards passed to begin_step; if it is right, use"
-            " overlap=False, as backwards differ in how often they add to the parameter",
+            f"parameter {self.layout.params[i].name!r} got gradient {self.counts[i] + 1} in a"
+            f" step of {self.backwards} backwards, after its sum over the ranks had begun",
+            hint="check the number of backwards passed to begin_step; if this number is right, some"
+            " backwards add more gradients to the parameter than others: use overlap=False",
         )
 
     def _report(self, bucket: int) -> None:
@@ -99,7 +101,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Report the remaining buckets at the end of a step, with zeros for missing gradients."""
+        """End a step: report the remaining buckets, with zeros for missing gradients."""
         for i, view in enumerate(self.views):
             if self.counts[i] == 0:
                 self._wait(self.layout.buckets_of[i])

@@ -1,8 +1,9 @@
-"""GradientSum: the interface for summing a stage's gradients outside of its data group, so that
-every rank gets the whole sum, and the look-up of its implementation.
+"""GradientSum: the interface for summing a stage's gradients outside of its data group, in which
+every rank receives the whole sum. `connect_gradient_sum` looks up the implementation.
 
-An entry point names a function that takes the arguments below and returns a GradientSum, or None if
-there is nothing to sum. `service` is the summation service (sums/service_sums.py):
+An entry point names a function that takes the arguments in `connect_gradient_sum` and returns a
+GradientSum, or None if there is nothing to sum. `service` is the summation service
+(sums/service_sums.py):
 
     [project.entry-points."roadtrain.gradient_sums"]
     service = "roadtrain.sums.service_sums:connect_sums"
@@ -21,30 +22,34 @@ from roadtrain.transport.plugins import load
 
 
 class SumUnderWay(Protocol):
-    """The sum of one tensor, in flight."""
+    """The sum of one tensor, which may still be in flight."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum and return it, on the tensor's device. It is valid until the next sum
-        with the same number. Raises PeerError, DifferError."""
+        """Wait for the sum and return it, on the tensor's device. The result is valid until the
+        next sum with the same number begins. Raises PeerError and DifferError."""
 
 
 class GradientSum(Protocol):
-    """One rank's side of the sums. Terms are added in rank order, or host by host in that order."""
+    """One rank's connection to a summation service. The gradients of ranks are added in rank order.
+    If a service first adds the gradients of each host, it adds the sums of hosts in the same
+    order."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
         """Start a sum. All ranks make the same calls in the same order, with the same `number` and
-        `identity` (a description of the sum). tensor: flat fp32; it must not be changed until its
-        sum has arrived."""
+        `identity` (a description of the sum). tensor: a flat fp32 tensor, which must not be changed
+        until its sum has arrived."""
 
     def close(self) -> None:
-        """Wait briefly for other ranks that may still need this rank's part of the summation."""
+        """Close the connection, after a short wait for other ranks that may still need this rank
+        for their sums."""
 
 
 def connect_gradient_sum(
     options: ParallelOptions, control: ControlLinks, address: str, report: Callable[[str], None]
 ) -> GradientSum | None:
     """Connect to the summation service, which sums the gradients of all ranks of the job. address:
-    this host's address on the data group's network. Collective. Raises ConfigError, PeerError."""
+    this host's address on the data group's network. Collective. Raises ConfigError and
+    PeerError."""
     connect = load("roadtrain.gradient_sums", "service")
     found: GradientSum | None = connect(
         options.reducers,

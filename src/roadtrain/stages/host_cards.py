@@ -1,9 +1,9 @@
-"""Network cards of this host, read from the system: interfaces with addresses, kinds and rates.
+"""Detect the network cards of this host: interfaces with their addresses, kinds and rates.
 
 The kind is certain for an RDMA device (/sys/class/infiniband, by its link layer) and for an
-InfiniBand interface; any other card counts as Ethernet unless the user states otherwise. Left out
-are interfaces that are down, loopback, bridges without a card (container networks), and link-local
-addresses.
+InfiniBand interface; any other card counts as Ethernet unless the user states otherwise. Interfaces
+that are down, loopback, bridges without a card (container networks) and link-local addresses are
+left out.
 
 Assumes Linux. Does NOT choose among cards (stages/networks.py).
 """
@@ -35,7 +35,7 @@ class RdmaPort:
 
 
 def this_host(sys: Path = Path("/sys")) -> HostCards:
-    """Describe this host with all its cards. sys: the mount point of sysfs."""
+    """Return this host with all its cards. sys: the mount point of sysfs."""
     ports = rdma_ports(sys)
     states = psutil.net_if_stats()
     cards = []
@@ -66,7 +66,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
 
 
 def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
-    """Ports of the host's RDMA devices, by the name of their network interface."""
+    """Return the ports of the host's RDMA devices, by the name of the port's network interface."""
     found = {}
     for link_layer in sorted(sys.glob("class/infiniband/*/ports/*/link_layer")):
         port = link_layer.parent
@@ -82,7 +82,8 @@ def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
 
 
 def _read(path: Path) -> str:
-    """Read a file of sysfs; "" if that fails, as it does for unused entries."""
+    """Return the content of a file of sysfs, or "" if it cannot be read, as is the case for unused
+    entries."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -90,7 +91,8 @@ def _read(path: Path) -> str:
 
 
 def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
-    """All IPv4 addresses with their prefix lengths; without any, the first IPv6 address."""
+    """Return all IPv4 addresses with their prefix lengths. If there are none, return the first IPv6
+    address."""
     found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
     for entry in addresses:
         if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
@@ -103,20 +105,21 @@ def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]
 
 
 def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:
-    """Return the interface's directory in sysfs; None if sysfs shows another network namespace."""
+    """Return the interface's directory in sysfs, or None if sysfs shows the interfaces of another
+    network namespace."""
     path = sys / "class" / "net" / interface
     own = next((entry.address for entry in addresses if entry.family == psutil.AF_LINK), "")
     return path if _read(path / "address").lower() == own.lower() != "" else None
 
 
 def _has_card(sys: Path, bridge: Path) -> bool:
-    """Check if a card, or a bond of cards, is a port of the bridge."""
+    """Return whether a card, or a bond of cards, is a port of the bridge."""
     ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
     return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 
 
 def _kind(ours: Path | None, port: RdmaPort | None) -> str:
-    """The kind of a card, as far as the system knows it, else ""."""
+    """Return the kind of a card, or "" if the system does not know the kind for certain."""
     if port is not None:
         return port.kind
     return INFINIBAND if ours and _read(ours / "type") == ARPHRD_INFINIBAND else ""

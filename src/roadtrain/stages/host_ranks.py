@@ -1,11 +1,11 @@
-"""Mapping of ranks to hosts: check that a parallelism fits given hosts, and propose parallelisms
-that do.
+"""The mapping of ranks to hosts: check that a parallelism fits given hosts, and propose
+parallelisms that fit them.
 
 Ranks are numbered host by host. A tensor group is inside one host. A data group is inside one
 cluster, because the slow networks between clusters would delay every sum of gradients; only
 pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may differ in their
-number of hosts, and hosts in their number of devices. Arithmetic only. Does NOT know which network
-a group uses, nor how fast a device is.
+number of hosts, and hosts in their number of devices. This module only computes. It does NOT know
+which network a group uses, nor how fast a device is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roadtrain.stages.parallelism import Parallelism
 
 
 class HostDevices(NamedTuple):
-    """A host and its number of devices, which are consecutive ranks."""
+    """A host and its number of devices. The devices of a host are consecutive ranks."""
 
     host: str
     cluster: str
@@ -28,18 +28,18 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """Allowed placement of the ranks of one data group."""
+    """The extent of a data group: whether its ranks may be in several clusters."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"
 
 
-Hosts = Sequence[tuple[str, str, int]]  # HostDevices, or such tuples
+Hosts = Sequence[tuple[str, str, int]]  # HostDevices, or tuples of the same fields
 
 
 def hosts_of_ranks(hosts: Hosts) -> list[HostDevices]:
-    """List the host of each rank. Raises ConfigError for a host without devices or in two
-    clusters."""
+    """Return the host of each rank. Raises ConfigError for a host without devices, and for a host
+    in two clusters."""
     clusters: dict[str, str] = {}
     out: list[HostDevices] = []
     for at in (HostDevices(*host) for host in hosts):
@@ -64,8 +64,9 @@ def check_ranks(
     blocks: int | None = None,
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
 ) -> list[HostDevices]:
-    """Check that a parallelism fits the hosts, and list the host of each rank. `blocks`: number of
-    blocks of the model, checked against the stages. Raises ConfigError if it does not fit."""
+    """Check that a parallelism fits the hosts, and return the host of each rank. `blocks`: the
+    number of blocks of the model; if given, the stages must fit it. Raises ConfigError if the
+    parallelism does not fit."""
     host_of = hosts_of_ranks(hosts)
     _check_world(parallelism, len(host_of), len(hosts))
     _check_tensor_groups(parallelism, host_of)
@@ -86,7 +87,7 @@ def _check_world(parallelism: Parallelism, world: int, hosts: int) -> None:
             )
     if parallelism.devices != world:
         raise ConfigError(
-            f"{parallelism} is {parallelism.devices} ranks, {available}",
+            f"{parallelism} needs {parallelism.devices} ranks, but {available}",
             hint="the widths of all stages, times tp, must add up to the number of devices",
         )
 
@@ -121,8 +122,8 @@ def _check_data_groups(parallelism: Parallelism, host_of: Sequence[HostDevices])
 
 
 def _replicas(hosts: Hosts, tp: int) -> list[int]:
-    """Count the tensor groups of each cluster, in rank order. Raises ConfigError if tp does not
-    divide a host's devices, or a cluster's hosts are not consecutive."""
+    """Return the number of tensor groups of each cluster, in rank order. Raises ConfigError if tp
+    does not divide a host's devices, or if the hosts of a cluster are not consecutive."""
     host_of = hosts_of_ranks(hosts)
     for at in host_of:
         if at.devices % tp:
@@ -143,14 +144,15 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
 
 
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
-    """Propose all pipelines with one or more stages of equal width per cluster, which pass
-    `check_ranks`. The fewest stages come first, among them the most even widths. `blocks`: the
-    number of blocks of the model, which limits the stages. Raises ConfigError if tp does not divide
-    a host's devices, or there are more clusters than blocks."""
+    """Yield all pipelines in which each cluster has one or more stages of equal width. They pass
+    `check_ranks`. They are ordered by their number of stages and, for equal numbers, by how even
+    their widths are. `blocks`: the number of blocks of the model, which limits the number of
+    stages. Raises ConfigError if tp does not divide a host's devices, or if there are more clusters
+    than blocks."""
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(
-            f"{len(replicas)} clusters need at least one block each, the model has {blocks} blocks",
+            f"{len(replicas)} clusters need at least one block each, but the model has {blocks}",
             hint="use fewer clusters, or divide the model into smaller blocks",
         )
     divisors = [[n for n in range(1, own + 1) if own % n == 0] for own in replicas]

@@ -1,5 +1,5 @@
-"""The `[parallelism]` table of a job file: degrees, stages, networks, storage of stages, and
-reducers."""
+"""The `[parallelism]` table of a job file: the degrees, the stages, the networks, the storage of
+stages, and the reducers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roadtrain.stages.host_ranks import DataGroups
 from roadtrain.stages.networks import NetworkStatement
 from roadtrain.stages.parallelism import Parallelism
 
-# defaults
+# the keys that a plan determines, with their defaults
 DEGREES: Mapping[str, object] = {
     "dp": None,
     "tp": 1,
@@ -38,8 +38,8 @@ Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
 class StagePlacement(Section):
-    """Storage of one stage's parameters and optimizer state in files, on servers, or in host
-    memory, instead of on its ranks."""
+    """The storage of one stage's parameters and optimizer state, if they are not on the stage's
+    ranks but in files, on servers, or in host memory."""
 
     stage: Whole
     files: Texts = []
@@ -73,8 +73,8 @@ class ParallelismSection(Section):
     widths: list[Count] = []
     """data-parallel ranks of each stage, if they differ"""
     stages: Stages = "even"
-    """blocks of each stage; or "even", "measured": the fastest by measured speeds, "paper": by the
-    formula of Yang et al. (Holmes)"""
+    """number of blocks of each stage; or the way to divide blocks: "even", "measured" (the fastest
+    division by measured speeds) or "paper" (by the formula of Yang et al. (Holmes))"""
     virtual_stages: Count = 1
     """parts of the model in each stage (interleaved schedule)"""
     num_microbatches: Count | None = None
@@ -91,25 +91,25 @@ class ParallelismSection(Section):
     snapshot_every: Count = 50
     """steps between snapshots of state on the ranks"""
     snapshot_replicas: Count = Field(default=1, le=2)
-    """2: keep each part of a snapshot also on a host of another cluster"""
+    """number of hosts that store each part of a snapshot; the second host is in another cluster"""
     deadline: Number = Field(default=600.0, gt=0)
     """timeout of any wait, in seconds"""
     networks: list[NetworkStatement] = []
-    """properties of network cards; others are detected"""
+    """properties of network cards; properties that are not stated are detected"""
     placements: list[StagePlacement] = []
     """stages whose state is not kept on their ranks"""
     reducers: FileOrAddresses = ""
     """`roadtrain serve --sum` processes that sum the gradients: a list of HOST:PORT; or a file with
-    lines HOST:PORT [RATE], which the first process re-reads during training ({run}: the run
-    directory)"""
+    lines HOST:PORT [RATE], which the first process re-reads during training; {run} stands for the
+    run directory"""
     reducers_token_file: str | None = None
-    """file with the reducers' token, needed if one is on another host ({run}: as above)"""
+    """token file, needed if a reducer is on another host; {run} stands for the run directory"""
     reducers_alone: Flag = False
-    """the ranks sum no gradients themselves while a reducer is available (placement
+    """whether ranks leave all sums to the reducers while a reducer is available (placement
     parameter-server)"""
 
     def check_known(self) -> None:
-        """Raise ConfigError if the parallelism is left to a plan."""
+        """Raise ConfigError if the parallelism is "auto", which only a plan can resolve."""
         if self.auto:
             raise ConfigError(
                 'parallelism = "auto" needs a plan, and there is none',
@@ -148,7 +148,7 @@ class ParallelismSection(Section):
         return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
     def of_run(self, directory: str) -> Self:
-        """Replace {run} in paths by the run directory."""
+        """Return this section with {run} in paths replaced by the run directory."""
         reducers, token = self.reducers, self.reducers_token_file
         if isinstance(reducers, str):
             reducers = reducers.replace("{run}", directory)
@@ -156,7 +156,8 @@ class ParallelismSection(Section):
         return self.model_copy(update={"reducers": reducers, "reducers_token_file": token})
 
     def degrees(self, processes: int) -> Parallelism:
-        """The Parallelism for a number of processes. Raises ConfigError if they do not divide."""
+        """Return the Parallelism for a number of processes. Raises ConfigError if they cannot be
+        divided evenly into stages."""
         dp = self.dp
         if dp is None and not self.widths:
             dp, rest = divmod(processes, self.pp * self.tp)

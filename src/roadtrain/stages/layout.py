@@ -1,5 +1,5 @@
-"""StageLayout: the segments and parameters of each stage, and the parameters shared by several
-stages. Every rank computes the same value."""
+"""StageLayout: the segments and parameters of each stage, and the parameters that several stages
+share. Every rank computes the same value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roadtrain.stages.rank_groups import GroupKind, RankGroup
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The division of a model into stages. parallelism: its degrees. segments: one per virtual
-    stage, in the model's order. names: the parameters of each segment."""
+    """The division of a model into stages. segments: one segment per virtual stage, in the model's
+    order. names: for each segment, the names of its parameters."""
 
     parallelism: Parallelism
     segments: tuple[Segment, ...]
@@ -24,8 +24,8 @@ class StageLayout:
 
     @staticmethod
     def of(parallelism: Parallelism, cuts: Cuts) -> StageLayout:
-        """Divide the model. Raises ConfigError if stages and blocks do not add up, ModelError if
-        the model cannot be cut there."""
+        """Divide the model. Raises ConfigError if the sizes of stages do not add up to the model's
+        blocks, and ModelError if the model cannot be cut between these stages."""
         counts = parallelism.layers(len(cuts.blocks))
         if not all(counts):
             raise ConfigError(
@@ -40,7 +40,7 @@ class StageLayout:
         return ", ".join(str(s.stop - s.begin) for s in self.segments) + " blocks"
 
     def numbers(self, stage: int) -> list[int]:
-        """The numbers of the segments of `stage`."""
+        """Return the numbers of the segments of `stage`."""
         return list(range(stage, len(self.segments), self.parallelism.pp))
 
     def segments_of(self, stage: int) -> list[Segment]:
@@ -50,11 +50,11 @@ class StageLayout:
         return frozenset().union(*(self.names[number] for number in self.numbers(stage)))
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that have a copy of the parameter `name`."""
+        """Return the stages that have a copy of the parameter `name`."""
         return tuple(s for s in range(self.parallelism.pp) if name in self.names_of(s))
 
     def shared(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Sets of stages that share parameters -> the names of these."""
+        """Return, for each set of stages that share parameters, the names of these parameters."""
         found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in sorted(frozenset().union(*self.names)):
             stages = self.stages_of(name)
@@ -63,12 +63,14 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """The groups for shared parameters, one per set of stages and tensor index."""
+        """Return the groups for shared parameters: one group for each set of stages and tensor
+        index."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 
     def shared_group(self, stages: tuple[int, ...], tensor: int) -> RankGroup:
-        """The group of all ranks of these stages with this tensor index, by stage and replica."""
+        """Return the group of all ranks of these stages with this tensor index, ordered by stage
+        and replica."""
         ranks = tuple(
             self.parallelism.rank(RankPosition(stage, replica, tensor))
             for stage in stages

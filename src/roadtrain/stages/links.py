@@ -1,9 +1,10 @@
-"""StageLinks: messages between stages, activations forward and their gradients back.
+"""StageLinks: messages between stages. Activations are sent forward, and their gradients are sent
+back.
 
-Each boundary and direction has its own process group, on the network chosen for it
+Each boundary and direction has its own process group, on the network chosen for this group
 (`process_groups`). Messages between two ranks of a group arrive in the order in which they are
-sent. A send returns at once and keeps its tensors until it is done; receives are posted ahead.
-Every wait has a timeout, and its error names both ranks and the message (Rule 5).
+sent. `send` returns at once, and the tensors are kept until they are sent. Receives are posted
+ahead. Every wait has a timeout, and its error names both ranks and the message (Rule 5).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from roadtrain.stages.parallelism import RankPosition
 from roadtrain.stages.protocol.pipeline import FORWARD, Peer, Transfer
 from roadtrain.stages.rank_groups import Groups
 
-Channel = tuple[int, str]  # a boundary, and FORWARD or BACKWARD
+Channel = tuple[int, str]  # (boundary, FORWARD or BACKWARD)
 PAYLOAD = {True: "the activations", False: "the gradient of the activations"}
 
 
@@ -54,7 +55,8 @@ class StageLinks:
         self.wait_s = 0.0  # seconds spent in `wait` and `flush`
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending. tensors: kept until they are sent; they must not be changed before."""
+        """Start sending a message. tensors: they are kept until they are sent, and must not be
+        changed before this."""
         group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
@@ -71,7 +73,7 @@ class StageLinks:
             ]
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until the message is in its buffers. Raises DeadlineError, LostError."""
+        """Wait until the message is in its buffers. Raises DeadlineError and LostError."""
         then = time.monotonic()
         works = self._receiving.pop(transfer)
         with self._translated(transfer, sending=False):
@@ -80,7 +82,7 @@ class StageLinks:
         self.wait_s += time.monotonic() - then
 
     def flush(self) -> None:
-        """Wait until all sends are done. Raises like `wait`."""
+        """Wait until all messages are sent. Raises the errors of `wait`."""
         then = time.monotonic()
         for sent in self._sent:
             with self._translated(sent.transfer, sending=True):
@@ -98,8 +100,8 @@ class StageLinks:
 
     @contextmanager
     def _translated(self, transfer: Transfer, *, sending: bool) -> Iterator[None]:
-        """Translate torch's errors about a peer to DeadlineError or LostError, with both ranks, the
-        message and the step."""
+        """Translate torch's errors about a peer to DeadlineError or LostError, which name both
+        ranks, the message and the step."""
         then = time.monotonic()
         try:
             yield
@@ -109,7 +111,7 @@ class StageLinks:
                 raise DeadlineError(
                     f"{sentence}: timed out after {took:.1f} s, the deadline is"
                     f" {self._deadline_s:.1f} s",
-                    hint="check that its host and network are up, and read its output",
+                    hint="check that the other rank's host and network are up, and read its output",
                 ) from error
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise LostError(f"{sentence}, which was lost: {first}") from error

@@ -1,13 +1,15 @@
 """Networks: choose the network of each group of ranks.
 
-A group on one host communicates inside it (NVLink, shared memory, loopback). Any other group uses
-the fastest cards of one kind that connect all of its hosts, else Ethernet; a group without either
-is refused. The rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups
-inside a cluster, Ethernet between stages.
+A group on one host communicates inside the host (NVLink, shared memory, loopback). Any other group
+uses the fastest cards of one kind that connect all of its hosts. If no kind connects all hosts, the
+group uses Ethernet, and if Ethernet does not connect them, the group is refused. The rule of Yang
+et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a cluster, and Ethernet
+between stages.
 
-Cards of one kind are assumed to reach each other if they are on the same fabric: the name stated by
-the user, else the subnet of the address. Ethernet is routed between subnets, the other kinds are
-not. The preflight tests these assumptions; this module is arithmetic only.
+Cards of one kind are assumed to reach each other if they are on the same fabric. The fabric of a
+card is the name that the user stated or, without a statement, the subnet of the card's address.
+Ethernet is assumed to be routed between subnets; InfiniBand and RoCE are not. The preflight tests
+these assumptions. This module does not communicate.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Flag, RateText, Section, Texts
 from roadtrain.units import parse_rate, show_rate
 
-# in order of preference if rates are equal or unknown
+# the kinds of cards, in order of preference if rates are equal or unknown
 KINDS = ("infiniband", "roce", "ethernet")
 INFINIBAND, ROCE, ETHERNET = KINDS
-CONTROL = "control"  # name of the group of all ranks
+CONTROL = "control"  # the name of the group of all ranks
 INSIDE = "inside a host"  # NVLink, PCIe, shared memory or loopback
 LOOPBACK = "127.0.0.1"
 
@@ -43,9 +45,9 @@ C = TypeVar("C", bound=HasKind)
 def fastest_common(
     hosts: Sequence[Sequence[C]], fabric: Callable[[C], str], bytes_per_s: Callable[[C], float]
 ) -> tuple[C, ...] | None:
-    """Choose a card of each host, all of one kind and fabric, such that the slowest of them is as
-    fast as possible. Returns None if the hosts have no kind and fabric in common. If any rate is
-    unknown (0), kinds are compared before rates."""
+    """Choose one card of each host, all of the same kind and fabric, so that the slowest of these
+    cards is as fast as possible. Return None if the hosts have no kind and fabric in common. If any
+    rate is unknown (0), kinds are compared before rates."""
     ways: list[tuple[float, int, tuple[C, ...]]] = []
     for first in hosts[0]:
         found = [
@@ -62,8 +64,8 @@ def fastest_common(
 
 
 class NetworkStatement(Section):
-    """User-stated properties of some network cards. The first statement that matches a card
-    applies."""
+    """The properties of some network cards, as stated by the user. If several statements match a
+    card, the first of them applies."""
 
     hosts: Texts = ["*"]
     """names or patterns of hosts, such as `a*`"""
@@ -111,17 +113,17 @@ class NetworkStatement(Section):
 
 @dataclass(frozen=True)
 class HostCard:
-    """A network interface of a host, with one address."""
+    """A network interface of a host, with one of the interface's addresses."""
 
     interface: str
     address: str
-    prefix: int  # bits of the subnet in the address
+    prefix: int  # length of the subnet's prefix in bits
     kind: str = ETHERNET  # one of KINDS
-    bytes_per_s: float = 0.0  # 0: unknown
-    mtu: int = 0  # 0: unknown
-    fabric: str = ""  # name stated by the user; "": the subnet
-    found: str = ""  # the kind if it was detected for certain, else ""
-    device: str = ""  # name of the RDMA device, such as mlx5_0; "": not an RDMA device
+    bytes_per_s: float = 0.0  # 0 if unknown
+    mtu: int = 0  # 0 if unknown
+    fabric: str = ""  # the name that the user stated; if "", the subnet is the fabric
+    found: str = ""  # the kind if the system knows it for certain, else ""
+    device: str = ""  # name of the RDMA device, such as mlx5_0; "" if the card is no RDMA device
 
     @property
     def subnet(self) -> str:
@@ -138,7 +140,8 @@ class HostCard:
 
 @dataclass(frozen=True)
 class HostCards:
-    """A host and its cards. `identity`: equal for processes that share memory and network."""
+    """A host and its cards. `identity`: a text that is equal for all processes that share the
+    host's memory and network."""
 
     identity: str
     name: str
@@ -150,18 +153,19 @@ class HostCards:
 
 @dataclass(frozen=True)
 class GroupNetwork:
-    """The network of a group of ranks. `hosts` and `cards` are in the order of `ranks`."""
+    """The network of a group of ranks. `hosts` and `cards` have one element for each element of
+    `ranks`."""
 
     group: str
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]  # host names
     kind: str  # one of KINDS, or INSIDE
     cards: tuple[HostCard, ...]
-    passed_over: str = ""  # a note on faster cards that do not reach each other
+    passed_over: str = ""  # for the log: a note about faster cards that do not reach each other
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of the slowest card; 0 if any rate is unknown."""
+        """The rate of the slowest card in bytes/s; 0 if any rate is unknown."""
         return min(card.bytes_per_s for card in self.cards)
 
     def card_of(self, rank: int) -> HostCard:
@@ -195,8 +199,9 @@ def override(
     hosts: Sequence[HostCards], statements: Sequence[NetworkStatement]
 ) -> tuple[HostCards, ...]:
     """Apply the user's statements to the detected cards of `hosts`. Cards with `use = false` are
-    removed, and so are addresses that several hosts have (container bridges). Raises ConfigError
-    for a statement about a missing interface, or one that contradicts the detected kind."""
+    removed, and so are cards whose address several hosts have (container bridges). Raises
+    ConfigError for a statement about a missing interface, and for a statement that contradicts the
+    detected kind."""
     for statement in statements:
         _check_exists(statement, hosts)
     every = {host.identity: host for host in hosts}.values()
@@ -213,8 +218,8 @@ def override(
 
 
 def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
-    """Check that the statement matches a card: on every matching host if the interface is named
-    without a pattern, else on at least one host."""
+    """Raise ConfigError if the statement matches no card. If it names an interface without a
+    pattern, every host that it matches must have the interface."""
     meant = [host for host in hosts if statement.matches_host(host.name)]
     named = not set(statement.interface) & set("*?[")
     for host in meant:
@@ -245,8 +250,8 @@ def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
 
 
 def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
-    """Choose the network of a group. host_of: the host of each rank. Raises ConfigError with the
-    reason if the group's hosts cannot reach each other."""
+    """Choose the network of a group. host_of: the host of each rank. Raises ConfigError, which
+    contains the reason, if the group's hosts cannot reach each other."""
     ranks = tuple(group.ranks)
     members = [host_of[rank] for rank in ranks]
     hosts = {host.identity: host for host in members}
@@ -272,8 +277,8 @@ class _AllRanks:
 def choose_networks(
     groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
-    """Choose the network of each group, by its name, and of CONTROL, the group of all ranks.
-    hosts: of each rank. Raises ConfigError like `pick`."""
+    """Choose the network of each group, and of CONTROL, the group of all ranks. Return the networks
+    by the group's name. hosts: the host of each rank. Raises ConfigError as `pick` does."""
     host_of = dict(enumerate(hosts))
     every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
@@ -285,7 +290,7 @@ def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
     ) -> tuple[HostCard, ...] | None:
         return fastest_common(of, fabric, lambda card: card.bytes_per_s)
 
-    # a RoCE card is also an Ethernet card in its subnet
+    # a RoCE card can also be used as an Ethernet card in its subnet
     plain = [
         [replace(card, kind=ETHERNET) for card in host.cards if card.kind != INFINIBAND]
         for host in hosts
@@ -331,11 +336,12 @@ def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
         else "they have no network in common"
     )
     names = ", ".join(host.name for host in hosts)
-    return ConfigError(f"{group}: hosts {names} cannot reach each other, {why}: {cards}")
+    return ConfigError(f"{group}: hosts {names} cannot reach each other: {why} ({cards})")
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
-    """A note for the report if every host has a faster kind of card than the group can use."""
+    """Return a note for the log if every host has a faster kind of card than the group can use,
+    else ""."""
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
@@ -347,6 +353,6 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Join names for messages, at most `most` of them."""
+    """Join at most `most` names for messages, and append how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return " ".join(names[:most]) + more

@@ -1,10 +1,10 @@
-"""CollectiveQueue: a thread that runs a rank's collective operations in order, beside the thread
-that computes. SideStream: the device stream of that thread.
+"""CollectiveQueue: a thread that runs a rank's collective operations in order, while another thread
+computes. SideStream: the device stream of the queue's thread.
 
 All ranks of a group must start the same operations in the same order; the caller of `put` is
-responsible for that. Up to DEPTH operations are in flight, and they end in the order in which they
-started. After an error nothing more is started, and the error is raised to every waiting thread
-and at every later `put` (Rule 5).
+responsible for that. At most DEPTH operations are in flight at a time. They end in the order in
+which they started. After an error, the queue starts nothing more, and raises the error in every
+waiting thread and in every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from roadtrain.errors import DeadlineError, LoopError, LostError, RoadtrainError
 
-DEPTH = 2  # jobs in flight: one sends while the next starts
-# words in gloo's and NCCL's errors about a peer; not every such error names its library
+DEPTH = 2  # most jobs in flight: one job sends while the next job starts
+# an error about a peer has one of these words; not every such error names gloo or NCCL
 PEER_WORDS = ("gloo", "nccl", "pair closure", "connection", "timed out")
-PATIENCE = 2.0  # deadlines without any progress until a wait times out
+PATIENCE = 2.0  # a wait times out after this many deadlines without any progress
 
 
 class Pending(Protocol):
@@ -35,9 +35,10 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class QueuedCollective:
-    """A job of the queue. `what`: its name in errors. `run`: a generator that may compute, yields
-    the operation that it started (None: nothing to wait for), and is resumed when that is done.
-    `alone`: start only after all earlier jobs have ended."""
+    """A job of the queue. `what`: the job's name in errors. `run`: a generator that may compute and
+    then yields the operation that it started, or None if there is nothing to wait for. The queue
+    resumes the generator when the operation is done. `alone`: whether the job only starts after all
+    earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
@@ -46,8 +47,8 @@ class QueuedCollective:
 
 class CollectiveQueue:
     """A thread that runs jobs in order. `deadline_s`: the timeout of one operation, which the
-    process groups enforce; here it limits the time without any progress. `running`: a context
-    manager that the thread runs in."""
+    process groups enforce; the queue uses it to limit the time without any progress. `running`: a
+    context manager in which the thread runs."""
 
     def __init__(
         self,
@@ -60,30 +61,32 @@ class CollectiveQueue:
         self.error: BaseException | None = None
         self._reported = False
         self._now = ""  # the job that the thread works on
-        self._ended = 0  # number of jobs
+        self._ended = 0  # number of jobs that have ended
         self._closing = False
-        self._jobs: deque[QueuedCollective] = deque()  # not started yet
-        # only the thread changes it
+        self._jobs: deque[QueuedCollective] = deque()  # jobs that have not started
+        # jobs in flight; only the thread changes this queue
         self._in_flight: deque[tuple[QueuedCollective, Pending | None]] = deque()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"collectives {name}", daemon=True)
         self._thread.start()
 
     def put(self, job: QueuedCollective) -> None:
-        """Queue a job. Raises the error of an earlier job, LoopError after `close`."""
+        """Queue a job. Raises the error of an earlier job if it failed, and LoopError after
+        `close`."""
         with self._changed:
             self.check()
             if self._closing:
-                raise LoopError(f"{self.name}: {job.what} after close()")
+                raise LoopError(f"{self.name}: {job.what} was queued after close()")
             self._jobs.append(job)
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait until `until()` is true; it is checked whenever a job ends. Raises the error of a
-        job, DeadlineError if no job ends for PATIENCE deadlines."""
+        """Wait until `until()` returns true; it is called again whenever a job ends. Raises the
+        error of a job that failed, and DeadlineError if no job ends for PATIENCE deadlines."""
         with self._changed:
             while True:
-                self.check()  # before `until()`: an error clears all jobs, which may make it true
+                # must precede `until()`, which may return true because an error clears all jobs
+                self.check()
                 if until():
                     return
                 ended = self._ended
@@ -95,19 +98,19 @@ class CollectiveQueue:
                     )
 
     def wait_all(self, what: str) -> None:
-        """Wait until every queued job has ended. Raises like `wait`."""
+        """Wait until every queued job has ended. Raises the errors of `wait`."""
         self.wait(lambda: not self._jobs and not self._in_flight and not self._now, what)
 
     def abandon(self) -> None:
-        """Drop all jobs that have not started, without waiting for those in flight."""
+        """Drop all jobs that have not started, without waiting for jobs in flight."""
         with self._changed:
             self._jobs.clear()
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish all queued jobs and end the thread. Raises the error of a job, unless it was
-        raised before, DeadlineError if the thread does not end."""
+        """Finish all queued jobs and end the thread. Raises the error of a job that failed, unless
+        it was raised before, and DeadlineError if the thread does not end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -121,7 +124,7 @@ class CollectiveQueue:
                 self.check()
 
     def check(self) -> None:
-        """Raise the error of a job, if there was one."""
+        """Raise the error of the job that failed, if any did."""
         if self.error is None:
             return
         self._reported = True
@@ -152,7 +155,8 @@ class CollectiveQueue:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> QueuedCollective | None:
-        """Take the next job if it may start. `done`: jobs in flight whose operations are done."""
+        """Return the next job if it may start, otherwise None. `done`: number of jobs in flight
+        whose operations are done."""
         busy = len(self._in_flight)
         if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
@@ -171,7 +175,8 @@ class CollectiveQueue:
             work.wait()
         with self._changed:
             following = self._take(done=1)
-        if following is not None:  # its operation runs while the end of this job computes
+        # the operation of the following job runs while the end of this job computes
+        if following is not None:
             self._begin(following)
         self._now = job.what
         next(job.run, None)
@@ -206,12 +211,12 @@ def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
 
 
 class SideStream:
-    """A device stream for the queue's thread, ordered by events with the stream of the computing
-    thread.
+    """A device stream for the queue's thread. Events keep the order between this stream and the
+    stream of the computing thread.
 
     On an accelerator the queue's thread runs on `stream`. An event (a mark) makes one stream wait
-    for results of the other. On the CPU there is no stream and all methods do nothing, as results
-    are there when an operation has ended.
+    for the results of the other stream. On the CPU there is no stream and all methods do nothing,
+    because results are complete when an operation has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -221,27 +226,30 @@ class SideStream:
 
     @property
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """The context that the queue's thread runs in."""
+        """The context manager in which the queue's thread runs."""
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     def mark(self) -> torch.Event | None:
-        """Record an event after all work of the computing thread so far (computing thread)."""
+        """Return an event that occurs when all work of the computing thread so far is done. Called
+        by the computing thread."""
         if self.stream is None:
             return None
         return torch.accelerator.current_stream(self.stream.device).record_event()
 
     def after(self, mark: torch.Event | None) -> None:
-        """Make the side stream wait for `mark` (queue's thread)."""
+        """Make the side stream wait for `mark`. Called by the queue's thread."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
     def leave_mark(self, number: int) -> None:
-        """Record that bucket `number` is written once the work so far is done (queue's thread)."""
+        """Record that bucket `number` is written when the work of the side stream so far is done.
+        Called by the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 
     def wait_for(self, numbers: Collection[int]) -> None:
-        """Make the computing stream wait for buckets `numbers` (computing thread)."""
+        """Make the computing stream wait until the buckets `numbers` are written. Called by the
+        computing thread."""
         if self.stream is None:
             return
         for number in numbers:
@@ -249,6 +257,7 @@ class SideStream:
                 torch.accelerator.current_stream(self.stream.device).wait_event(mark)
 
     def join(self) -> None:
-        """Make the computing stream wait for the whole side stream (computing thread)."""
+        """Make the computing stream wait for all work of the side stream. Called by the computing
+        thread."""
         if self.stream is not None:
             torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)

@@ -1,4 +1,4 @@
-"""ParallelOptions: the options of `parallelize`, checked when the value is made."""
+"""ParallelOptions: the options of `parallelize`. They are checked when the value is created."""
 
 from __future__ import annotations
 
@@ -27,36 +27,39 @@ class ParallelOptions:
     """Options of `parallelize`.
 
     Args:
-        parallelism: Degrees of parallelism, and optionally the blocks of each stage.
-        num_microbatches: Micro-batches of a step, over all replicas.
-        stages: Division of blocks into stages if `parallelism` does not state it: "even",
-            "measured" (the fastest by measured speeds), or "paper" (by the formula of Yang et al.
-            (Holmes)).
-        resize_stages: Move blocks between stages during training when that shortens a step by this
-            fraction; None: never.
-        stores: Storage of a stage's parameters and optimizer state, by stage number. Other stages
-            keep them on their ranks.
+        parallelism: Degrees of parallelism, and optionally the number of blocks of each stage.
+        num_microbatches: Number of micro-batches of a step, over all replicas.
+        stages: Division of blocks into stages if `parallelism` does not state one: "even",
+            "measured" (the fastest division by measured speeds), or "paper" (by the formula of Yang
+            et al. (Holmes)).
+        resize_stages: Blocks move between stages during training when this shortens a step by this
+            fraction. If None, blocks never move.
+        stores: Storage of a stage's parameters and optimizer state, by stage number. A stage
+            without a store keeps its parameters and state on its ranks.
         reducers: `roadtrain serve --sum` processes that sum the gradients: a list of HOST:PORT, or
-            the path of a file with lines HOST:PORT [RATE], which the first process re-reads, so
+            the path of a file with lines HOST:PORT [RATE]. The first process re-reads the file, so
             that reducers can be added and removed without a restart. RATE is the rate of the
-            reducer's link relative to that of a rank. With reducers every rank keeps the whole
-            optimizer state.
-        reducers_token_file: File with the reducers' token, needed if one is on another host.
-        reducers_alone: Ranks sum no gradients themselves while a reducer is available.
-        networks: Properties of network cards; others are detected.
+            reducer's link relative to that of a rank's link. With reducers, every rank keeps the
+            whole optimizer state.
+        reducers_token_file: File with the reducers' token. It is needed if a reducer is on another
+            host.
+        reducers_alone: Whether ranks leave all sums to the reducers while a reducer is available.
+        networks: Properties of network cards. Properties that are not stated are detected.
         data_groups: Whether a stage's ranks may be in several clusters, so that the slow network
             between them carries gradients.
-        activations: dtype of activations and their gradients sent between stages (bfloat16 or
-            float16); None: unchanged.
-        overlap: Send gradients and new parameters of a stage while it computes.
-        blocks: Names or patterns of the blocks; None: found as in `place`.
-        tensor_plan: Tensor-parallel styles by patterns of layer names, for tp above 1; None: the
-            built-in styles of the architecture.
-        dtype: Compute dtype of the parameters; None: their own. Masters and state are fp32.
+        activations: dtype in which activations and their gradients are sent between stages
+            (bfloat16 or float16). If None, they are sent unchanged.
+        overlap: Whether a stage sends gradients and new parameters while it computes.
+        blocks: Names or patterns of the blocks. If None, blocks are found as in `place`.
+        tensor_plan: Tensor-parallel styles by patterns of layer names, for tp above 1. If None, the
+            built-in styles of the architecture are used.
+        dtype: Compute dtype of the parameters. If None, parameters keep their dtype. Masters and
+            state are fp32.
         weights: Directory of safetensors files with the initial values.
-        init: Function that initialises a module of a model built on `meta`; None: the model's own.
+        init: Function that initializes a module of a model built on `meta`. If None, the model's
+            own initialization is used.
         seed: Seed of initial values and dropout.
-        deadline_s: Timeout of any wait, in seconds; the error names the missing rank (Rule 5).
+        deadline_s: Timeout of any wait, in seconds. The error names the missing rank (Rule 5).
         job: Further settings that must be equal on all processes, as text, one per line.
 
     Raises:
@@ -111,7 +114,7 @@ class ParallelOptions:
             )
         if self.activations not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"activations cannot be {self.activations}", hint="torch.bfloat16 or torch.float16"
+                f"activations cannot be {self.activations}", hint="use bfloat16 or float16"
             )
 
     def _check_store(self, stage: int, store: StageStore) -> None:
@@ -123,7 +126,7 @@ class ParallelOptions:
             )
         if self.parallelism.tp > 1:
             raise ConfigError(
-                f"stage {stage} has a store, which needs tp 1; tp is {self.parallelism.tp}",
+                f"stage {stage} has a store, which needs tp 1, but tp is {self.parallelism.tp}",
                 hint="set tp = 1, or remove the store",
             )
         if widths[stage] > 1 and not isinstance(store, Servers):
@@ -135,7 +138,8 @@ class ParallelOptions:
 
     def describe(self) -> str:
         """Describe the options that must be equal on all ranks, one per line."""
-        own = {"weights", "init", "deadline_s", "job", "reducers_token_file"}  # may differ
+        # may differ between ranks
+        own = {"weights", "init", "deadline_s", "job", "reducers_token_file"}
         common = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         common["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
         common["reducers"] = "of a file" if isinstance(self.reducers, str) else [*self.reducers]
@@ -145,7 +149,7 @@ class ParallelOptions:
         return "\n".join([*(f"{key} = {value}" for key, value in common.items()), self.job])
 
     def lossy_notes(self) -> list[str]:
-        """Lines that report lossy options (Rule 2)."""
+        """Return lines for the log that report lossy options (Rule 2)."""
         if self.activations is None:
             return []
         return [f"lossy: activations are sent as {self.activations}"]

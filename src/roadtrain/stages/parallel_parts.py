@@ -1,5 +1,5 @@
-"""The parts of a parallel training on one process: process groups over the chosen networks, the
-stage's optimizer, and the pipeline."""
+"""Create the parts of a parallel training on one process: process groups over the chosen networks,
+the stage's optimizer, and the pipeline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 @dataclass(frozen=True)
 class RankContext:
-    """The context of one rank of a job: its groups, its connections and its options."""
+    """Everything that the parts of a training on one rank have in common: the groups, the
+    connections and the options."""
 
     rank: int
     groups: Groups
@@ -53,7 +54,7 @@ class RankContext:
     control: ControlLinks
     options: ParallelOptions
     device: torch.device
-    rule: str  # class name of the optimizer, saved in snapshots
+    rule: str  # class name of the user's optimizer, which snapshots contain
     start: str  # unique id of this start of the job
 
     @property
@@ -70,9 +71,9 @@ def join(
     rule: str,
     report: Report,
 ) -> RankContext:
-    """Choose a network for every group and test it, create the process groups and control links,
-    and agree on an id of this start. rule: as in RankContext. Collective. Raises ConfigError if the
-    hosts of a group have no network in common, PeerError if a network does not work."""
+    """Choose and test a network for every group, create the process groups and control links, and
+    agree on an id of this start. rule: as in RankContext. Collective. Raises ConfigError if the
+    hosts of a group have no network in common, and PeerError if a network does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
@@ -87,14 +88,16 @@ def join(
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
-    start = control.same(lambda: uuid.uuid4().hex, "the id of this start")  # launchers give none
+    # launchers do not provide an id
+    start = control.same(lambda: uuid.uuid4().hex, "the id of this start")
     return RankContext(me, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters that its groups had for the whole model. Raises
-    ConfigError if the optimizer has other parameters or has taken steps; `load_state_dict` raises
-    it for the state of an optimizer that has taken steps."""
+    """The user's optimizer, and the parameters of the whole model that its groups had at the start.
+    Raises ConfigError if the optimizer has parameters that are not in the model, or if it has taken
+    steps. `load_state_dict` of the optimizer also raises ConfigError if the loaded state is that of
+    an optimizer that has taken steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -105,8 +108,8 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy loaded groups back into the original dicts, which the stages read; torch has
-        replaced them."""
+        """After `load_state_dict`, in which torch replaces the groups, copy the loaded groups into
+        the original dictionaries, which the stages read."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -117,7 +120,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Reduce the optimizer's groups to the parameters of `model`, and return the optimizer."""
+        """Set the optimizer's groups to those of their original parameters that `model` has, and
+        return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -130,8 +134,8 @@ def make_stage_optimizer(
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """Make the optimizer of this rank's stage: a PlacedStage if the stage has a store, else a
-    ShardedOptimizer over the data group."""
+    """Create the optimizer of this rank's stage: a PlacedStage if the stage has a store, otherwise
+    a ShardedOptimizer over the data group."""
     stage = context.position.stage
     if stage in context.options.stores:
         return placed_stage(context, stage_model, optimizer)
@@ -163,7 +167,7 @@ def make_stage_optimizer(
 def placed_stage(
     context: RankContext, stage_model: StageModel, optimizer: torch.optim.Optimizer
 ) -> PlacedStage:
-    """Place the stage in its store. The first rank of the stage prints its reports."""
+    """Place the stage in its store. The stage's first rank prints the reports of `place`."""
     at, options = context.position, context.options
     width = context.groups.parallelism.replicas_of[at.stage]
     placed = place(
@@ -188,7 +192,7 @@ def silent(_: str) -> None: ...
 
 
 def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
-    """Split the layers over the replica's tensor group; None if tp is 1."""
+    """Split the layers over the replica's tensor group. Return None if tp is 1."""
     if context.groups.parallelism.tp == 1:
         return None
     group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
@@ -198,9 +202,10 @@ def split_layers(context: RankContext, stage_model: StageModel) -> TensorParalle
 
 
 def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Names and group of the parameters that this stage shares, for each set of stages, in the same
-    order on all of these stages. Raises ConfigError if only some of the stages have a store, since
-    stages with and without a store sum gradients differently."""
+    """Return, for each set of stages that includes this stage and shares parameters, the names of
+    these parameters and the group of their copies. The order is the same in all of these stages.
+    Raises ConfigError if only some stages of a set have a store, because stages with a store and
+    without one sum gradients differently."""
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():
@@ -221,9 +226,9 @@ def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCop
 def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Cast floating-point parameters to `dtype` (None: unchanged), and move all parameters and
-    buffers to the device. Returns the fp32 values of parameters that are narrower now, by name, on
-    their old device."""
+    """Cast floating-point parameters to `dtype` unless it is None, and move all parameters and
+    buffers to the device. If the cast makes fp32 parameters narrower, their fp32 values are
+    returned by name, on their previous device."""
     masters = {}
     for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -236,7 +241,8 @@ def cast_and_move(
 
 
 def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
-    """Make the pipeline of this rank: its segments, and its links to neighbouring stages."""
+    """Create the pipeline of this rank, with the rank's segments and its links to neighbouring
+    stages."""
     at, options, layout = context.position, context.options, context.layout
     parallelism = context.groups.parallelism
     shape = PipelineShape(
@@ -255,14 +261,16 @@ def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunct
 
 def stage_links(context: RankContext) -> StageLinks:
     groups, channels = context.groups, dict[Channel, Any]()
-    for number, group in enumerate(groups.boundaries):  # two groups a boundary, one per direction
+    # each boundary has two groups, one per direction
+    for number, group in enumerate(groups.boundaries):
         if group in context.processes:
             channels[number // len(DIRECTION), DIRECTION[group.kind]] = context.processes[group]
     return StageLinks(channels, groups, context.rank, context.options.deadline_s)
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """Report the parallelism, and any difference of results from a single process (Rule 2)."""
+    """Report the parallelism and, if random numbers make results differ from those of a single
+    process, this difference (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:

@@ -3,9 +3,9 @@ stages at the end of a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut again -> values and state move -> the next step
 
-No state is lost: each part of a parameter is sent from the rank that has it to the rank that needs
-it (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or detect
-changed speeds (stages/protocol/drift.py).
+No state is lost: each part of a parameter is sent from the rank that has this part to the rank that
+needs it (stages/piece_exchange.py). This module does NOT search for sizes
+(stages/protocol/stage_sizes.py) or detect changed speeds (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ Report = Callable[[str], None]
 
 
 class StageSizes:
-    """The sizes of the stages of `training`. All methods are collective."""
+    """The sizes of the stages of `training`: the number of blocks of each stage. All methods are
+    collective."""
 
     def __init__(
         self,
@@ -64,11 +65,12 @@ class StageSizes:
         counts, _ = block_parameters(training.stage_model.cuts, self._numels)
         self._weights = block_weights(counts)
         self._watch: DriftWatch | None = None
-        self._ends = (0.0, 0.0)  # weights of the layers before and after all blocks
+        # weights of the layers before the first block and after the last block
+        self._ends = (0.0, 0.0)
 
     def begin(self, example: MicroBatch) -> None:
         """Measure speeds, choose sizes, and move blocks if the sizes change. Raises BudgetError if
-        no sizes fit in memory (Rule 4), PeerError."""
+        no sizes fit in memory (Rule 4), and PeerError."""
         training, context = self._training, self._training.context
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
@@ -97,8 +99,8 @@ class StageSizes:
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """Seconds that this rank took for one micro-batch through a block of weight 1, forward and
-        backward, in the step of `times`."""
+        """Return the seconds in which this rank ran one micro-batch forward and backward through a
+        block of weight 1. `times`: the times of a step on this rank."""
         context = self._training.context
         own = context.layout.segments_of(context.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
@@ -109,8 +111,9 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """Move blocks, or report that moving them would pay off, if speeds have changed. Call it
-        after each step. passes_s: `own_pass_s` of every rank."""
+        """If speeds have changed so that moving blocks would pay off, move blocks or, unless
+        `resize_stages` is set, report this. Call this method after each step. passes_s: the result
+        of `own_pass_s` on every rank."""
         if self._watch is None:
             return
         context = self._training.context
@@ -130,8 +133,8 @@ class StageSizes:
             self._watch.moved(offer)
 
     def _try_move(self, sizes: tuple[int, ...]) -> bool:
-        """Move blocks and return True. If the model cannot be cut so, report it and return
-        False."""
+        """Move blocks and return True. If the model cannot be cut into stages of these sizes,
+        report this and return False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
@@ -146,24 +149,27 @@ class StageSizes:
         return tuple(s.stop - s.begin for s in self._training.context.layout.segments)
 
     def _message_bytes(self) -> int:
-        """Size of the largest message between stages, over all ranks."""
+        """Return the bytes of the largest message between stages, over all ranks."""
         own = max(part.message_nbytes for part in self._training.pipeline.parts)
         return max(self._training.context.control.agree(own, "sizes"))
 
     def _memory(self, measured: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, context = self._training.stage_model.cuts, self._training.context
         optimizer = self._training.optimizer
-        assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
+        # measured stages have no stores and no stated sizes
+        assert isinstance(optimizer, ShardedOptimizer)
         whole = self._training.stage_model.whole.values()
         nbytes = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole)
         each = nbytes / sum(p.numel() for p in whole)
-        # bytes of a parameter's state: fp32 arrays of the rule, and the master of a 16-bit value
+        # bytes of a parameter's state: the rule's fp32 arrays, and the master copy of a 16-bit
+        # value
         kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
         of = {"parameter_bytes": each, "state_bytes": kept}
         return measured_memory(context.groups, measured, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
-        """Bytes of memory for this rank's stage: the free memory plus the stage's current use."""
+        """Return the bytes of memory that a stage on this rank may use: the free memory plus the
+        bytes that the current stage uses."""
         context = self._training.context
         used = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
         if context.device.type == "cpu":
@@ -175,12 +181,13 @@ class StageSizes:
         return float(free + used)
 
     def move(self, sizes: tuple[int, ...]) -> None:
-        """Cut the model into stages of these sizes, and move parameters and state accordingly.
-        Raises ModelError or ConfigError if it cannot be cut so, and then changes nothing."""
+        """Cut the model into stages of these sizes, and move parameters and state accordingly. If
+        the model cannot be cut into such stages, raises ModelError or ConfigError and changes
+        nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """The layout with these sizes. Raises like `move`, on all ranks alike."""
+        """Return the layout with these sizes. Raises the errors of `move`, on all ranks alike."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
@@ -199,7 +206,8 @@ class StageSizes:
         old_model.restore()
         segments = layout.segments_of(context.position.stage)
         stage_model = StageModel(old_model.model, old_model.cuts, segments, context.device)
-        for name in stage_model.names - old_model.names:  # zeros until they are loaded
+        # new parameters are zeros until their values are loaded
+        for name in stage_model.names - old_model.names:
             p = stage_model.whole[name]
             dtype = old_model.cuts.dtype_of(p)
             p.data = torch.zeros(p.shape, dtype=dtype, device=context.device)
@@ -209,7 +217,8 @@ class StageSizes:
         optimizer.load(exchange(source, optimizer.needed(), context.control), steps_done)
         adopt_buffers(buffers, old_buffers, stage_model)
         source.close()
-        for name, p in stage_model.whole.items():  # only now: other ranks may have fetched them
+        # only after the exchange, because other ranks may have needed these parameters
+        for name, p in stage_model.whole.items():
             if name not in stage_model.names:
                 drop(p)
         pipeline = make_pipeline(context, stage_model, self._loss)
@@ -218,7 +227,7 @@ class StageSizes:
 
 
 def check_shared(context: RankContext, layout: StageLayout) -> None:
-    """Raise ConfigError if stages would share parameters without a process group for them."""
+    """Raise ConfigError if stages would share parameters for which there is no process group."""
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""ParallelTraining: one process's part of a model that is trained in stages, returned by
-`parallelize`, and the step that all processes take together."""
+"""ParallelTraining: one process's part of a model that is trained in stages. `parallelize` returns
+it; all processes call its `step` together."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class WatchedSizes(Protocol):
 
 
 class ParallelTraining:
-    """One process's part of a model that is trained in stages; made by `parallelize`.
+    """One process's part of a model that is trained in stages, as returned by `parallelize`.
 
     Use it as a context manager, or call `close` at the end and `abandon` after an error.
-    `optimizer.param_groups` are those of the user's optimizer, so learning-rate schedulers of that
-    optimizer work.
+    `optimizer.param_groups` are the groups of the user's optimizer, so learning-rate schedulers of
+    the user's optimizer work.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ParallelTraining:
         pipeline: Pipeline,
     ) -> None:
         self.committed_step = 0
-        self.sizes: WatchedSizes | None = None  # None: speeds are not measured
+        self.sizes: WatchedSizes | None = None  # None if speeds are not measured
         self._snapshots: JobSnapshots | None = None
         self._closed = False
         self._failed = ""  # name of the collective operation that failed on this process
@@ -90,7 +90,7 @@ class ParallelTraining:
 
     @property
     def steps_done(self) -> int:
-        """The number of steps taken, over all runs of the job."""
+        """The number of steps that the job has taken, over all of its starts."""
         return self.optimizer.steps_done
 
     def step(
@@ -101,9 +101,9 @@ class ParallelTraining:
         Args:
             batch: Function from the number of a micro-batch (0 to num_microbatches - 1) to the
                 micro-batch. It is called for the micro-batches of this process only.
-            clip_norm: Maximum global norm of the gradients; None: no clipping.
-            stop: Request that this step is the last. `StepResult.stop` is True on all processes if
-                any process requested it.
+            clip_norm: Maximum global norm of the gradients. If None, gradients are not clipped.
+            stop: Whether this process requests that the job stops after this step.
+                `StepResult.stop` is True on all processes if any process requests this.
 
         Returns:
             The loss, the gradient norm and timings of the step.
@@ -117,8 +117,9 @@ class ParallelTraining:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Guard a collective operation. After an error in it the ranks are out of sync, and no
-        other may start, as messages could be mistaken for each other (Rule 6)."""
+        """Guard a collective operation. After an error in an operation, ranks are out of sync: a
+        message of one operation could be mistaken for a message of another. So no further operation
+        may start (Rule 6)."""
         if self._closed:
             raise LoopError("this training is closed")
         if self._failed:
@@ -142,7 +143,8 @@ class ParallelTraining:
         own = self.context.groups.parallelism.micro_batches(at.stage, at.replica, total)
         self.optimizer.begin_step(len(own))
         loss = self.pipeline.step(self.steps_done, batch)
-        # all tensor ranks of the last stage have the same loss: only rank 0's is added
+        # all tensor ranks of the last stage have the same loss, so only that of tensor rank 0 is
+        # added
         squares = self.optimizer.sum_squares()
         pass_s = 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
         rows = self._gather([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
@@ -159,16 +161,18 @@ class ParallelTraining:
     def keep(
         self, directory: Path, options: SnapshotOptions, mark: Mark | None, report: Report
     ) -> Mapping[str, bytes]:
-        """Enable snapshots, and load the last committed one. Collective.
+        """Enable snapshots, and load the last committed snapshot if there is one. Collective.
 
         Args:
             directory: Run directory of the snapshots.
             options: Interval and replication of snapshots.
-            mark: Record of the job in the run directory, on the first process; None: no record.
+            mark: Record of the job in the run directory, on the first process. If None, the job has
+                no record.
             report: Called with each line of the log.
 
         Returns:
-            The blobs passed to `snapshot` at the loaded step; empty if there is no snapshot.
+            The blobs that were passed to `snapshot` at the loaded step; empty if no snapshot was
+                loaded.
 
         Raises:
             StoreError: The directory has snapshots, but the job cannot resume from them.
@@ -188,7 +192,8 @@ class ParallelTraining:
         if found is None:
             self._check_same_step()
             if self.context.options.stores:
-                # a placed stage commits on its own, so a snapshot must exist to fall back to
+                # a placed stage commits each step on its own, so there must be a snapshot to which
+                # it can return
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
         self.optimizer.load(found.pieces(self.optimizer.needed()), found.step)
@@ -198,14 +203,15 @@ class ParallelTraining:
         return found.blobs
 
     def due(self) -> bool:
-        """Whether `snapshot` should be called after this step, by the interval of snapshots."""
+        """Return whether `snapshot` should be called after this step, according to the interval of
+        snapshots."""
         return self._snapshots is not None and self._snapshots.due(self.steps_done)
 
     def snapshot(self, blobs: Mapping[str, bytes]) -> None:
         """Save and commit the current step on all ranks. Collective.
 
         Args:
-            blobs: Further state of the job, by name; returned by `keep` after a restart.
+            blobs: Further state of the job, by name. `keep` returns it after a restart.
 
         Raises:
             LoopError: `keep` was not called.
@@ -218,11 +224,11 @@ class ParallelTraining:
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """The model's buffers on this stage, which are saved for each stage."""
+        """Return this stage's buffers of the model. Each stage saves its own."""
         return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
-        """Raise StaleError if the stores of stages are at different steps."""
+        """Raise StaleError if the ranks are at different steps, which stages with stores can be."""
         steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
             where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
@@ -234,11 +240,11 @@ class ParallelTraining:
             )
 
     def _entries(self) -> list[ParamEntry]:
-        """The parameters of this stage, under their names in the whole model."""
+        """Return the parameters of this stage, under their names in the whole model."""
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.context.rule)
-        shapes = self.stage_model.shapes  # before layers were split
+        shapes = self.stage_model.shapes  # the shapes before layers were split
         return [
             ParamEntry(name, shapes[name], NAMES[p.dtype], rules.get(p, ""))
             for name, p in self.model.named_parameters()
@@ -269,16 +275,16 @@ class ParallelTraining:
                 module.training = training
 
     def abandon(self) -> None:
-        """End after an error, without waiting for other processes, which notice when this process
-        ends. Committed snapshots stay."""
+        """End the training after an error, without waiting for other processes. They notice when
+        this process ends. Committed snapshots stay."""
         if not self._closed:
             self._closed = True
             self.stage_model.detach()
             self.optimizer.abandon()
 
     def close(self) -> None:
-        """Finish pending work, and end threads and process groups. The model's parameters stay as
-        they are."""
+        """Finish pending work, and end threads and process groups. The model's parameters are not
+        changed."""
         if self._closed:
             return
         self._closed = True
@@ -309,7 +315,8 @@ class ParallelTraining:
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        """Switch this process to another part of the model, from the next step on."""
+        """Let this process continue with another part of the model, beginning with the next
+        step."""
         self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

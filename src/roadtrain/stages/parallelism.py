@@ -1,23 +1,24 @@
 """Parallelism: the degrees of parallelism, the groups of devices, and the layers of each pipeline
-stage. Arithmetic only.
+stage. This module only computes; it does not communicate.
 
-Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline-
-and d data-parallel ranks (d p t = N), groups are as in Yang et al. (Holmes), equations 1 to 3, with
-indices from 0:
+Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-parallel, p
+pipeline-parallel and d data-parallel ranks (d p t devices in total), the groups are those of Yang
+et al. (Holmes), equations 1 to 3, with indices from 0:
 
     tensor group i     i t + j                                   j < t     inside one host
     pipeline group i   i + j t d                                 j < p     a stage is t d
                                                                            consecutive devices
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
-Stages may differ in their number of data-parallel ranks (`widths`). Devices are then numbered by
-stage, replica and tensor rank, which gives the same numbers if all widths are d. Micro-batch i of a
-step goes through replica i mod d_s of each stage s. The devices that it passes form a pipeline
-group; a device of a narrow stage is in several pipeline groups.
+Stages may differ in their number of data-parallel ranks (`widths`). In this case, devices are
+numbered by stage, replica and tensor rank; if all widths are d, this gives the same numbers as
+above. Micro-batch i of a step goes through replica i mod d_s of each stage s. The devices that a
+micro-batch passes form a pipeline group, so a device of a narrow stage is in several pipeline
+groups.
 
-Context-parallel ranks process parts of each sequence with the same parameters, so d here is
-dp x cp. The ranks of a context group are consecutive in a data group, and so are the ranks of an
-expert group, which together have every expert once.
+Context-parallel ranks process parts of each sequence with the same parameters, so the d above is dp
+x cp. The ranks of a context group are consecutive in a data group. The ranks of an expert group are
+consecutive, too; together they have every expert once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from roadtrain.options.schema import Count, Whole, refusing, value
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """The position of a rank in the pipeline. `replica`: its index in its stage, where every
+    """The position of a rank in the pipeline. `replica`: the rank's index in its stage; every
     context-parallel rank counts as a replica."""
 
     stage: int
@@ -49,16 +50,17 @@ class Parallelism:
     """Degrees of data, tensor, pipeline, context and expert parallelism.
 
     Args:
-        dp: Data-parallel ranks of every stage; leave it out if `widths` is set.
-        tp: Tensor-parallel ranks.
-        pp: Pipeline stages.
-        stages: Layers of each pipeline stage, or of each virtual stage in the model's order;
-            empty: divided as evenly as possible.
-        cp: Context-parallel ranks (simulation only).
-        ep: Expert-parallel ranks (simulation only); divides dp x cp.
-        virtual_stages: Parts of the model in each pipeline stage (interleaved schedule). Part k of
-            every stage is before part k + 1 of any stage.
-        widths: Data-parallel ranks of each stage, if they differ; equal widths are stored as `dp`.
+        dp: Number of data-parallel ranks of every stage. Leave it out if `widths` is set.
+        tp: Number of tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        stages: Number of layers of each pipeline stage or, with virtual stages, of each virtual
+            stage in the model's order. If empty, layers are divided as evenly as possible.
+        cp: Number of context-parallel ranks (simulation only).
+        ep: Number of expert-parallel ranks (simulation only). It must divide dp x cp.
+        virtual_stages: Number of parts of the model in each pipeline stage (interleaved schedule).
+            A micro-batch passes part k of every stage before part k + 1 of any stage.
+        widths: Number of data-parallel ranks of each stage, if stages differ. Equal widths are
+            stored as `dp`.
 
     Raises:
         ConfigError: The degrees do not fit together.
@@ -81,7 +83,7 @@ class Parallelism:
         widths = f"widths {', '.join(map(str, self.widths))}"
         if len(self.widths) != self.pp:
             raise ConfigError(
-                f"{widths} are {len(self.widths)}, pp is {self.pp}", hint="give one width per stage"
+                f"{widths} are {len(self.widths)}, but pp is {self.pp}", hint="one width per stage"
             )
         if self.dp != 1 and set(self.widths) != {self.dp}:
             raise ConfigError(
@@ -113,7 +115,8 @@ class Parallelism:
 
     @property
     def replicas_of(self) -> tuple[int, ...]:
-        """Number of replicas of each stage: ranks with the same parameters, except for experts."""
+        """Number of replicas of each stage. Replicas are ranks with the same parameters, except for
+        experts."""
         return tuple(width * self.cp for width in self.widths or (self.dp,) * self.pp)
 
     @property
@@ -121,7 +124,7 @@ class Parallelism:
         """Number of replicas of every stage. Raises ConfigError if stages differ."""
         if self.widths:
             raise ConfigError(
-                f"this needs stages of equal widths, widths are {', '.join(map(str, self.widths))}",
+                f"this needs equal widths, but widths are {', '.join(map(str, self.widths))}",
                 hint="set dp instead of widths",
             )
         return self.dp * self.cp
@@ -132,13 +135,13 @@ class Parallelism:
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each stage, and the number of devices at the end."""
+        """The first rank of each stage, followed by the number of devices."""
         return tuple(itertools.accumulate((n * self.tp for n in self.replicas_of), initial=0))
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (stage, next stage) that activations are sent between; with virtual stages also
-        from the last stage to the first."""
+        """Pairs (stage, next stage) between which activations are sent. With virtual stages, the
+        first stage is also a next stage of the last stage."""
         last = ((self.pp - 1, 0),) if self.virtual_stages > 1 and self.pp > 1 else ()
         return (*itertools.pairwise(range(self.pp)), *last)
 
@@ -154,23 +157,23 @@ class Parallelism:
         return self.first_ranks[at.stage] + at.replica * self.tp + at.tensor
 
     def micro_batches(self, stage: int, replica: int, total: int) -> range:
-        """The numbers of the micro-batches that a replica runs, of `total` in a step. The ranks of
-        a context group run the same ones."""
+        """Return the numbers of the micro-batches that a replica runs, if a step has `total`
+        micro-batches. All ranks of a context group run the same micro-batches."""
         return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
 
     def check_micro_batches(self, total: int) -> None:
-        """Raise ConfigError if a replica would have none of `total` micro-batches, or their number
-        does not suit interleaved stages."""
+        """Raise ConfigError if a replica would run none of the `total` micro-batches of a step, or
+        if `total` does not suit interleaved stages."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
-                f"{total} micro-batches a step are fewer than the {widest} replicas of a stage",
-                hint=f"set at least {widest} micro-batches",
+                f"a step has {total} micro-batches, but a stage has {widest} replicas",
+                hint=f"set at least {widest} micro-batches, one for each replica",
             )
         turn = self.dp * self.pp
         if self.virtual_stages > 1 and total % turn:
             raise ConfigError(
-                f"{total} micro-batches a step do not suit {self.pp} stages of"
+                f"a step has {total} micro-batches, which do not suit {self.pp} stages of"
                 f" {self.virtual_stages} virtual stages each with dp {self.dp}",
                 hint=f"with virtual_stages above 1, use a multiple of dp x pp = {turn}",
             )
@@ -192,8 +195,8 @@ class Parallelism:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """List every distinct path of a micro-batch through the stages, for each context and tensor
-        rank."""
+        """Return every distinct path of a micro-batch through the stages, for each context and
+        tensor rank."""
         turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
         def passed(way: int, context: int, tensor: int) -> list[int]:
@@ -208,7 +211,7 @@ class Parallelism:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """List the data groups by stage and tensor rank."""
+        """Return the data groups, ordered by stage and tensor rank."""
         return [
             list(range(first + tensor, following, self.tp))
             for first, following in itertools.pairwise(self.first_ranks)
@@ -216,28 +219,30 @@ class Parallelism:
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Divide `layers` layers: the number of each stage, or of each virtual stage in the model's
-        order. The first and the last stage may have 0 layers (embedding or head only). Raises
-        ConfigError if `stages` does not add up."""
+        """Divide `layers` layers. Return the number of layers of each stage or, with virtual
+        stages, of each virtual stage in the model's order. The first and the last stage may have 0
+        layers: they have only the embedding or the head. Raises ConfigError if `stages` does not
+        add up to `layers`."""
         count = self.pp * self.virtual_stages
         if not self.stages:
             return even(layers, count)
         inner = self.stages if self.virtual_stages == 1 else self.stages[1:-1]
         if len(self.stages) != count or sum(self.stages) != layers or min(inner) < 1:
             raise ConfigError(
-                f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
-                f"{sum(self.stages)} layers in all, the model has {layers} for {count} stages",
+                f"stages {', '.join(map(str, self.stages))} are {len(self.stages)} stages of"
+                f" {sum(self.stages)} layers in all, but {count} stages of {layers} are needed",
                 hint="give one number per stage, each at least 1, adding up to the model's layers",
             )
         return self.stages
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Divide layers evenly; the first stages have one more if there is a remainder. Raises
-    ConfigError for more stages than layers."""
+    """Divide layers evenly, and return the number of layers of each stage. If there is a remainder,
+    the first stages have one layer more. Raises ConfigError if there are more stages than
+    layers."""
     if not 0 < stages <= layers:
         raise ConfigError(
-            f"{layers} layers cannot be {stages} stages", hint=f"set pp to at most {layers}"
+            f"{layers} layers cannot fill {stages} stages", hint=f"set pp to at most {layers}"
         )
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
@@ -250,14 +255,14 @@ def balanced(
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
     """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
-    sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: weights of the
-    parts before the first layer and after the last. `fits(stage, begin, stop)`: whether layers
-    [begin, stop) fit in the stage's memory; then fewer layers must fit, too. Returns the number of
-    layers of each stage, or None if no division fits.
+    sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: the weights of
+    the code before the first layer and after the last layer. `fits(stage, begin, stop)` returns
+    whether layers [begin, stop) fit in the stage's memory; if they fit, fewer layers must fit, too.
+    Returns the number of layers of each stage, or None if no division fits.
 
-    The result is exact: dynamic programming over stages and layers, without stages slower than a
-    bound, which is raised until there is a solution. Even stages are preferred if they are as
-    fast."""
+    The result is exact. It is found by dynamic programming over stages and layers, which leaves out
+    stages that are slower than a bound; the bound is raised until there is a solution. If even
+    stages are as fast as the result, they are returned."""
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 
@@ -266,7 +271,8 @@ def balanced(
         return own / speeds[stage]
 
     def within(bound: float) -> tuple[float, tuple[int, ...]] | None:
-        # stop -> slowest, squares, stages
+        # first layer of the next stage -> seconds of the slowest stage, sum of all stages' squared
+        # seconds, number of layers of each stage
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for stage in range(n):
             following: dict[int, tuple[float, float, tuple[int, ...]]] = {}

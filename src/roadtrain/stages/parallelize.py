@@ -1,5 +1,5 @@
 """parallelize(): train a model in stages over several hosts or clusters. The model keeps its
-forward and its names, the optimizer its class and groups.
+forward and its names; the optimizer keeps its class and its groups.
 
     options = ParallelOptions(Parallelism(pp=2, dp=2), num_microbatches=8)
     training = roadtrain.parallelize(model, optimizer, options,
@@ -7,7 +7,8 @@ forward and its names, the optimizer its class and groups.
     for number in range(steps):
         loss = training.step(lambda micro: MicroBatch((), {"input_ids": ..., "labels": ...}))
 
-Every process calls it with the same model and options; torchrun starts them, one a device.
+Every process calls `parallelize` with the same model and options. torchrun starts one process per
+device.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ def parallelize(
         optimizer: An optimizer over the model's parameters that has taken no steps.
         options: Degrees of parallelism and other options.
         example: A micro-batch with the shapes and dtypes of all micro-batches.
-        loss: Function of the model's result and the micro-batch that returns the mean loss over
-            the micro-batch, a scalar tensor. Default: the loss computed by the model itself.
-        device: Device of this process; "cuda" selects the device of LOCAL_RANK. None: CUDA if
-            available, else the CPU.
+        loss: Function of the model's result and the micro-batch. It returns the mean loss over the
+            micro-batch as a scalar tensor. The default returns the loss that the model itself
+            computes.
+        device: Device of this process. "cuda" selects the device of LOCAL_RANK. If None, CUDA is
+            used if it is available, and otherwise the CPU.
         report: Called with each line of the log on the first process. Lines about another stage
             are printed by the first process of that stage.
 
@@ -87,7 +89,7 @@ def parallelize(
         say(line)
     users = UserOptimizer(model, optimizer, say)
     at = own_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), say)
-    # 2. rendezvous of all processes; if one is missing, all others report it
+    # 2. rendezvous of all processes; if a process is missing, all others report this
     parallelism = options.parallelism
     meeting = meet(
         launch, job=options.describe(), needed=parallelism.devices, notice_s=options.deadline_s
@@ -106,7 +108,8 @@ def parallelize(
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
     # 6. the optimizer of the stage, and its pipeline
-    is_first = (own.replica, own.tensor) == (0, 0)  # of its stage: it reports
+    # the first rank of its stage, which reports about the stage
+    is_first = (own.replica, own.tensor) == (0, 0)
     of_stage = say if launch.rank == 0 else partial(print, flush=True) if is_first else silent
     stage_optimizer = make_stage_optimizer(context, stage_model, users.keep(model), of_stage)
     pipeline = make_pipeline(context, stage_model, loss)

@@ -1,11 +1,13 @@
-"""exchange(): ranks announce the pieces that they have and need, and send them to each other.
+"""exchange(): ranks announce the pieces that they have and the pieces that they need, and send
+pieces to each other.
 
-Used when blocks move between stages at a step boundary, and when each host has its own disk at
-start. Memory is bounded by one piece, whatever the size of the model. A rank sends pieces while it
-receives, so every rank must exhaust its iterator before it communicates with others again.
+It is used when blocks move between stages after a step, and when a job starts on hosts that each
+have their own disk. It needs memory for one piece, whatever the size of the model. A rank sends
+pieces while it receives, so every rank must exhaust its iterator before it communicates with other
+ranks again.
 
 Assumes: the pieces of a rank do not change during the exchange. Does NOT forward received pieces:
-two ranks that need the same elements each get them from the source.
+if two ranks need the same elements, the source sends these elements to each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
 from roadtrain.stages.transfers import PieceTransfer, plan_transfers
 
-PIECE_ELEMENTS = 1 << 20  # the most in one piece: 16 MiB with four fp32 arrays
+PIECE_ELEMENTS = 1 << 20  # the most elements in one piece: 16 MiB with four fp32 arrays
 
 
 def exchange(
@@ -31,13 +33,14 @@ def exchange(
     *,
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
-    """Iterate over the pieces of `requested`, cut to at most `most_elements`. Each piece comes from
-    this rank if it has it, else from the nearest rank that does (`ControlLinks.distance`).
-    Collective: the plan is complete on return, and every rank must exhaust the iterator.
+    """Iterate over the pieces of `requested`, cut into pieces of at most `most_elements`. If this
+    rank has a piece, the piece is read locally; otherwise the nearest rank that has it sends it
+    (`ControlLinks.distance`). Collective: when the function returns, the ranks have agreed on a
+    plan, and every rank must exhaust its iterator.
 
-    Raises GoneError for elements that no rank has, DeadlineError, LostError. If a source cannot
-    read a piece, it raises its own error at the end of the iteration, and its receivers a LostError
-    with the same message."""
+    Raises GoneError for elements that no rank has, DeadlineError and LostError. If a source cannot
+    read a piece, the source raises its error at the end of its iteration, and the receivers of the
+    piece raise a LostError with the same message."""
     mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
     every = control.gather(mine, "the pieces that each rank has and needs")
     lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]
@@ -50,8 +53,8 @@ def exchange(
 def _carry_out(
     plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
 ) -> Iterator[Piece]:
-    """Do this rank's transfers of the plan in order and yield the pieces received. Read errors are
-    raised at the end, because other ranks wait for the remaining pieces of this rank."""
+    """Run this rank's transfers in the order of the plan, and yield the pieces for this rank. Read
+    errors are raised at the end, because other ranks wait for the remaining pieces of this rank."""
     wrong: RoadtrainError | None = None
     for transfer in plan:
         extent = transfer.extent

@@ -1,7 +1,8 @@
-"""Pieces: the common form of a stage's parameters and optimizer state, wherever they are stored.
+"""Pieces: the common form of a stage's parameters and optimizer state, wherever these are stored.
 
 A piece is a contiguous run of one parameter's elements, under the parameter's name in the whole
-model. So stages, data-parallel ranks and placements may change between two starts of a run.
+model. Because pieces do not depend on stages, data-parallel ranks or placements, these may change
+between two starts of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ VALUE = "value"  # the key of the parameter's fp32 master copy among a piece's a
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Elements [start, stop) of the flattened parameter `name`; encoded as a list of three."""
+    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is a list of
+    its three fields."""
 
     name: str
     start: int
@@ -36,8 +38,9 @@ class Piece:
     """The values and optimizer state of an extent. Raises StoreError if an array's length or dtype
     is wrong.
 
-    arrays: float32 [numel] on the host: VALUE, and the rule's state under torch's names
-    ("exp_avg"). scalars: the rule's state per parameter ("step").
+    arrays: float32 arrays [numel] on the host. The key VALUE has the values; the other keys are
+    torch's names of the rule's state, such as "exp_avg". scalars: the rule's state that exists once
+    per parameter, such as "step".
     """
 
     extent: Extent
@@ -53,8 +56,8 @@ class Piece:
                 )
 
     def has_state(self, rule: Rule) -> bool:
-        """Return whether the piece has optimizer state. Raises ForeignError if the state is not
-        that of `rule`."""
+        """Return whether the piece has optimizer state. Raises ForeignError if it is not the state
+        of `rule`."""
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
@@ -66,8 +69,8 @@ class Piece:
 
 
 def even_shares(sizes: Iterable[tuple[str, int]], rank: int, width: int) -> list[Extent]:
-    """Cut each parameter evenly over `width` ranks and return the non-empty shares of `rank`.
-    sizes: names and numbers of elements."""
+    """Divide each parameter evenly among `width` ranks, and return the non-empty shares of `rank`.
+    sizes: the name and the number of elements of each parameter."""
     parts = (Extent(name, n * rank // width, n * (rank + 1) // width) for name, n in sizes)
     return [part for part in parts if part.numel]
 
@@ -76,7 +79,8 @@ class PieceSource(Protocol):
     """A provider of pieces: a stage's optimizer, a snapshot, another rank."""
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this source has; they do not overlap."""
+        """Return the extents that this source has. They do not overlap."""
 
     def piece(self, extent: Extent) -> Piece:
-        """Copy the values of an extent that lies inside one of `extents`."""
+        """Return a copy of the values and state of an extent, which must lie inside one of
+        `extents`."""

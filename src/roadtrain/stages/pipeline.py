@@ -1,8 +1,9 @@
-"""Pipeline: run one rank's part of a pipelined step: the forwards and backwards of its segments, in
-the order of `protocol.pipeline`, on tensors received from the neighbouring stages.
+"""Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
+backwards of the rank's segments, in the order of `protocol.pipeline`, on tensors received from the
+neighbouring stages.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
-and gradients are summed over a stage's ranks. So gradients are weighted correctly even if stages
+and gradients are summed over a stage's ranks. This weights all gradients correctly, even if stages
 have different widths. Does NOT update parameters.
 """
 
@@ -34,7 +35,7 @@ class StepTimes:
 
     forward: float = 0.0
     backward: float = 0.0
-    waiting: float = 0.0  # for messages of other stages
+    waiting: float = 0.0  # waiting for messages of other stages
 
 
 @dataclass
@@ -42,16 +43,18 @@ class _Step:
     """The state of a step in progress."""
 
     machine: StageStateMachine
-    # receives that are not posted yet, in order
+    # for each channel, receives that are not posted yet, in order
     due: dict[Channel, deque[Transfer]] = field(default_factory=dict)
-    posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)  # what, part, micro
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro, until its backward
+    # (what, part, micro) -> receive that is posted
+    posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)
+    # micro-batch -> its loss, until its backward
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     total: float = 0.0  # the sum of this rank's losses
 
 
 class Pipeline:
-    """The runner of this rank's segments. parts: part k belongs to virtual stage k of this stage.
-    seed: the seed of the random numbers in forwards (dropout)."""
+    """The pipeline on this rank. parts: the rank's segments; the segment with index k is part k of
+    this stage. seed: the seed of random numbers in forwards (dropout)."""
 
     def __init__(
         self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0
@@ -60,13 +63,13 @@ class Pipeline:
         self.times = StepTimes()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
-        """Run this rank's micro-batches of step `number` forward and backward, which leaves their
-        gradients in the parameters.
+        """Run this rank's micro-batches of step `number` forward and backward, which adds their
+        gradients to the parameters.
 
-        batch: returns the micro-batch of a number (0 to num_microbatches - 1); called only for this
-        rank's micro-batches. Returns the sum of this rank's losses, each divided by
-        num_microbatches; 0.0 on all stages but the last. Raises PeerError (DeadlineError,
-        LostError).
+        batch: a function that returns the micro-batch with a number (0 to num_microbatches - 1); it
+        is called only for this rank's micro-batches. Returns the sum of this rank's losses, each
+        divided by num_microbatches. The sum is 0.0 on all stages except the last stage. Raises
+        PeerError (DeadlineError or LostError).
         """
         self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
         step = _Step(StageStateMachine(self.shape))
@@ -107,13 +110,14 @@ class Pipeline:
             elif transfer is None:
                 handed[peer.part, run.micro] = list(out)
             else:
-                # cloned, because a block may return its input, whose buffer is reused
+                # clones, because a block may return its input, whose buffer is reused
                 self.links.send(transfer, [x.clone() for x in out])
         self.links.flush()
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs that the state machine starts, each once its inputs have arrived."""
+        """Yield the runs that the state machine starts. Each run is yielded when its inputs have
+        arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -161,8 +165,8 @@ class Pipeline:
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Copy the outputs of `run` into the buffers of the next part, which is on this rank
-        too."""
+        """Copy the outputs of `run` into the buffers of `part`, the next part, which is also on
+        this rank."""
         buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):

@@ -4,12 +4,13 @@ memory, or on servers that all ranks of the stage share.
     placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
     stage_optimizer = PlacedStage(placed)
 
-Servers average gradients over their workers but a stage needs the sum, so gradients are scaled by
-the number of ranks. Gradients are sent after each backward; updates wait for `step`.
+Servers average gradients over their workers. A stage needs the sum, so its gradients are multiplied
+by the number of ranks. Gradients are sent after each backward; updates begin in `step`.
 
 Note "store commits": the store commits each step on its own, so it may be ahead of or behind the
-job's snapshot. `load` compares them: a store that already holds the loaded values is kept, any
-other store is overwritten. The stage's first rank fills the servers.
+job's snapshot. `load` compares the store with the pieces that it loads: a store with the same
+values is kept, any other store is overwritten. If ranks share servers, the stage's first rank
+writes the values to them.
 
 Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
 """
@@ -40,13 +41,15 @@ from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES
 from roadtrain.units import round_up
 
-SUM_ELEMENTS = 1 << 20  # elements of a shared parameter's gradient that are summed at a time
+# number of elements of a shared parameter's gradient that are summed at a time
+SUM_ELEMENTS = 1 << 20
 
 
 class PlacedStage:
     """The StageOptimizer (stages/stage_optimizer.py) of a placed stage. `shared`: for each set of
-    stages that share parameters, the names of the parameters and the group of their copies; those
-    stages are placed too. Raises ConfigError."""
+    stages that share parameters with this stage, the names of the parameters and the group of their
+    copies. All of these stages must be placed. Raises ConfigError if a shared parameter is in a
+    block."""
 
     def __init__(
         self,
@@ -66,8 +69,9 @@ class PlacedStage:
                 hint="choose the blocks (blocks=...) so that shared parameters lie outside of them",
             )
         placed.root_waits = True
-        self._finished = False  # all gradients of the step have been sent
-        self._record: tuple[int, int, RecordView] | None = None  # the record of (step, chunk)
+        self._finished = False  # whether all gradients of the step have been sent
+        # the cached record: (step, chunk, record)
+        self._record: tuple[int, int, RecordView] | None = None
 
     @property
     def steps_done(self) -> int:
@@ -76,7 +80,7 @@ class PlacedStage:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. Each block is fetched when it runs."""
+        """See StageOptimizer. The parameters of each block are fetched when the block runs."""
         if self._finished or any(p.grad is not None for p in self._parameters()):
             raise LoopError(
                 f"step {self.steps_done + 1} begins with gradients that no update has used",
@@ -84,8 +88,8 @@ class PlacedStage:
             )
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The stage's first rank returns the sum over all of its ranks, the
-        others 0."""
+        """See StageOptimizer. The stage's first rank returns the sum over all ranks of the stage;
+        its other ranks return 0."""
         self._finish_gradients()
         sums = self.placed.square_sums()
         if self.placed.group.rank:
@@ -137,8 +141,9 @@ class PlacedStage:
 
     def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
         """Sum a shared parameter's gradient over all ranks of all stages that have a copy, in rank
-        order and in fp32. Each stage's first rank keeps the total and its other ranks get zeros,
-        so that the servers of every stage get the same bits. Raises PeerError."""
+        order and in fp32. On the first rank of each stage, the gradient becomes the total; on all
+        other ranks it becomes zero. So the servers of every stage receive the same bits. Raises
+        PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
         for start in range(0, flat.numel(), SUM_ELEMENTS):
@@ -159,14 +164,15 @@ class PlacedStage:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Every rank can read the whole store, so each provides an even share.
-        Waits for the commit of the last step, in which all ranks take part."""
+        """See StageOptimizer. Every rank can read the whole store, so each rank provides an even
+        share. Waits for the commit of the previous step, in which all ranks take part."""
         self.placed.flush()
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. The stage's first rank fills the servers."""
+        """See StageOptimizer. Only the stage's first rank needs extents, because it writes to the
+        servers for all ranks."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
@@ -192,7 +198,8 @@ class PlacedStage:
         return Piece(extent, {key: torch.from_numpy(array) for key, array in out.items()}, scalars)
 
     def _record_of(self, chunk: Any) -> RecordView:
-        """Read a chunk's record; the last one is cached, because pieces are smaller than chunks."""
+        """Return a chunk's record. The record that was read last is cached, because pieces are
+        smaller than chunks."""
         key = (self.steps_done, chunk.id)
         if self._record is None or self._record[:2] != key:
             view = self.placed.session.servers.record_of(chunk, "")
@@ -200,9 +207,9 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and Note "store commits". Raises StaleError if the servers hold other
-        values of the same step, StoreError if a piece is missing, LoopError if the store cannot be
-        overwritten."""
+        """See StageOptimizer, and Note "store commits". Raises StaleError if shared servers hold
+        other values of the same step, StoreError if a piece is missing, and LoopError if the store
+        cannot be overwritten."""
         placed = self.placed
         placed.flush()
         self._record = None
@@ -221,8 +228,9 @@ class PlacedStage:
         self._record = None
 
     def _refuse_other_values(self, steps_done: int) -> None:
-        """Raise StaleError if servers shared by several ranks are at the same step: the other ranks
-        compare steps only, and would not notice that the values change."""
+        """Raise StaleError if several ranks share servers that are at the same step as the new
+        values. Ranks other than the first compare steps only, so they would not notice that the
+        values change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
                 f"the servers of this stage hold other values for step {steps_done} than the job's"
@@ -243,10 +251,12 @@ class PlacedStage:
 
 
 class StagedPieces:
-    """Values and state received as pieces in any order, collected until a store loads them. They
-    are kept in a scratch file (storage/scratch.py), so a stage larger than memory can be loaded.
+    """Values and state that arrive as pieces in any order, and are collected until a store loads
+    them. They are kept in a scratch file (storage/scratch.py), so that a stage larger than memory
+    can be loaded.
 
-    `params`: the store's parameters; `rules`: one per parameter group. `where`: a directory."""
+    `params`: the store's parameters. `rules`: one rule per parameter group. `where`: the directory
+    of the scratch file."""
 
     def __init__(self, params: Sequence[ParamSpec], rules: Sequence[Rule], where: Path) -> None:
         self._params, self._rules = params, rules
@@ -260,10 +270,12 @@ class StagedPieces:
                 nbytes += round_up(spec.numel * 4, PAGE)
         self._scratch = Scratch(where, nbytes)
         self._received = list[Extent]()
-        self._scalars = dict[int, Mapping[str, float]]()  # only of parameters with state
+        # by parameter index, only for parameters with state
+        self._scalars = dict[int, Mapping[str, float]]()
 
     def add(self, piece: Piece) -> None:
-        """Write a piece to the scratch file. Raises ForeignError for the state of another rule."""
+        """Write a piece to the scratch file. Raises ForeignError if its state is that of another
+        rule."""
         name, start = piece.extent.name, piece.extent.start
         index = self._index[name]
         spec = self._params[index]
@@ -282,8 +294,8 @@ class StagedPieces:
         check_covered(self._received, needed, who)
 
     def values(self) -> dict[int, torch.Tensor]:
-        """Return the values by parameter index: trainable ones in fp32, frozen ones in their
-        dtype."""
+        """Return the values of parameters by index. Values of trainable parameters are fp32; values
+        of frozen parameters have the parameter's dtype."""
         out = {}
         for i, spec in enumerate(self._params):
             if spec.numel:
@@ -306,8 +318,8 @@ class StagedPieces:
 
 
 def for_mean(scale: float, width: int) -> float:
-    """Return a float that gives exactly `scale` when divided by `width`. If there is none, `scale`
-    is rounded to fp32 first, for which the product is exact."""
+    """Return a float that gives exactly `scale` when it is divided by `width`. If there is no such
+    float, `scale` is first rounded to fp32, so that its product with `width` is exact."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width

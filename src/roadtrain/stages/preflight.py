@@ -1,15 +1,15 @@
-"""preflight(): before process groups are created, test that every pair of hosts in every group can
-reach each other over the chosen network. If a pair cannot, every rank raises the same error within
-30 s, naming the host, the card and the reason (Rule 5).
+"""preflight(): test, before process groups are created, that every two hosts of every group can
+reach each other over the network chosen for the group. If two hosts cannot, every rank raises the
+same error within 30 s, which names the host, the card and the reason (Rule 5).
 
     choose networks -> open test ports -> test every link (probes.py) -> report to rank 0
     rank 0: the first problem as one message, or the matrix (findings.py) -> verdict to all
 
-One rank per host runs the tests while the others wait. Control messages go through the rendezvous
-store, tests through plain sockets bound to the cards. `roadtrain preflight` runs only this
-(training/preflight_command.py).
+One rank per host runs the tests, while the other ranks of the host wait. Control messages go
+through the rendezvous store; tests use plain sockets that are bound to the cards. The command
+`roadtrain preflight` runs these tests without a training (training/preflight_command.py).
 
-It cannot test RDMA itself: an InfiniBand or RoCE card is tested through its IP address.
+RDMA itself cannot be tested: an InfiniBand or RoCE card is tested through its IP address.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from roadtrain.stages.rank_meeting import (
     refusal,
 )
 
-LISTEN_S = 10.0  # from the end of the meeting until all hosts listen
-PROBE_S = 11.0  # from then until all hosts have reported
+LISTEN_S = 10.0  # limit from the end of the meeting until all hosts listen
+PROBE_S = 11.0  # limit from the end of LISTEN_S until all hosts have reported
 Links = Mapping[CardLink, tuple[HostCard, HostCard]]
 
 
@@ -54,9 +54,9 @@ def preflight(
 ) -> dict[str, GroupNetwork]:
     """Choose and test the network of each group and of CONTROL. Collective.
 
-    groups: all groups of the job, the same on every rank. hosts: the host of each rank, with the
-    user's own entries merged in (`override`). say: called with the lines of the matrix on rank 0.
-    Raises the same ConfigError or PeerError on every rank.
+    groups: all groups of the job, the same on every rank. hosts: the host of each rank, after
+    `override` has applied the user's statements. say: called on rank 0 with each line of the
+    matrix. Raises the same ConfigError or PeerError on every rank.
     """
     networks = choose_networks(groups, hosts)
     chosen, reports = [*networks.values()], dict[str, Report]()
@@ -74,8 +74,9 @@ def preflight(
 
 
 async def _test_host(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Test the links of this host, and answer the tests of others until the verdict arrives.
-    Returns the reports of all hosts on rank 0; raises the first problem on every rank."""
+    """Test the links of this host, and answer the tests of other hosts until the verdict arrives.
+    Returns the reports of all hosts on rank 0, and an empty dictionary on other ranks. Raises the
+    first problem on every rank."""
     own = [link for link in links if link.source == me]
     async with AsyncExitStack() as until_verdict:
         try:
@@ -97,14 +98,14 @@ def _ports_of(meeting: RankMeeting, me: str, host: str, until: float) -> ProbePo
 
 
 def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Wait for the verdict of rank 0; on rank 0, collect the reports of all hosts and publish
-    it."""
+    """Wait for the verdict of rank 0. On rank 0, collect the reports of all hosts, publish the
+    verdict, and return the reports."""
     if meeting.rank:
         _verdict(meeting, me).check()
         return {}
     reports, until = dict[str, Report](), time.monotonic() + PROBE_S
     for host in dict.fromkeys(host.name for host in meeting.hosts):
-        with suppress(DeadlineError):  # `problem` names a host without a report
+        with suppress(DeadlineError):  # `problem` returns an error about a host without a report
             key, left_s = f"report/{host}", until - time.monotonic()
             reports[host] = get(meeting.store, key, Report, left_s, host)
     error = late_error(meeting) or problem(reports, links)

@@ -1,9 +1,10 @@
-"""probe(): test the links of one host to the others over the addresses that training will use.
+"""probe(): test the links of one host to other hosts over the addresses that training will use.
 
-For each link it tests a connection, a reply, and in both directions a payload larger than any frame
-(to find networks that drop large frames), and measures the clock difference. Then it measures a
-rough rate, one link at a time. It uses one asyncio loop and plain sockets bound to the chosen
-addresses. A client must send a token that only ranks of this start know (Rule 8).
+For each link, it tests a connection, a reply, and a payload in each direction that is larger than
+any frame, to find networks that drop large frames. It also measures the difference of the clocks.
+After these tests, it measures a rough rate of each link, one link at a time. It uses one asyncio
+loop, and plain sockets that are bound to the chosen addresses. A client must send a token that only
+ranks of this start know (Rule 8).
 
 Does NOT interpret the results (findings.py).
 """
@@ -25,11 +26,14 @@ from roadtrain.stages.findings import CardLink, Finding, LinkFault
 from roadtrain.stages.rank_meeting import half_open
 from roadtrain.units import KIB, MIB
 
-STEP_S = 4.0  # the limit for each of connecting, the reply and the large payload
-RATE_S = 0.1  # how long to send when measuring a link's rate
-RATED = 8  # links per host whose rate is measured, so that a start stays short on large clusters
+# time limit of each test: the connection, the reply, and the large payload in each direction
+STEP_S = 4.0
+RATE_S = 0.1  # seconds of sending in which a link's rate is measured
+# number of links per host whose rate is measured, so that a start stays short on large clusters
+RATED = 8
 LARGE = 192 * KIB  # larger than the largest MTU, 64 KiB
-FIRST = 256 * KIB  # initial bytes that buffers on the way absorb and that the rate leaves out
+# the first bytes of a measurement, which the rate leaves out because buffers on the way absorb them
+FIRST = 256 * KIB
 MOST = 4 * MIB
 TOKEN_NBYTES = 16
 PINGS = 3
@@ -43,13 +47,13 @@ class ProbePorts:
     """The test ports of a host, and the token that its clients must send."""
 
     token: str  # hex
-    ports: dict[str, int]  # by address
+    ports: dict[str, int]  # address -> port
 
 
 @contextlib.asynccontextmanager
 async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
-    """Answer the tests of other hosts. Raises OSError for an address that this host does not
-    have."""
+    """Answer the tests of other hosts inside this context. Raises OSError for an address that this
+    host does not have."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,9 +85,9 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
 async def probe(
     ports: ProbePorts, targets: Mapping[CardLink, ProbePorts]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Test all links of this host. ports: its own; targets: the ports at the other end of each
-    link, already open. Returns the findings, and the addresses whose connections this host could
-    not answer."""
+    """Test all links of this host. ports: the ports of this host. targets: for each link, the ports
+    of the host at its other end, which must be open. Returns the findings, and the addresses from
+    which packets arrived although no connection could be completed."""
     unanswered: set[str] = set()
     listening = asyncio.create_task(_watch_half_open(ports, unanswered))
     findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
@@ -112,8 +116,8 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
-    """Read length-prefixed pieces until an empty one, and return the rate in bytes/s after the
-    first FIRST bytes."""
+    """Read length-prefixed pieces until an empty piece arrives, and return the rate in bytes/s
+    after the first FIRST bytes."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)
@@ -159,8 +163,9 @@ async def _test(link: CardLink, ports: ProbePorts) -> Finding:
 
 
 async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
-    """Add the link's rate to a finding, or return the finding unchanged if the measurement fails. A
-    failure is no error here: the link has passed its tests, and a lost host sends no report."""
+    """Return the finding with the link's rate, or unchanged if the measurement fails. A failure is
+    no error: the link has passed its tests, and a host that was lost after them is found because it
+    sends no report."""
     begin = time.monotonic()
     try:
         async with _connected(finding.link, ports) as (reader, writer), asyncio.timeout(STEP_S):
@@ -178,7 +183,8 @@ async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """Return (round-trip seconds, seconds by which the other host's clock is ahead)."""
+    """Return the round-trip time in seconds, and the seconds by which the other host's clock is
+    ahead."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))

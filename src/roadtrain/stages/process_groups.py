@@ -1,13 +1,14 @@
-"""Create process groups, each over its own network: gloo is bound to an address and NCCL to one of
-its network modules through the group's options. No environment variable is set.
+"""Create process groups, each over its own network. The options of a group bind gloo to an address,
+or NCCL to one of its network modules. No environment variable is set.
 
-Operations of a group time out after `deadline_s` (Rule 5). gloo is bound through torch's public API
-for custom backends (`register_backend`, `new_group(pg_options=...)`).
+Operations of a group time out after `deadline_s` (Rule 5). Binding gloo uses torch's public API for
+custom backends (`register_backend`, `new_group(pg_options=...)`).
 
-Note "NCCL networks": a communicator can choose only between "IB" (InfiniBand and RoCE) and "Socket"
-(`NCCLConfig.net_name`). The card is chosen per process (NCCL_IB_HCA, NCCL_SOCKET_IFNAME), so all
-InfiniBand or RoCE groups of a rank share their cards. If these variables do not name the chosen
-card, `NcclNetwork.unbound` reports it; roadtrain never sets them.
+Note "NCCL networks": an NCCL communicator can choose only between "IB" (InfiniBand and RoCE) and
+"Socket" (`NCCLConfig.net_name`). The card is chosen for the whole process by the variables
+NCCL_IB_HCA and NCCL_SOCKET_IFNAME, so all InfiniBand or RoCE groups of a rank use the same cards.
+If these variables do not name the card that roadtrain chose, `NcclNetwork.unbound` has a warning;
+roadtrain never sets the variables.
 
 Assumes: every rank makes the same calls in the same order. Does NOT choose networks
 (stages/networks.py) or test them (preflight.py).
@@ -35,10 +36,10 @@ GLOO = "roadtrain_gloo"  # a gloo backend with an address per group
 class ProcessGroups:
     """This rank's process groups, and the networks of all groups."""
 
-    control: ProcessGroup  # gloo over all ranks, for host tensors
-    replies: ProcessGroup  # a second such group, for replies
-    of: Mapping[str, ProcessGroup]  # by name, only the groups that this rank is in
-    networks: Mapping[str, GroupNetwork]  # by name, of all groups
+    control: ProcessGroup  # a gloo group of all ranks, for host tensors
+    replies: ProcessGroup  # a second such group, for replies only
+    of: Mapping[str, ProcessGroup]  # by name, the groups of which this rank is a member
+    networks: Mapping[str, GroupNetwork]  # by name, the networks of all groups
 
     def __getitem__(self, group: NamedRanks) -> ProcessGroup:
         return self.of[group.name]
@@ -51,8 +52,8 @@ class ProcessGroups:
 class NcclNetwork:
     """The NCCL settings of a group."""
 
-    net_name: str | None  # for NCCLConfig; None inside a host, where NCCL chooses
-    unbound: str  # a warning if NCCL may use another card than the chosen one, else ""
+    net_name: str | None  # for NCCLConfig; None inside a host, where NCCL itself chooses
+    unbound: str  # a warning if NCCL may use another card than roadtrain chose, else ""
 
 
 def start_processes(
@@ -81,12 +82,12 @@ def make_process_groups(
     say: Callable[[str], None] = print,
 ) -> ProcessGroups:
     """Create all groups, in order. Collective over all ranks of the default process group, which
-    must exist (`start_processes`, or the user's own).
+    must exist (created by `start_processes` or by the user).
 
-    networks: by group name, including CONTROL for all ranks; the same on every rank. device_type:
-    "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: called with a warning for each
-    group that may not use the chosen card. Raises LostError if a group's ranks do not connect
-    within the deadline.
+    networks: the network of each group by the group's name, including CONTROL for all ranks; the
+    same on every rank. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say:
+    called with a warning for each group that may use another card than was chosen. Raises LostError
+    if a group's ranks do not connect within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
@@ -108,8 +109,8 @@ def make_process_groups(
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
-    """Return the NCCL settings of a group; without a warning if `rank` is not in it. environment:
-    the process's environment variables."""
+    """Return the NCCL settings of a group. They have no warning if `rank` is not a member of the
+    group. environment: the process's environment variables."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (
@@ -170,8 +171,8 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(options: Any, address: str) -> Any:
-    """Create gloo bound to `address`. options: torch's options for any backend: store, ranks,
-    timeout."""
+    """Create a gloo backend that is bound to `address`. options: torch's options for any backend,
+    such as the store, the ranks and the timeout."""
     gloo = dist.ProcessGroupGloo
     own: Any = gloo._Options()  # type: ignore[attr-defined]
     own._devices = [gloo.create_device(hostname=address)]

@@ -1,5 +1,5 @@
-"""Groups: a value that describes which ranks of a job work together. From every rank's host,
-cluster, stage, replica and tensor index it derives the data, tensor and boundary groups.
+"""Groups: a value that describes which ranks of a job work together. It derives the data, tensor
+and boundary groups from the host, cluster, stage, replica and tensor index of every rank.
 
 Each rank derives the same value from the same job, so all ranks create the same process groups in
 the same order. Does NOT create process groups or choose their networks.
@@ -36,10 +36,10 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one job. Create it with `of`, which validates the arguments."""
+    """The groups of one job. Create this value with `of`, which validates the arguments."""
 
     parallelism: Parallelism
-    host_of: tuple[HostDevices, ...]  # by rank
+    host_of: tuple[HostDevices, ...]  # for each rank, its host
 
     @classmethod
     def of(
@@ -51,8 +51,9 @@ class Groups:
         data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
     ) -> Groups:
         """Create the groups. hosts: (host name, cluster name, number of devices) in rank order.
-        blocks: the number of blocks of the model, to be divided into stages. Raises ConfigError
-        with the first mismatch and both numbers."""
+        blocks: the number of blocks of the model, which are divided into stages. Raises ConfigError
+        if the parallelism does not fit the hosts or the blocks; the error names the first mismatch
+        and both numbers."""
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
@@ -93,9 +94,9 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """The groups of each boundary, with all ranks of the two stages: one for activations, then
-        one for their gradients. Each direction has its own group, so that messages of one direction
-        never wait for those of the other."""
+        """For each boundary, two groups of all ranks of its two stages: one for activations, then
+        one for their gradients. Each direction has its own group, so that messages never wait for
+        messages in the opposite direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))
@@ -108,10 +109,10 @@ class Groups:
 
     @property
     def to_create(self) -> tuple[RankGroup, ...]:
-        """The groups that need a process group, in the order in which all ranks create them. There
-        is none for a whole pipeline, whose stages communicate over their boundaries."""
+        """The groups that need a process group, in the order in which all ranks create them. A
+        whole pipeline needs no group, because its stages communicate over their boundaries."""
         return (*self.data, *self.tensor, *self.boundaries)
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
-        """Return the tensor or data group of `rank`."""
+        """Return the group of `rank` of this kind, which is TENSOR or DATA."""
         return next(g for g in self.to_create if g.kind is kind and rank in g.ranks)

@@ -1,15 +1,17 @@
-"""meet(): the ranks of a start find each other. Every rank learns the host of every other rank, or
-why the start failed.
+"""meet(): the ranks of a start find each other. Every rank receives the hosts of all ranks, or the
+reason why the start failed.
 
 All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
-nothing is unpickled (Rule 8). Rank 0 collects the hellos of the other ranks and answers all of them
-at once. So all ranks that arrived end with the same error if a rank is missing or has another job
-(Rule 5). A rank that cannot reach the store reports only its own error.
+nothing is unpickled (Rule 8). Rank 0 collects the first messages (hellos) of the other ranks, and
+answers all ranks at the same time. So if a rank is missing or has another job, all ranks that
+arrived end with the same error (Rule 5). A rank that cannot reach the store reports only its own
+error.
 
-Note "restarts": if an agent owns the store, the store outlives a start, and agents count restarts
-differently: an agent that failed increases its count, an agent told to begin again does not. So
-ranks are numbered in the order of arrival, rank 0 reads each hello once, and it tells each rank the
-number of its meeting, which is the arrival number of rank 0.
+Note "restarts": if torchrun's agent owns the store, the store outlives a start. The agents' counts
+of restarts do not identify a start: an agent whose ranks failed increases its count, but an agent
+that only joins a restart does not. So ranks are numbered in the order of arrival, and rank 0 reads
+each hello once. Rank 0 tells each rank the number of its meeting, which is the arrival number of
+rank 0.
 
 Does NOT create process groups or test their networks (preflight.py).
 """
@@ -43,16 +45,19 @@ from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.networks import KINDS, HostCards
 
 T = TypeVar("T")
-GRACE_S = 3.0  # the others' extra wait for rank 0's answer, and rank 0's wait until they read it
-MEET_S = 18.0  # the default deadline of a meeting; all hosts start at about the same time
+# extra time in which other ranks wait for rank 0's answer, and in which rank 0 waits until they
+# have read it
+GRACE_S = 3.0
+# the default deadline of a meeting; it is short because all hosts start at about the same time
+MEET_S = 18.0
 POLL_S = 0.02
 TRY_S = 3.0  # the timeout of one attempt to connect to the store
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """The first message of a rank. `job`: lines that must be the same on all ranks. `needed`: the
-    number of ranks of the job's parallelism, 0 without one."""
+    """The first message of a rank. `job`: lines of text that must be the same on all ranks.
+    `needed`: the number of ranks of the job's parallelism; 0 if there is none."""
 
     rank: int
     world_size: int
@@ -69,13 +74,13 @@ class RankHello:
 class MeetingAnswer:
     """Rank 0's answer to all ranks: the host of each rank, or an error."""
 
-    hosts: tuple[HostCards, ...] = ()  # empty if refused
-    refused: str = ""  # the message of the error, "" for none
-    error: str = ""  # the name of its class
+    hosts: tuple[HostCards, ...] = ()  # the host of each rank; empty if the start is refused
+    refused: str = ""  # the message of the error; "" if there is none
+    error: str = ""  # the name of the error's class
     hint: str = ""
 
     def check(self) -> None:
-        """Raise the error in the answer, if there is one."""
+        """Raise the error in the answer, if it has one."""
         if self.refused:
             errors: dict[str, type[RoadtrainError]] = {
                 kind.__name__: kind for kind in (ConfigError, DeadlineError, PeerError)
@@ -95,9 +100,9 @@ class RankMeeting:
     """The result of a meeting."""
 
     launch: Launch
-    store: dist.Store  # this meeting's part of the store; lives as long as rank 0 or its agent
+    store: dist.Store  # this meeting's part of the store; it exists as long as rank 0 or its agent
     hosts: tuple[HostCards, ...]  # the host of each rank, with unique names
-    arrivals: dist.Store  # the part with the hellos of this and other starts
+    arrivals: dist.Store  # the part of the store with the hellos of this start and of other starts
 
     @property
     def rank(self) -> int:
@@ -109,14 +114,15 @@ class RankMeeting:
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """Return (host, cluster, number of ranks) for each host, in rank order. Hosts with the same
-        fast fabric are a cluster. hosts: the hosts with the user's own entries merged in
-        (`override`); default: `self.hosts`."""
+        fast fabric are a cluster. hosts: the host of each rank, after `override` has applied the
+        user's statements; the default is `self.hosts`."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
-    """Return the host's cluster name: the fabric of its fastest kind of card, or "ethernet"."""
+    """Return the name of the host's cluster: the fabric of its fastest kind of card, or "ethernet"
+    if it only has Ethernet."""
     card = min(host.cards, key=lambda c: (KINDS.index(c.kind), c.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
@@ -132,12 +138,13 @@ def meet(
     notice_s: float = 0.0,
     host: HostCards | None = None,
 ) -> RankMeeting:
-    """Wait for all ranks, at most `deadline_s` seconds. Collective.
+    """Wait for all ranks, at most `deadline_s` seconds, and return their meeting. Collective.
 
-    job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits, in which the
-    others notice that its predecessor ended. host: this host; default: detected. Raises ConfigError
-    if ranks disagree, DeadlineError if some do not arrive (naming the missing ranks and the hosts
-    of the others), PeerError if the store cannot be reached.
+    job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits. Other ranks
+    need this time to notice that the rank's previous process ended. host: this host; it is detected
+    if None. Raises ConfigError if ranks do not fit together, DeadlineError if ranks do not arrive
+    (it names the missing ranks and the hosts of the ranks that arrived), and PeerError if the store
+    cannot be reached.
     """
     if launch.attempt != "0":
         deadline_s += notice_s
@@ -160,7 +167,8 @@ def meet(
 
 
 def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
-    """Wait for the meeting number of the rank with arrival number `number`."""
+    """Wait until rank 0 has published the number of the meeting of this rank, and return it.
+    number: this rank's arrival number."""
     try:
         return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
     except DeadlineError as error:
@@ -171,8 +179,8 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
-    """Publish a value from rank 0. Wait until the `readers` other ranks have read it, at most
-    GRACE_S, because the store may end with rank 0."""
+    """Publish a value from rank 0. Because the store may end with rank 0, wait until the value has
+    been read `readers` times, at most GRACE_S seconds."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -184,11 +192,11 @@ def _wait_for(store: dist.Store, key: str, readers: int) -> None:
 
 
 def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str) -> T:
-    """Read a value published by rank 0. Raises DeadlineError, LostError."""
+    """Read a value that rank 0 publishes. Raises DeadlineError and LostError."""
     value = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
     try:
         store.add(f"{key}/read", 1)
-    except RuntimeError:  # rank 0 did not wait for readers; the value is valid
+    except RuntimeError:  # rank 0 no longer waits for readers; the value is valid
         pass
     return value
 
@@ -198,8 +206,8 @@ def put(store: dist.Store, key: str, value: object) -> None:
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
-    """Wait for a value of the store. Raises DeadlineError, LostError or WireError, whose messages
-    begin with `waiting`."""
+    """Wait for a value in the store, and return it. Raises DeadlineError, LostError or WireError,
+    whose messages begin with `waiting`."""
     try:
         store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
         data = store.get(key)
@@ -241,8 +249,9 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
 
 
 def _unanswered(address: str, port: int, patience_s: float) -> str:
-    """Try to connect for `patience_s` seconds; return "" on success, else the reason. torch's store
-    is not used for this, because it exceeds its timeout and prints its attempts."""
+    """Try to connect to the store for `patience_s` seconds. Return "" on success, otherwise the
+    reason. torch's own client does not make this attempt, because it exceeds its timeout and prints
+    its attempts."""
     until, why = time.monotonic() + patience_s, ""
     while (left := until - time.monotonic()) > 0:
         try:
@@ -255,7 +264,8 @@ def _unanswered(address: str, port: int, patience_s: float) -> str:
 
 
 def _resolved(launch: Launch, me: str) -> list[str]:
-    """Resolve the address of the store; loopback addresses come last. Raises ConfigError."""
+    """Return the addresses of the store's host, with loopback addresses last. Raises ConfigError if
+    the host's name cannot be resolved."""
     try:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -281,8 +291,9 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 
 class _Arrivals:
-    """Rank 0's side of a meeting: read the hellos in order of arrival until the time `until`, and
-    answer all of them in `own`, the store of the meeting `number`."""
+    """Rank 0's side of a meeting. It reads the hellos of ranks in the order of arrival until the
+    time `until`, and answers all of them in `own`, the part of the store for the meeting
+    `number`."""
 
     def __init__(
         self,
@@ -298,8 +309,8 @@ class _Arrivals:
         self.first = self.seen = _count_seen(store)
 
     def answer_all(self) -> MeetingAnswer:
-        """Answer all ranks. Return the answer once they have read it or their time to do so is
-        over.
+        """Answer all ranks. Return the answer when they have read it, or when their time for this
+        is over.
         """
         answer = self._collect()
         if not answer.refused:
@@ -313,7 +324,7 @@ class _Arrivals:
             except DeadlineError:
                 break
             except WireError:
-                pass  # this rank gets the same refusal as the others
+                pass  # the sender of an invalid hello gets the same refusal as other ranks
             put(self.store, f"meeting of/{self.seen}", self.number)
         _wait_for(self.own, "met/read", self.seen - self.first - 1)
         return answer
@@ -328,7 +339,8 @@ class _Arrivals:
                     return refusal(_missing(self.launch, found))
                 before = found.get(hello.rank)
                 if before and before.attempt != hello.attempt and before.host == hello.host:
-                    del found[hello.rank]  # the earlier process ended, and this is its restart
+                    # the rank's earlier process ended, and this hello is from its restart
+                    del found[hello.rank]
                 check_same(self.mine, found, hello)
                 found[hello.rank] = hello
         except (ConfigError, PeerError) as error:
@@ -337,7 +349,7 @@ class _Arrivals:
         return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Read the next hello whose rank still waits. Raises DeadlineError, WireError."""
+        """Return the next hello whose sender still waits. Raises DeadlineError and WireError."""
         while True:
             key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
@@ -355,13 +367,13 @@ class _Arrivals:
 
 
 def _count_seen(store: dist.Store) -> int:
-    """Return the number of hellos that rank 0 has read, in this and earlier starts."""
+    """Return the number of hellos that rank 0 has read, in this start and in earlier starts."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError with the first difference between a rank's hello and `mine`, that of rank
-    0."""
+    """Raise ConfigError if a rank's hello does not fit `mine`, the hello of rank 0, or `found`, the
+    hellos so far. The error names the first difference."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
@@ -396,7 +408,7 @@ def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> Con
 
 
 def _too_many(hello: RankHello, world_size: int) -> ConfigError:
-    """Return the error for a rank that arrived after the meeting was complete."""
+    """Return the error about a rank that arrived after the meeting was complete."""
     if hello.world_size != world_size:
         return _other_size(hello, world_size)
     return ConfigError(
@@ -406,7 +418,7 @@ def _too_many(hello: RankHello, world_size: int) -> ConfigError:
 
 
 def late_error(meeting: RankMeeting) -> RoadtrainError | None:
-    """Return an error if a rank arrived after the meeting was complete, else None."""
+    """Return an error if any rank arrived after the meeting was complete, otherwise None."""
     store = meeting.arrivals
     for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):
         with suppress(DeadlineError):
@@ -417,8 +429,8 @@ def late_error(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """Make host names unique: if different hosts share a name, append an address that only one of
-    them has."""
+    """Return the hosts with unique names. If several hosts have the same name, an address that only
+    this host has is appended to each name."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host
@@ -451,12 +463,13 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
     return DeadlineError(
         f"{len(found)} of {launch.world_size} ranks have reached {launch.address}:{launch.port}"
         f" (of {', '.join(hosts)}), {which} {'has' if len(absent) == 1 else 'have'} not{blocked}",
-        hint="check that the missing host is up and can reach this address, and read its output",
+        hint="check that the missing host is up and can reach this address; read its output",
     )
 
 
 def half_open(*ports: int) -> set[str]:
-    """Return the addresses that try to connect to `ports` but do not get this host's replies."""
+    """Return the addresses that try to connect to `ports`, but do not receive this host's
+    replies."""
     return {
         link.raddr.ip.removeprefix("::ffff:")
         for link in psutil.net_connections("tcp")

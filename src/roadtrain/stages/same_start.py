@@ -1,8 +1,9 @@
-"""Make the ranks of a stage, and the copies of its parameters in other stages, start alike.
+"""Give all ranks of a stage the same initial values, and so all stages that have copies of a
+parameter.
 
-Ranks with different layouts of their parameters are refused, because their sums would be
-meaningless. If values differ, those of the first rank (for copies: of the first stage) are used, as
-in torch's DDP, and the difference is reported.
+Ranks with different layouts of their parameters are refused, because sums over them would be
+meaningless. If values differ, all ranks get the values of the first rank, as in torch's DDP, and
+the difference is reported. For copies of a parameter, the first rank of the first stage is used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from roadtrain.errors import ModelError
 from roadtrain.stages.data_group import RankCollectives
 from roadtrain.stages.op_queue import Pending, typed
 
-BITS = 62  # of a digest, so that it and its negative fit into int64
+BITS = 62  # number of bits of a digest, so that the digest and its negative fit into int64
 
 
 def digest(*parts: Any) -> int:
@@ -32,18 +33,19 @@ def digest_of(values: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """View the tensor as bytes; a copy if it is not contiguous."""
+    """Return a view of the tensor as bytes, or a copy if the tensor is not contiguous."""
     return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pair(*digests: int) -> torch.Tensor:
-    """Return int64 [digests, 2], each digest with its negative. The maximum of this over all ranks
-    shows whether a digest is the same on all of them (`differ`)."""
+    """Return an int64 tensor [digests, 2] of each digest and its negative. The maximum of this
+    tensor over all ranks shows whether all ranks have the same digest (`differ`)."""
     return torch.tensor([[value, -value] for value in digests], dtype=torch.int64)
 
 
 def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
-    """Return for each digest whether it differs between ranks. largest: the maximum of `pair`."""
+    """Return, for each digest, whether it differs between ranks. largest: the maximum of the result
+    of `pair` over all ranks."""
     return [value != -negative for value, negative in largest]
 
 
@@ -54,9 +56,9 @@ def sync_start(
     values: Sequence[torch.Tensor],
     report: Callable[[str], None],
 ) -> None:
-    """Check that all ranks of `group` have the same `layout`, and give them the first rank's
-    `values`, in place. Collective. who: the group's name in messages. layout: a description of how
-    the rank arranges `values`. Raises ModelError, PeerError."""
+    """Check that all ranks of `group` have the same `layout`, and overwrite their `values` by those
+    of the first rank. Collective. who: the group's name in messages. layout: a description of how
+    the rank arranges `values`. Raises ModelError if layouts differ, and PeerError."""
 
     def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
         try:

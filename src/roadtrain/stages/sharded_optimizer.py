@@ -1,26 +1,28 @@
-"""ShardedOptimizer: a stage's optimizer with its state sharded over the stage's data-parallel ranks
-and its communication overlapped with computation (ZeRO stage 1; Rajbhandari et al., 2020; Yang et
-al., section 4.1).
+"""ShardedOptimizer: a stage's optimizer whose state is sharded over the stage's data-parallel
+ranks, and whose communication overlaps with computation (ZeRO stage 1; Rajbhandari et al., 2020;
+Yang et al. (Holmes), section 4.1).
 
     optimizer = ShardedOptimizer(stage_model, torch.optim.AdamW(...), group)
     optimizer.begin_step(backwards=4)      # then four forwards and backwards
     optimizer.step(scale)                  # the next forward may begin at once
 
 Backward accumulates gradients in flat fp32 memory; `p.grad` is None between backwards. When the
-last backward has completed a bucket, its reduce-scatter begins. After `step` each rank updates its
-shard with the rules that roadtrain's servers use, and the all-gather of the new values begins. A
-block of the next forward waits for its own parameters only. The first step does not overlap: it
-counts how often a backward adds to each parameter. As in torch, a parameter without a gradient on
-any rank is not updated.
+last backward has completed a bucket, its reduce-scatter begins. After `step`, each rank updates its
+shard with the rules that roadtrain's servers also use, and the all-gather of the new values begins.
+A block of the next forward only waits for its own parameters. In the first step, sums do not
+overlap with backward, because this step counts how often a backward adds to each parameter. As in
+torch, a parameter that has no gradient on any rank is not updated.
 
-With `sums`, gradients are summed elsewhere and every rank receives the whole sum of a bucket. Each
-rank then keeps all of the state and updates everything, so there is no all-gather (placement
-`summation`; the simulator models the same). A rank still reports only its shard in norms and
-snapshots, so both are the same bit for bit.
+With `sums`, a summation service sums gradients, and every rank receives the whole sum of a bucket.
+Each rank keeps the whole state and updates all parameters, so there is no all-gather (placement
+`summation`, which the simulator models in the same way). In norms and snapshots, each rank
+nevertheless reports only its shard, so norms and snapshots are equal, bit for bit, to those without
+`sums`.
 
-Without overlap the same operations run inside `step`, with the same bits. On the host, gradients
-are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is applied;
-`sum_squares` reveals it. Does NOT clip, average or schedule learning rates.
+Without overlap, the same operations run inside `step`, with the same results to the bit. On the
+host, gradients are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is
+applied; in this case, the result of `sum_squares` is infinite or NaN. Does NOT clip or average
+gradients, or schedule learning rates.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from roadtrain.units import MIB
 @dataclass(frozen=True)
 class ShardedOptions:
     """The options of a ShardedOptimizer. `bucket_bytes`: bytes of fp32 gradients per collective
-    operation. `overlap`: overlap communication with computation, else communicate inside `step`.
-    `label`: this stage's name in errors. `split`: the tensor parallelism of the layers; only one
-    rank of a tensor group counts gradients that all of its ranks have. `sums`: sums the gradients
-    in place of the group."""
+    operation. `overlap`: whether communication overlaps with computation; if not, all communication
+    runs inside `step`. `label`: this stage's name in errors. `split`: the tensor parallelism of the
+    layers, if there is any. `sums`: the service that sums gradients; if None, the ranks of the
+    group sum them."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
@@ -69,15 +71,15 @@ class ShardedOptions:
 class ShardedOptimizer:
     """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the device.
 
-    model: the stage, with the whole model's names. optimizer: the user's optimizer over this
-    stage's parameters; its groups are read at each step, but its own `step` never runs. group: the
-    stage's data-parallel ranks; None for a single rank. shared: for each set of stages that share
-    parameters, the parameters' names and the group of their copies, in the same order on all ranks.
-    blocks: modules that wait for all of their parameters at once. masters: by name, fp32 values of
-    parameters with a narrower dtype.
+    model: the stage, whose parameters have their names in the whole model. optimizer: the user's
+    optimizer over this stage's parameters. Its groups are read at each step, but its own `step`
+    never runs. group: the stage's data-parallel ranks; None for a single rank. shared: for each set
+    of stages that share parameters with this stage, the parameters' names and the group of their
+    copies, in the same order on all ranks. blocks: modules that wait for all of their parameters at
+    once. masters: parameter name -> fp32 values, for parameters of a narrower dtype.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise, ModelError
-    for parameters that are unsupported or differ between ranks, ConfigError for an unsupported
+    for parameters that are unsupported or differ between ranks, and ConfigError for an unsupported
     group.
     """
 
@@ -113,9 +115,10 @@ class ShardedOptimizer:
         self._make_memory(masters, report)
         self.side = SideStream(self.parameters.device)
         self.queue = CollectiveQueue(options.label, self.group.deadline_s, self.side.running)
-        self.away: set[int] = set()  # buckets whose new values have not arrived yet
-        self._reduced = False  # all gradients of the step have been queued for summation
-        self._has_gradient: list[bool] = []  # by parameter: has a gradient on any rank in this step
+        self.away: set[int] = set()  # numbers of buckets whose new values have not arrived yet
+        self._reduced = False  # whether the sums of all gradients of the step have been queued
+        # for each parameter, whether it has a gradient on any rank in this step
+        self._has_gradient: list[bool] = []
         params = list(self.parameters.trainable.values())
         self.hooks = GradientHooks(self.layout, params, self._grad_views, self._reduce, self._wait)
         numbers = dict(zip(params, self.layout.buckets_of))
@@ -125,7 +128,8 @@ class ShardedOptimizer:
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
     ) -> None:
-        """Allocate values, gradients, receive buffers and the state of this rank's shards."""
+        """Allocate the values, the gradients, the receive buffers and the state of this rank's
+        shards."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
@@ -164,8 +168,9 @@ class ShardedOptimizer:
         wide: Mapping[str, torch.Tensor],
         report: Callable[[str], None],
     ) -> None:
-        """Make the initial values the same on all ranks of the stage and of stages with copies.
-        values: the flat memory of each run; wide: fp32 values of narrower parameters."""
+        """Make the initial values the same on all ranks of the stage and, for shared parameters, in
+        all stages with a copy. values: the flat memory of each run. wide: parameter name -> fp32
+        values, for parameters of a narrower dtype."""
         layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
@@ -179,7 +184,7 @@ class ShardedOptimizer:
             sync_start(copies, who, layout.describe(i), common, report)
 
     def _report_exceptions(self, report: Callable[[str], None]) -> None:
-        """Report sums and updates that do not run as users may expect (Rules 1 and 6)."""
+        """Report if sums or updates do not run as users may expect (Rules 1 and 6)."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
             report(f"{label}: the device's own library determines the order of gradient sums")
@@ -193,17 +198,19 @@ class ShardedOptimizer:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. Raises LoopError if the last step's gradients were not used."""
+        """See StageOptimizer. Raises LoopError if `step` has not used the gradients of the previous
+        `begin_step`."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
-                f"{self._step}: it begins again with gradients that no update has used",
+                f"{self._step} begins with gradients that no update has used",
                 hint="call step() once per step",
             )
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. Computed in float64; shared parameters are counted by the first of
-        their stages. Infinite or NaN if a gradient is."""
+        """See StageOptimizer. The sum is computed in float64. Only the first of the stages that
+        share a parameter includes the parameter's gradient. The sum is infinite or NaN if a
+        gradient is."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split
@@ -211,7 +218,8 @@ class ShardedOptimizer:
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
     def step(self, scale: float = 1.0) -> None:
-        """See StageOptimizer. Later errors are raised by the call that waits for the result."""
+        """See StageOptimizer. If an error occurs after this method has returned, the next call that
+        waits for the step's result raises it."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -222,7 +230,8 @@ class ShardedOptimizer:
             update = partial(state.update, hypers[state.bucket.group], scale, has_gradient)
             self._gather(index, began, update)
         self.steps_done += 1
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
+        # type: ignore[attr-defined]  # schedulers read this attribute
+        self.optimizer._opt_called = True
         self.hooks.forget()
         self._reduced = False
         self.waits.learn()
@@ -230,8 +239,8 @@ class ShardedOptimizer:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """Wait until all parameters of the last step have arrived. Needed before reading them
-        outside of a forward."""
+        """Wait until all parameters of the previous step have arrived. Call this method before
+        reading parameters outside of a forward."""
         self._wait(None)
 
     def settle(self) -> None:
@@ -240,7 +249,8 @@ class ShardedOptimizer:
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """Wait for all queued operations, and order the calling thread's stream after them."""
+        """Wait for all queued operations, and make the calling thread's stream wait for their
+        results."""
         self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
@@ -272,7 +282,7 @@ class ShardedOptimizer:
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand and is in no sum",
+                    f"{self._step}: the gradient of {name!r} was set by hand, so no sum has it",
                     hint="let backward() compute the gradients",
                 )
 
@@ -310,7 +320,7 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
-        """Queue the sum of a bucket with `sums`, from which every rank receives the whole sum."""
+        """Queue the sum of a bucket by `sums`. Every rank receives the whole sum."""
         grads, made = self.states[index].grads, self.side.mark()
         identity = f"the gradients of bucket {index} of {self.options.label}"
 
@@ -323,8 +333,8 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
-        """Queue the remaining sums, the exchange with stages that share parameters, and an
-        agreement on which parameters have a gradient."""
+        """Queue the remaining sums, the agreement on which parameters have a gradient, and the
+        exchanges with stages that share parameters."""
         if self._reduced:
             return
         self._reduced = True
@@ -336,8 +346,9 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Queue an update of `has`: a parameter has a gradient if it has one on any rank, or in any
-        stage with a copy."""
+        """Queue an update of `has`, which contains, for each parameter, whether it has a gradient
+        on this rank. After the update, it contains whether the parameter has a gradient on any rank
+        of the stage, or of a stage with a copy."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
@@ -362,8 +373,8 @@ class ShardedOptimizer:
         end: Callable[[list[Any]], None],
         over: RankCollectives | None = None,
     ) -> None:
-        """Queue a call of `end` with the maximum of `values()` over the ranks of `over` (None: the
-        stage's group)."""
+        """Queue a call of `end` with the maximum of `values()` over the ranks of `over`. If `over`
+        is None, the ranks are those of the stage's group."""
 
         def run() -> Iterator[Pending | None]:
             # allocated here: memory belongs to the stream of the thread that allocates it
@@ -388,8 +399,8 @@ class ShardedOptimizer:
     # updates
 
     def _agree_on_step(self, hypers: Sequence[tuple[float, ...]], scale: float) -> None:
-        """Queue a check that all ranks update with the same hyperparameters and scale, without
-        which their shards would belong to different models."""
+        """Queue a check that all ranks update with the same hyperparameters and scale. Otherwise
+        their shards would belong to different models."""
         step, own = self._step, digest(repr((hypers, scale)).encode())
 
         def end(largest: list[list[int]]) -> None:
@@ -404,8 +415,8 @@ class ShardedOptimizer:
         self._agree(what, lambda: pair(own), end)
 
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
-        """Queue `prepare`, which updates this rank's shard of a bucket, and then the all-gather of
-        the bucket. made: the event after which `prepare` may run."""
+        """Queue `prepare`, which sets the values of this rank's shard of a bucket, followed by the
+        all-gather of the bucket. made: the event after which `prepare` may run."""
         self.away.add(index)
 
         def run() -> Iterator[Pending | None]:
@@ -420,21 +431,21 @@ class ShardedOptimizer:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Frozen parameters are divided evenly over the ranks."""
+        """See StageOptimizer. Frozen parameters are divided evenly among the ranks."""
         return self.pieces.extents()
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. Every rank needs the whole of frozen parameters."""
+        """See StageOptimizer. Every rank needs all elements of frozen parameters."""
         return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError for elements that this rank does not keep."""
+        """See StageOptimizer. Raises StoreError if this rank does not keep these elements."""
         self._settle(f"the state of {extent.name!r}")
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer. Pieces without state get the initial state. Raises StoreError on all
-        ranks if a piece is missing on any rank."""
+        """See StageOptimizer. The state of elements whose pieces have no state is reset to the
+        initial state. Raises StoreError on all ranks if a piece is missing on any rank."""
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:
@@ -455,13 +466,14 @@ class ShardedOptimizer:
         self.steps_done = steps_done
 
     def abandon(self) -> None:
-        """See StageOptimizer. The thread ends after its current wait, or with the process."""
+        """See StageOptimizer. The queue's thread ends after its current wait, or with the
+        process."""
         self.hooks.close()
         self.waits.close()
         self.queue.abandon()
 
     def close(self) -> None:
-        """See StageOptimizer. Raises an error of the queue that was not raised before."""
+        """See StageOptimizer. Raises the error of the queue, unless it was raised before."""
         self.hooks.close()
         self.waits.close()
         self.queue.close()

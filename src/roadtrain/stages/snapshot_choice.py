@@ -1,15 +1,18 @@
-"""Choose the snapshot from which a start continues, among those on its hosts. Pure functions.
+"""Choose the snapshot from which a start continues, among the snapshots on its hosts. All functions
+are pure.
 
 Note "committed": a rank writes its marker once the parts of all ranks are on disk, so a single
 marker proves that the snapshot was complete at that time. The snapshot is announced once every rank
-has written its marker. A start therefore chooses the newest snapshot with any marker. If that
-snapshot is incomplete by now, the start is refused, with one exception: if a rank holds a part of
-it without a marker, it was never announced, and the start continues from the previous snapshot and
-reports it.
+has written its marker. A start therefore chooses the newest snapshot that has any marker. If parts
+of this snapshot have been lost, the start is refused, with one exception. If a rank holds a part of
+the snapshot without a marker, the snapshot was never announced; the start reports this, and
+continues from the previous snapshot.
 
-Note "forked": every start that writes a snapshot adds a link to the history. Of two histories, one
-must be a prefix of the other and have no snapshot after the step at which the other continued. Any
-other pair means that two starts continued from the same step independently (storage/history.py).
+Note "forked": every start that writes a snapshot adds a link to the history of its snapshots. A
+link names the step from which the start continued. Take two snapshots with the histories S and L,
+where S is not longer than L. Normally L begins with S, and the snapshot of S is not later than the
+step from which the first further link of L continued. Otherwise two starts continued from the same
+step independently, and the start is refused (storage/history.py).
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # of the computation
-    rule: str  # the name of its update rule, "" for none
+    dtype: str  # the compute dtype
+    rule: str  # the name of its update rule; "" if it has none
 
     @property
     def numel(self) -> int:
@@ -40,22 +43,22 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
 
 class SnapshotKey(msgspec.Struct, frozen=True, order=True):
-    """The identity of a snapshot: its step and the start of the run that wrote it."""
+    """The identity of a snapshot: its step, and the start that wrote it."""
 
     step: int
-    start: str  # the id of the last link of its history
+    start: str  # the id of the last link of the snapshot's history
 
     def __str__(self) -> str:
         return f"step-{self.step:010}.{self.start}"
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a marker, the same on every rank."""
+    """The content of a snapshot's marker, which is the same on every rank."""
 
     job: str  # uuid
     step: int
     history: tuple[HistoryLink, ...]
-    ranks: tuple[str, ...]  # the display names of the ranks that wrote it
+    ranks: tuple[str, ...]  # the display names of the ranks that wrote the snapshot
     params: tuple[ParamEntry, ...]
     parallelism: str = ""  # for display
     format: int = 1
@@ -66,29 +69,29 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class SeenSnapshot(msgspec.Struct, frozen=True):
-    """The files of a snapshot that a rank of this start finds in its directory."""
+    """The files of a snapshot that one rank of this start finds in its directory."""
 
     key: SnapshotKey
-    marker: Description | None  # of any rank
-    extents: tuple[Extent, ...] = ()  # in the complete parts
+    marker: Description | None  # the marker of any rank that wrote it; None if there is none
+    extents: tuple[Extent, ...] = ()  # the extents in the complete parts
     parts: tuple[int, ...] = ()  # the ranks whose parts are complete
-    notes: tuple[str, ...] = ()  # about ignored files
+    notes: tuple[str, ...] = ()  # messages about ignored files
 
 
 @dataclass(frozen=True)
 class Choice:
     """The result of `choose`."""
 
-    snapshot: Description | None  # from which the start continues; None: from the beginning
-    notes: tuple[str, ...] = ()  # to be reported
-    dropped: tuple[SnapshotKey, ...] = ()  # newer committed snapshots that are given up
-    before: SnapshotKey | None = None  # the next older snapshot, which is kept too
+    snapshot: Description | None  # the start continues from it; if None, the start begins at step 0
+    notes: tuple[str, ...] = ()  # messages for the log
+    dropped: tuple[SnapshotKey, ...] = ()  # newer committed snapshots that the start gives up
+    before: SnapshotKey | None = None  # the next older snapshot, which is kept as well
 
 
 def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> Choice:
-    """Choose the snapshot to continue from. `seen`: the snapshots found by each rank of this start.
-    `go_back`: the user declares the newest snapshot lost. Raises ForeignError, ForkedError,
-    GoneError; see the notes."""
+    """Choose the snapshot to continue from. `seen`: for each rank of this start, the snapshots that
+    it finds. `go_back`: whether the user has declared the newest snapshot lost. Raises ForeignError
+    for snapshots of two runs, ForkedError and GoneError; see the notes above."""
     found = [s for rank in seen for s in rank]
     committed = {s.key: s.marker for s in found if s.marker is not None}
     partial = {s.key for s in found} - committed.keys()
@@ -111,7 +114,8 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
             return Choice(
                 newest, tuple(notes), tuple(dropped), order[i + 1] if i + 1 < len(order) else None
             )
-        announced = all(s.marker is not None for s in own)  # every holder of a part has a marker
+        # every rank that holds files of it also holds a marker
+        announced = all(s.marker is not None for s in own)
         if i + 1 == len(order) or (announced and not go_back):
             raise GoneError(
                 f"the newest committed snapshot, of step {key.step}, is incomplete: {lacking}",
@@ -126,7 +130,8 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
 
 
 def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> None:
-    """Raise ForeignError with the first difference between the snapshot's model and this model."""
+    """Raise ForeignError if the snapshot's model (`theirs`) differs from this model (`ours`). The
+    error names the first difference."""
     held, here = ({param.name: param for param in params} for params in (theirs, ours))
     for name in [*held, *here]:
         a, b = held.get(name), here.get(name)
@@ -139,8 +144,8 @@ def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> Non
 
 
 def merge_params(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ...]:
-    """Combine the parameters of all ranks by name. Raises ForeignError if two ranks have different
-    parameters under one name."""
+    """Return the parameters of all ranks, sorted by name. Raises ForeignError if two ranks have
+    different parameters of the same name."""
     out: dict[str, ParamEntry] = {}
     for table in tables:
         for param in table:
@@ -174,8 +179,8 @@ def _check_histories(descriptions: Sequence[Description | None]) -> None:
 
 
 def _lacking(snapshot: Description, found: Sequence[SeenSnapshot]) -> str:
-    """Describe the elements of a snapshot that no host has; "" if it is complete. found: its files
-    on each rank."""
+    """Describe the elements of a snapshot that no host has; return "" if the snapshot is complete.
+    found: for each rank, the files of the snapshot on it."""
     missing = uncovered(
         [s.extents for s in found], [Extent(p.name, 0, p.numel) for p in snapshot.params]
     )

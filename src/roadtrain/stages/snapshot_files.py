@@ -1,8 +1,9 @@
-"""The files of one rank's part of a snapshot: its pieces in `rank-R.pieces`, their table in
-`rank-R.json`, and the marker `rank-R.committed`, written once all parts are durable.
+"""The files of one rank's part of a snapshot: the pieces in `rank-R.pieces`, the table of these
+pieces in `rank-R.json`, and the marker `rank-R.committed`, which is written when the parts of all
+ranks are durable.
 
-Every array has a checksum, and so have the table and the marker; all are verified when read. At
-most one piece is in memory. Does NOT communicate with other ranks.
+Every array, the table and the marker have a checksum, which is verified whenever they are read. At
+most one piece is in memory at a time. Does NOT communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
+    """A piece in the pieces file: its extent, and the locations of its arrays."""
+
     name: str
     start: int
     stop: int
@@ -58,7 +61,8 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class PartTable(msgspec.Struct, frozen=True):
-    """The table of a rank's part of a snapshot. `blobs`: the rest of the job's state, by name."""
+    """The table of a rank's part of a snapshot. `blobs`: for each name of further state of the job,
+    the location of its bytes."""
 
     job: str
     key: SnapshotKey
@@ -70,8 +74,8 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """The writer of the part of `rank` in the directory `home`, which is durable once `finish`
-    returns. A context manager."""
+    """A writer of the part of `rank` in the directory `home`. The part is durable when `finish` has
+    returned. The writer is a context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
         self._home, self._about = home, (job, key, rank)
@@ -95,8 +99,8 @@ class PartWriter:
         )
 
     def add_all(self, pieces: Iterable[Piece]) -> None:
-        """Write all pieces. On an error the iterator is still exhausted, because other ranks wait
-        for pieces that it sends."""
+        """Write all pieces. After an error, the iterator is nevertheless exhausted, because it may
+        send pieces for which other ranks wait."""
         failed: StoreError | None = None
         for piece in pieces:
             try:
@@ -143,7 +147,8 @@ class PartReader:
     def __init__(self, home: Path, key: SnapshotKey) -> None:
         self.home, self.key, self.notes = home, key, list[str]()
         self.parts = dict[int, PartTable]()
-        self._at = dict[str, list[tuple[int, int, int, StoredPiece]]]()  # start, stop, rank, piece
+        # parameter name -> (start, stop, rank, piece)
+        self._at = dict[str, list[tuple[int, int, int, StoredPiece]]]()
         self._last: tuple[StoredPiece, Piece] | None = None
         for path in sorted(home.glob(f"rank-*.{TABLE}")):
             self._add_part(path)
@@ -151,7 +156,7 @@ class PartReader:
             entries.sort(key=lambda entry: entry[:3])
 
     def marker(self) -> Description | None:
-        """Return the content of the first valid marker."""
+        """Return the content of the first valid marker, or None if there is none."""
         for path in sorted(self.home.glob(f"rank-*.{MARKER}")):
             try:
                 found = msgspec.json.decode(_unsealed(path), type=Description)
@@ -177,7 +182,8 @@ class PartReader:
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """See PieceSource. Raises DamagedError, naming the file, if a checksum does not match."""
+        """See PieceSource. Raises DamagedError, which names the file, if a checksum does not
+        match."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
@@ -217,7 +223,8 @@ class PartReader:
             self._at.setdefault(piece.name, []).append((piece.start, piece.stop, table.rank, piece))
 
     def _read(self, rank: int, at: StoredArray, what: str) -> np.ndarray:
-        """Read an array: float32 if its length is a multiple of 4 bytes, else uint8."""
+        """Read and verify an array. Return it as float32 if its length is a multiple of 4 bytes,
+        and otherwise as uint8."""
         path = self.home / f"rank-{rank}.{PIECES}"
         with typed_errors(path, f"reading {what}"):
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
@@ -231,7 +238,7 @@ class PartReader:
 
 
 def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
-    """Open all snapshots of a directory."""
+    """Open all snapshots in a directory, and return a reader for each of them."""
     if not directory.is_dir():
         return {}
     found = ((_key_of(home.name), home) for home in directory.iterdir() if home.is_dir())
@@ -241,8 +248,9 @@ def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
 
 
 def remove_snapshot(home: Path) -> None:
-    """Remove a snapshot's files, markers first, so that no kill leaves an incomplete snapshot
-    committed; then the directory, if it is empty. Several ranks may do this at the same time."""
+    """Remove a snapshot's files, and its directory if it is empty. Markers are removed first, so
+    that an incomplete snapshot never has a marker, even if the process is killed. Several ranks may
+    call this function at the same time."""
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)
@@ -259,7 +267,7 @@ def remove_snapshot(home: Path) -> None:
 
 def set_snapshot_aside(home: Path) -> None:
     """Rename a snapshot's directory, so that it is ignored but not deleted."""
-    # not found: another rank renamed it
+    # the directory is not found if another rank has renamed it
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
     sync_directory(home.parent)
@@ -273,7 +281,8 @@ def _key_of(name: str) -> SnapshotKey | None:
 
 
 def _files_of(home: Path) -> list[Path]:
-    """List a snapshot's files; empty if `home` does not exist or another rank has removed it."""
+    """Return a snapshot's files; none if `home` does not exist, or if another rank has removed
+    it."""
     try:
         names = os.listdir(home)
     except FileNotFoundError:

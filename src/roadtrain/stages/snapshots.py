@@ -3,16 +3,16 @@
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
 Each rank writes its pieces, under the parameters' names, into the directory of its own host. A
-snapshot is committed once every rank's part is durable (snapshot_choice.py), so a kill at any time
-leaves the previous snapshot intact. Two are kept. Later starts of the job may read it with other
-stages, widths and placements, on hosts that share a directory or have their own
-(piece_exchange.py).
+snapshot is committed when every rank's part is durable (snapshot_choice.py), so a kill at any time
+leaves the previous snapshot intact. The two newest snapshots are kept. Later starts of the job may
+read a snapshot with other stages, widths and placements, on hosts that share a directory or have
+directories of their own (piece_exchange.py).
 
-With `replicas` 2 each part is also written to a host of another cluster (or to another host if
-there is only one cluster), so the run can continue after the loss of a host with its disks.
+If `replicas` is 2, each part is also written to a host of another cluster (or to another host if
+there is only one cluster), so that the run can continue after the loss of a host with its disks.
 
-Assumes: training waits while a snapshot is written, so the state is in memory only once. Does NOT
-depend on optimizers, which only provide and load pieces.
+Assumes: training waits while a snapshot is written, so no second copy of the state is in memory.
+Does NOT depend on the kind of optimizer: optimizers provide and load pieces.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ from roadtrain.storage.history import HistoryLink
 from roadtrain.storage.mark import Mark
 from roadtrain.units import show_bytes
 
-FOLDER = "snapshots"  # in the run directory
+FOLDER = "snapshots"  # name of the snapshots' directory in the run directory
 
 
 @value
 class SnapshotOptions:
-    """The options of snapshots. `every`: steps between two snapshots. `replicas`: hosts that store
-    each part. `go_back`: continue from an older snapshot if the newest is incomplete. Raises
-    ConfigError."""
+    """The options of snapshots. `every`: the number of steps from one snapshot to the next.
+    `replicas`: the number of hosts that store each part. `go_back`: whether a start continues from
+    an older snapshot if the newest snapshot is incomplete. Raises ConfigError for invalid
+    values."""
 
     every: Count = 100
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
@@ -73,8 +74,8 @@ class SnapshotOptions:
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot from which a start continues. `blobs`: the rest of the job's state, as passed to
-    `save`."""
+    """The snapshot from which a start continues. `blobs`: further state of the job by name, as it
+    was passed to `save`."""
 
     step: int
     blobs: Mapping[str, bytes]
@@ -83,17 +84,18 @@ class FoundSnapshot:
     links: ControlLinks
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
-        """Iterate over the pieces of `requested`. Collective; every rank must exhaust the iterator.
-        Raises GoneError, DamagedError, LostError."""
+        """Iterate over the pieces of `requested`. Collective: every rank must exhaust its iterator.
+        Raises GoneError, DamagedError and LostError."""
         return exchange(self.source, requested, self.links)
 
 
 class JobSnapshots:
-    """The snapshots of a job. Creating it and all methods are collective.
+    """The snapshots of a job. All ranks must create this object together. All methods are
+    collective, except `describe` and `due`.
 
     `directory`: this host's run directory. `params`: the parameters of this rank's stage. `mark`:
-    the run directory's record of the last step, on the first rank (storage/mark.py). Invariant:
-    `_kept` are the committed snapshots, oldest first, two at most."""
+    on the first rank, the run directory's record of the last step (storage/mark.py). Invariant:
+    `_kept` contains the committed snapshots, at most two, the oldest first."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class JobSnapshots:
         self._kept = list[SnapshotKey]()
 
     def describe(self) -> str:
-        """Describe for users how safe the state in memory is (Rule 3)."""
+        """Describe, for the log, how safe the state in memory is (Rule 3)."""
         where = "RAM" if in_ram(self.directory) else "files"
         copies = ", each part on two hosts" if self.options.replicas > 1 else ""
         return (
@@ -133,10 +135,10 @@ class JobSnapshots:
     # a start
 
     def find(self) -> FoundSnapshot | None:
-        """Find the snapshot from which this start continues; None if it starts from the beginning.
-        Other snapshots are removed or set aside, and reported. Raises GoneError if the newest is
-        incomplete, ForkedError, ForeignError (also for another model), StaleError (from the
-        mark)."""
+        """Find the snapshot from which this start continues. Return None if there is none, so that
+        the start begins at step 0. All other snapshots but the previous one are removed or set
+        aside. Raises GoneError if the newest snapshot is incomplete, ForkedError, ForeignError for
+        snapshots of another run or model, and StaleError if the mark records a later step."""
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -158,7 +160,8 @@ class JobSnapshots:
         )
 
     def _list(self) -> dict[SnapshotKey, PartReader]:
-        """List the snapshots, after making the directory and the run directory durable."""
+        """Return the snapshots in the directory on this host. Before this, make the directory and
+        the run directory durable."""
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
         return list_snapshots(self.directory)
@@ -172,9 +175,9 @@ class JobSnapshots:
         self._links.same(check, "the last step that the run directory records")
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
-        """Remove all snapshots but the chosen and the previous one, which also frees the space of
-        an incomplete snapshot on a full disk. The chosen snapshot's marker is written again: if its
-        writer was killed, it may be only in the page cache."""
+        """Remove all snapshots except the chosen snapshot and the previous one. This also frees the
+        space of an incomplete snapshot on a full disk. The marker of the chosen snapshot is written
+        again: if the process that wrote it was killed, the marker may only be in the page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -192,7 +195,8 @@ class JobSnapshots:
         self._kept = keep
 
     def _begin(self, chosen: Description | None) -> None:
-        """Add a link to the history of the job of `chosen`, or begin a new job."""
+        """Continue the job of `chosen`, with a new link in its history. If `chosen` is None, begin
+        a new job."""
 
         def link() -> list[str | int]:
             job = chosen.job if chosen is not None else str(uuid.uuid4())
@@ -208,7 +212,8 @@ class JobSnapshots:
         self._job, self._history = job, (*before, HistoryLink(start, step, members, now))
 
     def _blobs_of(self, reader: PartReader) -> dict[str, bytes]:
-        """Return the blobs of the first rank that has any part; each part contains all blobs."""
+        """Return the blobs of the snapshot. The first rank that has any part reads them for all
+        ranks, because each part contains all blobs."""
         able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
         source = able.index(True)
         blobs = self._links.together(
@@ -221,13 +226,15 @@ class JobSnapshots:
     # a snapshot
 
     def save(self, step: int, source: PieceSource, blobs: Mapping[str, bytes]) -> None:
-        """Write all of `source` as the snapshot of `step`; it is committed on return.
+        """Write all pieces of `source` as the snapshot of `step`. The snapshot is committed when
+        this method has returned.
 
-        `blobs`: the rest of the job's state; if several ranks pass the same name, the first rank's
-        blob is used. On an error the rank raises FullError or another StoreError, the other ranks
-        LostError with the same message, and earlier snapshots are unchanged. If communication
-        fails, ranks may disagree on whether all parts are durable; the files are then kept and the
-        next start decides."""
+        `blobs`: further state of the job by name. If several ranks pass the same name, the blob of
+        the first of these ranks is used. If a rank cannot write, it raises FullError or another
+        StoreError, and all other ranks raise a LostError with the same message; earlier snapshots
+        are not changed. If communication fails, ranks may disagree on whether all parts are
+        durable. In this case the files are kept, and the next start decides whether the snapshot is
+        used."""
         begun = time.monotonic()
         description = Description(
             self._job,
@@ -257,7 +264,7 @@ class JobSnapshots:
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """Return the blobs of all ranks, which every part contains."""
+        """Return the blobs of all ranks by name. Every part contains all of them."""
         every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for own in every:
@@ -273,8 +280,8 @@ class JobSnapshots:
         blobs: Mapping[str, bytes],
         what: str,
     ) -> int:
-        """Write this rank's part, including copies of other ranks' pieces with replicas. Returns
-        its bytes once the parts of all ranks are durable."""
+        """Write this rank's part. If `replicas` is 2, it includes copies of other ranks' pieces.
+        When the parts of all ranks are durable, return the bytes of this rank's part."""
         together = self._links.together
         with contextlib.ExitStack() as open_:
             job, rank = self._job, self._links.rank
@@ -287,7 +294,7 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """Receive the pieces of other ranks that this rank stores as copies."""
+        """Iterate over the pieces of other ranks that this rank stores as copies. Collective."""
         lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
         every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
@@ -295,15 +302,16 @@ class JobSnapshots:
         return exchange(source, needed, self._links)
 
     def _forget(self, key: SnapshotKey) -> None:
-        """Note that all ranks have committed `key`, and remove all but the two newest snapshots."""
+        """Note that all ranks have committed the snapshot `key`, and remove all snapshots except
+        the two newest."""
         self._kept.append(key)
         while len(self._kept) > 2:
             remove_snapshot(self.directory / str(self._kept.pop(0)))
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return for each rank the rank that stores a copy of its part: in the next cluster, or on the
-    next host if there is only one cluster. Raises ConfigError if there is only one host."""
+    """Return, for each rank, the rank that stores a copy of its part. It is in the next cluster, or
+    on the next host if there is only one cluster. Raises ConfigError if there is only one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

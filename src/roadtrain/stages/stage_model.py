@@ -1,14 +1,15 @@
-"""StageModel: a model cut down to one stage. The model's own forward runs, from the cut before the
-stage to the cut after it.
+"""StageModel: a model that is reduced to one stage. The model's own forward runs from the cut
+before the stage to the cut after the stage.
 
-Blocks of other stages are replaced by stubs without parameters. Parameters outside of the blocks
-that only other stages use are replaced by NaN values that take no memory. The stub before the stage
-returns the tensors received over the cut, and the stage's last block ends the forward with its own
-result. Code of the model that runs before the first stub (masks, positions) runs on every stage.
-Modules and parameters keep their names, so optimizers, snapshots and users find them.
+Blocks of other stages are replaced by stubs without parameters. Parameters that are outside of the
+blocks, and that only other stages use, are replaced by NaN values that take no memory. The last
+stub before the stage returns the tensors that were received over the cut. The stage's last block
+ends the forward with the block's result. Code of the model that runs before the first block (masks,
+positions) runs on every stage. Modules and parameters keep their names, so optimizers, snapshots
+and users find them.
 
-A block's random numbers (dropout) are seeded from the job's seed, the step, the micro-batch and the
-block, so they do not depend on the cuts or on the replica that runs the micro-batch.
+A block's random numbers (dropout) are seeded with the job's seed, the step, the micro-batch and the
+block. So they do not depend on the cuts, or on the replica that runs the micro-batch.
 
 Assumes: the stage's parameters have values before the first `run`. Does NOT communicate.
 """
@@ -37,7 +38,8 @@ class MicroBatch:
     Args:
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
-        target: Passed on to the loss function, which gets it with the model's result.
+        target: The target, which the loss function gets as a part of the micro-batch, together with
+            the model's result.
 
     Raises:
         ConfigError: A field has the wrong type.
@@ -53,24 +55,27 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RandomStart:
-    """The seed of all random numbers of one micro-batch; `micro` counts over all replicas."""
+    """The seeds of all random numbers of one micro-batch. `micro`: the number of the micro-batch,
+    counted over all replicas."""
 
     seed: int
     step: int
     micro: int
 
     def block(self, number: int) -> None:
-        """Seed torch for block `number` and the code between the previous block and it."""
+        """Seed torch for block `number`, and for the code between the previous block and this
+        block."""
         key = f"{self.seed} {self.step} {self.micro} {number}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
 
     def batch(self) -> None:
-        """Seed torch for the code that produces the micro-batch, the same on every stage."""
+        """Seed torch for the code that produces the micro-batch. The seed is the same on every
+        stage."""
         self.block(-1)
 
 
 class _SegmentEnds(BaseException):
-    """The exception that leaves the model's forward after the segment's last block. A
+    """The exception that ends the model's forward after the segment's last block. It is a
     BaseException, so that an `except Exception` in the model's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
@@ -92,7 +97,7 @@ class _Running:
 
 class _Stub(nn.Module):
     """The replacement of a block of another stage. It keeps the block's plain attributes, because
-    models read them (such as a layer's kind of attention)."""
+    models read some of these, such as a layer's kind of attention."""
 
     def __init__(self, block: nn.Module, value: Callable[[], Any]) -> None:
         super().__init__()
@@ -108,8 +113,8 @@ class _Stub(nn.Module):
 
 
 class StageModel:
-    """A model cut down to the segments that this rank runs. `names`: the names of its parameters in
-    the whole model."""
+    """A model that is reduced to the segments of this rank. `names`: the names, in the whole model,
+    of the parameters that these segments use."""
 
     def __init__(
         self,
@@ -118,15 +123,16 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Cut `model` down in place; it then computes in the dtype of `cuts`. Raises ModelError if
-        it cannot be cut at these segments, and leaves it unchanged."""
+        """Reduce `model` to the `segments`, in place. If the model cannot be cut into these
+        segments, raises ModelError and leaves the model unchanged."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
         self.names = frozenset().union(*(cuts.parameters(s) for s in segments))
         self._running: _Running | None = None
         self._own_forwards: dict[nn.Module, Any] = {}
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
-        self.whole = dict(model.named_parameters())  # parameters of other stages have no values
+        # all parameters; those of other stages have no values
+        self.whole = dict(model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()
@@ -146,17 +152,17 @@ class StageModel:
         return [self.cuts.blocks[i] for i in self.own]
 
     def runs_first(self, module: str) -> bool:
-        """Return whether this is the first stage that runs the module of that name, which is inside
-        one of its blocks or outside of all blocks. Modules that no forward calls belong to the
-        first stage."""
+        """Return whether this is the first stage that runs the module with the name `module`. The
+        module must be inside a block of this stage, or outside of all blocks. Modules that no
+        forward calls count as run by the first stage."""
         if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
             return True
         at, last = self.cuts.blocks_before.get(module, 0), len(self.cuts.blocks)
         return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
 
     def attach(self) -> None:
-        """Replace the blocks' forwards; call this after other wrappers of them (such as
-        `place`)."""
+        """Replace the forwards of this rank's blocks. Call this method after other functions that
+        wrap forwards, such as `place`."""
         for number in self.own:
             block = self._blocks[number]
             original = block.forward
@@ -172,8 +178,8 @@ class StageModel:
         self._own_forwards.clear()
 
     def restore(self) -> None:
-        """Put back all blocks and parameters, so that the model can be cut again. Those of other
-        stages have no values."""
+        """Put all blocks and parameters back into the model, so that it can be cut again.
+        Parameters of other stages have no values."""
         self.detach()
         for number, block in self._blocks.items():
             self._replace_block(number, block)
@@ -190,10 +196,10 @@ class StageModel:
         batch: MicroBatch,
         random: RandomStart | None = None,
     ) -> tuple[bool, Any]:
-        """Run the forward of `segment`. received: the tensors that crossed the cut before it, in
-        the model's dtypes. random: the seeds; None leaves torch's random state unchanged. Returns
-        (True, the model's result) if the forward reached its end, else (False, the result of the
-        segment's last block)."""
+        """Run the forward of `segment`. received: the tensors that crossed the cut before the
+        segment, in the model's dtypes. random: the seeds of random numbers; if None, torch is not
+        seeded. Returns (True, the model's result) if the segment is the last segment of the model,
+        and otherwise (False, the result of the segment's last block)."""
         self._running = _Running(segment, tuple(received), random)
         try:
             self._running.seed(0)
@@ -204,7 +210,8 @@ class StageModel:
             self._running = None
 
     def _run_block(self, number: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing reruns the block
+        # true in a backward, in which checkpointing runs the block again
+        if torch._C._current_graph_task_id() != -1:
             return original(*args, **kwargs)
         running = self._now()
         segment = running.segment
@@ -217,8 +224,9 @@ class StageModel:
         return value
 
     def _before(self, number: int) -> Any:
-        """Return the replacement for the result of block `number`, which is before the running
-        segment: the received tensors for the last such block, placeholders for earlier ones."""
+        """Return a replacement for the result of block `number`, which is before the running
+        segment. The last block before the segment returns the received tensors; earlier blocks
+        return placeholders."""
         running, returned = self._now(), self.cuts.returned[number]
         if number >= running.segment.stop:
             raise ModelError(
@@ -252,7 +260,7 @@ class StageModel:
         setattr(self.model.get_submodule(above), key, module)
 
     def _drop_parameters(self) -> None:
-        """Replace the parameters that no segment of this rank uses, in the modules that stay."""
+        """Replace all parameters that no segment of this rank uses by placeholders."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for module in self.model.modules():
             for key, p in list(module._parameters.items()):

@@ -1,5 +1,5 @@
-"""StageOptimizer: the interface between the pipeline and the optimizer of a stage, which is either
-sharded over the stage's data-parallel group or placed on servers and files."""
+"""StageOptimizer: the interface between the pipeline and the optimizer of a stage. The optimizer is
+either sharded over the stage's data-parallel group, or placed on servers or files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class StageOptimizer(PieceSource, Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """torch's parameter groups; learning rates are read from them at each step."""
+        """torch's parameter groups. Each step reads its learning rates from these groups."""
 
     @property
     def steps_done(self) -> int:
-        """The number of steps taken, over all starts of the job."""
+        """The number of steps that the job has taken, over all of its starts."""
 
     def begin_step(self, backwards: int) -> None:
-        """Begin a step. Parameters of the last step may still be in flight; each block waits for
-        its own before it runs. backwards: this rank's backward passes through each part of the
-        stage in this step, after which a gradient is complete."""
+        """Begin a step. Parameters of the previous step may still be in flight; each block waits
+        for its own parameters before it runs. backwards: the number of backward passes that this
+        rank makes through each part of the stage in this step. A gradient is complete after this
+        number."""
 
     def sum_squares(self) -> float:
-        """Return the sum of squares of this rank's share of the summed gradients, after waiting for
+        """Wait for the summed gradients, and return the sum of squares of this rank's share of
         them. The sum over all ranks of the job is the square of the global norm."""
 
     def step(self, scale: float = 1.0) -> None:
@@ -39,25 +40,25 @@ class StageOptimizer(PieceSource, Protocol):
         update may continue while the next forward runs."""
 
     def settle(self) -> None:
-        """Wait until all work of the last step has ended, so that its process groups may be used
-        for something else. Raises PeerError."""
+        """Wait until all work of the previous step has ended, so that the process groups are free
+        for other operations. Raises PeerError."""
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this rank provides; every element of the stage is provided by
-        exactly one of its ranks."""
+        """Return the extents that this rank provides. Every element of the stage is provided by
+        exactly one of the stage's ranks."""
 
     def piece(self, extent: Extent) -> Piece:
-        """Copy the values of an extent, after waiting for the last step."""
+        """Wait for the previous step, and return a copy of the values and state of an extent."""
 
     def needed(self) -> list[Extent]:
         """Return the extents that `load` must receive on this rank."""
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace values and state. Collective over the stage's ranks."""
+        """Replace values and state by those of `pieces`. Collective over the stage's ranks."""
 
     def abandon(self) -> None:
-        """Drop all pending work without waiting for it, after an error. No other call may
-        follow."""
+        """After an error, drop all pending work without waiting for it. No method may be called
+        afterwards."""
 
     def close(self) -> None:
         """Wait for pending work and end the threads. The model's parameters are not changed."""

@@ -1,10 +1,10 @@
-"""StagePart: a segment of the model as a function. It maps the tensors that crossed the cut before
-it to those that cross the cut after it, or to the loss, and holds micro-batches between their
-forward and their backward.
+"""StagePart: a segment of the model as a function. It maps the tensors that cross the cut before
+the segment to the tensors that cross the cut after the segment, or to the loss. It holds each
+micro-batch from its forward to its backward.
 
-The order of runs is that of `protocol.pipeline`, which the simulator uses too (Rule 7). There are
-as many slots as that order holds micro-batches at once. The buffers of a slot receive the messages
-of the neighbouring stages and are reused (Rule 4).
+The order of runs is that of `protocol.pipeline`, which the simulator also uses (Rule 7). The number
+of slots is the most micro-batches that this order holds at once. The buffers of a slot receive the
+messages of the neighbouring stages, and are reused (Rule 4).
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class _Slot:
 
     arriving: list[torch.Tensor]  # buffers for the tensors that cross the cut before the segment
     gradients: list[torch.Tensor]  # buffers for the gradients of results that require them
-    results: Sequence[torch.Tensor] = ()  # of the forward, with their graph, until the backward
+    # results of the forward, with their graph, until the backward
+    results: Sequence[torch.Tensor] = ()
 
 
 class StagePart:
     """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
-    wider activations and their gradients are sent; None: unchanged (16 bits are lossy, so they are
-    a choice, Rule 2). slots: micro-batches held at once."""
+    wider activations and their gradients are sent; if None, they are sent unchanged. A dtype of 16
+    bits is lossy, so the user must choose it (Rule 2). slots: the number of micro-batches that are
+    held at once."""
 
     def __init__(
         self,
@@ -65,11 +67,12 @@ class StagePart:
             )
             for _ in range(slots)
         ]
-        self._held: dict[int, _Slot] = {}  # by micro-batch
+        self._held: dict[int, _Slot] = {}  # micro-batch -> its slot
 
     @property
     def message_nbytes(self) -> int:
-        """The bytes of a micro-batch's tensors that cross the larger of the segment's two cuts."""
+        """The bytes of a micro-batch's tensors that cross the cut before or the cut after the
+        segment, whichever are more."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
@@ -82,17 +85,18 @@ class StagePart:
         return micro in self._held
 
     def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
-        """Return the receive buffers of a micro-batch and reserve its slot. FORWARD: the tensors
-        that cross the cut before the segment; BACKWARD: the gradients of the tensors that crossed
-        the cut after it, of those that require gradients."""
+        """Return the receive buffers of a micro-batch, and reserve its slot. For FORWARD, the
+        buffers are for the tensors that cross the cut before the segment. For BACKWARD, they are
+        for gradients of the tensors that crossed the cut after the segment, if these require
+        gradients."""
         slot = self._slot(micro)
         return slot.arriving if what == FORWARD else slot.gradients
 
     def run_forward(
         self, micro: int, batch: MicroBatch, random: RandomStart | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Run the forward. Returns the tensors that cross the cut after the segment, or the loss.
-        random: as in `StageModel.run`."""
+        """Run the forward. Returns the tensors that cross the cut after the segment; the last
+        segment returns the loss. random: as in `StageModel.run`."""
         slot = self._slot(micro)
         own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
         ended, value = self._stage_model.run(self.segment, own, batch, random)
@@ -107,8 +111,9 @@ class StagePart:
         return [x.detach() for x in slot.results]
 
     def run_backward(self, micro: int, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run the backward and free the slot. Returns the gradients of the tensors that crossed the
-        cut before the segment. loss: set only for the last segment."""
+        """Run the backward, and free the slot. Returns the gradients of the tensors that crossed
+        the cut before the segment. loss: the micro-batch's loss for the last segment, and None for
+        other segments."""
         slot = self._held.pop(micro)
         if loss is None:
             leaving = zip(slot.results, self._leaves, strict=True)
@@ -165,7 +170,8 @@ class StagePart:
             )
 
     def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Raise ModelError if the segment would silently not be trained."""
+        """Raise ModelError if the segment should be trained, but none of `tensors` has a
+        gradient."""
         if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
             raise ModelError(
                 f"{what} has no gradient: {self.segment} would not be trained",
@@ -174,7 +180,7 @@ class StagePart:
 
 
 def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the loss that the model itself computes, as transformers' models do."""
+    """Return the loss in the model's result, which transformers' models compute themselves."""
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
         loss = result

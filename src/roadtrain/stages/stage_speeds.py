@@ -1,5 +1,5 @@
-"""Collect the measurements from which the sizes of stages are chosen: every rank's speed, the time
-of messages between stages, and the free memory of each device.
+"""Collect the measurements that determine the sizes of stages: every rank's speed, the time of
+messages between stages, and the free memory of each device.
 
 All ranks make the same calls and compute the same values. Does NOT cut a model or move blocks.
 """
@@ -20,26 +20,27 @@ from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
 from roadtrain.stages.rank_groups import Groups
 
-TIMED_MESSAGES = 2  # after an untimed message, which may open a connection
+# number of timed messages; a message before them is not timed, because it may open a connection
+TIMED_MESSAGES = 2
 
-Channels = dict[tuple[int, str], float]  # boundary, FORWARD or BACKWARD -> seconds of a message
+Channels = dict[tuple[int, str], float]  # (boundary, FORWARD or BACKWARD) -> seconds of a message
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """One rank's measurements of itself and of the messages that it receives."""
+    """One rank's measurements of its own speed and of the messages that it receives."""
 
     times: RankTimes
     messages: Channels
-    room: float = math.inf  # bytes of device memory that training may use; inf: unknown
+    room: float = math.inf  # bytes of device memory that training may use; infinite if unknown
 
 
 def measure_messages(
     links: StageLinks, shape: PipelineShape, nbytes: int, device: torch.device
 ) -> Channels:
-    """Measure the seconds that a message of `nbytes` takes to this rank, for each boundary and
-    direction in which it receives. All replicas send at once, as in a step; `links` must be idle.
-    Raises PeerError (Rule 5)."""
+    """Measure the seconds in which a message of `nbytes` arrives at this rank, for each boundary
+    and direction in which this rank receives. All replicas send at the same time, as in a step.
+    `links` must be idle. Raises PeerError (Rule 5)."""
     found: Channels = {}
     stages = shape.stages
     wraps = shape.virtual_stages > 1 and stages > 1
@@ -67,15 +68,15 @@ def _messages(
 
 
 def _request(message: Transfer) -> Transfer:
-    """Return the request for a message: one byte in the opposite direction, sent by the receiver
-    when it is ready."""
+    """Return the request for a message: one byte in the opposite direction, which the receiver of
+    the message sends when it is ready."""
     other = BACKWARD if message.what == FORWARD else FORWARD
     return Transfer(other, message.micro, message.boundary, message.receiver, message.sender)
 
 
 def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """Request messages repeatedly, and return the shortest time from the requests to the arrival of
-    the last message. Runs on the receiver."""
+    """Request the messages `mine` several times, and return the shortest time from the requests to
+    the arrival of the last message. Runs on the receiver."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
@@ -114,8 +115,9 @@ def measured_work(
     num_microbatches: int,
     weights: Sequence[float],
 ) -> StepWork:
-    """Build the work of a step from the slowest rank of each stage and the slowest message of each
-    boundary and direction. measured: by rank; weights: by block."""
+    """Return the work of a step, with the slowest rank of each stage and the slowest message of
+    each boundary and direction. measured: the measurements of each rank. weights: the weight of
+    each block."""
     parallelism = groups.parallelism
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
@@ -150,9 +152,9 @@ def measured_memory(
     parameters: Mapping[str, int],
     **nbytes: float,
 ) -> StageMemory:
-    """Build the memory model of the stages, with the smallest device of each stage. parameters: the
-    elements of each parameter of the whole model, by name. nbytes: StageMemory's bytes per
-    parameter.
+    """Return the memory model of the stages, with the smallest device of each stage. parameters:
+    the number of elements of each parameter of the whole model, by name. nbytes: the fields
+    `..._bytes` of StageMemory.
     """
     blocks, ends = block_memories(cuts, parameters, [m.times for m in measured])
     rooms = [

@@ -6,12 +6,13 @@
     whole = split.whole_value("lm_head.weight", model.lm_head.weight)
 
 Each rank's parameters are plain tensors under the model's own names. A rank has its part of each
-split parameter and the whole of all others. Parameters stay the same objects, so optimizers and
-stages need no changes. Parameters that are not split (norms, positions, biases of Row layers) have
-equal gradients on all ranks of the group.
+split parameter, and the whole of every other parameter. Parameters stay the same Python objects, so
+optimizers and stages need no changes. Parameters that are not split (norms, positions, biases of
+Row layers) have equal gradients on all ranks of the group.
 
-Assumes: all ranks of the group get the same micro-batch. Values and random state of tensor rank 0
-are copied to the others. Does NOT split the sequence, or layers over hosts.
+Assumes: all ranks of the group get the same micro-batch. The values and the random state of tensor
+rank 0 are copied to the other ranks. Does NOT split the sequence, and does NOT split layers over
+several hosts.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ TensorPlan = Mapping[str, ParallelStyle]
 class TensorParallel:
     """The splits of a model's parameters over a tensor group.
 
-    mesh: the group's device mesh. shapes: the whole shapes of all parameters, by name. splits: the
-    splits of the split parameters, by name; every rank has the whole of the others."""
+    mesh: the group's device mesh. shapes: the shapes of all whole parameters, by name. splits: the
+    splits of the parameters that are split, by name; every rank has the whole of all other
+    parameters."""
 
     mesh: DeviceMesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -72,13 +74,13 @@ class TensorParallel:
         )
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank counts the gradient of parameter `name` in a norm over all
-        ranks. Only the first rank counts parameters that all ranks have."""
+        """Return whether this rank includes the gradient of parameter `name` in a norm over all
+        ranks. Only the first rank includes parameters that all ranks have."""
         return name in self.splits or self.rank == 0
 
     def local_value(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of parameter `name` (or of a tensor of its shape). Raises
-        ConfigError if the shape is not that of the whole parameter."""
+        """Return a copy of this rank's part of `whole`, which is the whole parameter `name` or a
+        tensor of the same shape. Raises ConfigError if it has another shape."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
                 f"{name} is {tuple(whole.shape)}, but the whole parameter is {self.shapes[name]}"
@@ -87,8 +89,8 @@ class TensorParallel:
         return whole.clone() if split is None else split.local_value(whole, self.rank)
 
     def whole_value(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Gather the parts of parameter `name`, or of its gradient, into the whole. Collective over
-        the group, on the mesh's device."""
+        """Gather the whole of parameter `name`, or of its gradient, of which `local` is this rank's
+        part. Collective over the group, on the mesh's device."""
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
@@ -98,8 +100,9 @@ class TensorParallel:
         return split.whole_value(found).to(local.device)
 
     def check_random_state(self) -> None:
-        """Raise DifferError if the ranks of the group would draw different random numbers, so that
-        dropout of their common activations would differ. Collective over the group."""
+        """Raise DifferError if the ranks of the group would draw different random numbers. Dropout
+        would then differ in activations that must be the same on all ranks. Collective over the
+        group."""
         device = device_of(self.mesh)
         states = map(random_state, _random_devices(device))
         digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in states))
@@ -122,13 +125,14 @@ def tensor_parallel(
 ) -> TensorParallel:
     """Split `model` in place over the ranks of the one-dimensional `mesh`. Collective.
 
-    blocks: the names of this stage's blocks, if the model is cut into stages. plan: a style for
-    each pattern of layer names, where each part of a pattern matches one part of a name
-    (`layers.*.attn.out`); None uses the table of architectures. Other layers are not split.
+    blocks: the names of this stage's blocks, if the model is cut into stages. plan: pattern of
+    layer names -> style. Each part of a pattern matches one part of a name (`layers.*.attn.out`),
+    and layers that match no pattern are not split. If None, the table of architectures is used.
 
-    Raises ModelError for an unknown architecture, a layer that cannot be split or a block without
-    any split layer; ConfigError for heads or widths that tp does not divide and patterns that match
-    nothing; LoopError if a parameter has a gradient. The model is unchanged after an error.
+    Raises ModelError for an unknown architecture, for a layer that cannot be split, and for a block
+    without any split layer; ConfigError for heads or widths that tp does not divide, and for
+    patterns that match nothing; LoopError if a parameter has a gradient. The model is unchanged
+    after an error.
     """
     group = TensorGroup(mesh)
     styles = (
@@ -151,8 +155,9 @@ def tensor_parallel(
 def _named_styles(
     model: nn.Module, plan: TensorPlan, *, whole: bool
 ) -> Iterator[tuple[str, TensorStyle]]:
-    """Yield each layer that a pattern of the plan matches, with the style of the first match.
-    Raises ConfigError for a pattern without a match if the `whole` model is on this rank."""
+    """Yield each layer that a pattern of the plan matches, with the style of the first pattern that
+    matches. If `whole`, the whole model is on this rank, and a pattern without a match raises
+    ConfigError."""
     modules = dict(model.named_modules())
     unused = set(plan)
     for name, module in modules.items():
@@ -174,7 +179,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Return whether the layer's parameters are on this stage; other layers are not split."""
+    """Return whether the layer's parameters are on this stage. Layers of other stages are not
+    split."""
     own = [p for p in module._parameters.values() if p is not None]
     return bool(own) or not hasattr(module, "weight")
 
@@ -200,8 +206,8 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
 def _splits(
     model: nn.Module, styles: Mapping[str, TensorStyle], degree: int
 ) -> dict[nn.Parameter, TensorSplit]:
-    """Return the split of each split parameter. Raises the errors of the styles, and ModelError if
-    layers that share a parameter split it differently."""
+    """Return the split of each parameter that is split. Raises the errors of the styles, and
+    ModelError if layers that share a parameter split it differently."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for inside, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -229,7 +235,8 @@ def _splits(
 
 
 def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy rank 0's values and random state to all ranks of the group, one parameter at a time."""
+    """Copy the values and random states of rank 0 to all ranks of the group, one tensor at a
+    time."""
     device = device_of(mesh)
     for value in (*model.parameters(), *model.buffers()):
         if not value.is_meta:
@@ -240,7 +247,7 @@ def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Broadcast rank 0's `value`; the result is on the same device as this rank's `value`."""
+    """Return rank 0's `value`, on the same device as this rank's `value`. Collective."""
     sent = value.to(device_of(mesh), copy=True).contiguous()
     first = int(mesh.mesh.flatten()[0])
     # as bytes, because not every backend supports every dtype

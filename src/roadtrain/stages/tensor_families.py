@@ -1,8 +1,8 @@
-"""The table of architectures that tensor parallelism knows: which of their layers are split over a
-tensor group, and how.
+"""The table of architectures that tensor parallelism knows. It contains, for each architecture, the
+layers that are split over a tensor group, and how each of them is split.
 
-Each family maps types of modules to the names and styles of layers inside them. Only modules on
-this rank are matched; blocks of other stages are not.
+Each family maps types of modules to the names and styles of layers inside them. The blocks of other
+stages are not on this rank, so they are not matched.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Styles = Mapping[str, TensorStyle]
 
 @dataclass(frozen=True)
 class SplitFamily:
-    """A family of architectures. models: class names that identify the family. layers: module class
-    name -> layer name inside the module -> style. counts: config keys whose values tp must divide,
-    with their names for messages. Class names are those of transformers' classes or their bases."""
+    """A family of architectures. models: the names of classes that identify the family. layers:
+    name of a module's class -> name of a layer inside the module -> style of the layer. counts: key
+    of the model's config whose value tp must divide -> a description of the value for messages.
+    Classes are those of transformers; a subclass matches, too."""
 
     name: str
     models: tuple[str, ...]
@@ -39,7 +40,8 @@ _GROUPED_HEADS = {
 
 
 def _gated(name: str, prefix: str, more: Styles | None = None) -> SplitFamily:
-    """Build the entry of an architecture with Llama's layer names."""
+    """Return the family of an architecture with Llama's layer names. `more`: further layers of each
+    block."""
     layer = {
         "self_attn.q_proj": Column(),
         "self_attn.k_proj": Column(),
@@ -108,9 +110,9 @@ FAMILIES = (
 
 
 def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
-    """Return the style of each split layer of `model` on this rank, by layer name. Raises
-    ModelError for an unknown architecture or unexpected layer names; ConfigError if `degree` does
-    not divide the heads."""
+    """Return the style of each layer of `model` on this rank that is split, by the layer's name.
+    Raises ModelError for an unknown architecture or unexpected layer names, and ConfigError if
+    `degree` does not divide a number in the config, such as that of heads."""
     found = _family(model)
     if found is None:
         raise ModelError(

@@ -1,15 +1,15 @@
 """TensorPieces: convert pieces of one tensor rank's parameters to pieces of whole parameters, and
-back.
+vice versa.
 
-The optimizer works with parameters of the rank's own shape and their flat elements. Here the same
-elements get their positions in the whole parameter. So snapshots and exchanges do not depend on
-tensor parallelism, and its degree may change between two starts.
+A tensor rank's optimizer works with the flat elements of the rank's own part of each parameter.
+TensorPieces gives these elements their positions in the whole parameter. So snapshots and exchanges
+do not depend on tensor parallelism, and its degree may change between two starts.
 
-If a layer is split by columns, each rank has a short run of each row. These runs are its pieces, so
-no communication is needed.
+If a layer is split by columns, each rank has a short run of each row. Each of these runs is a
+piece, so no communication is needed.
 
-Parameters that all ranks have (norms) are divided: the first of t ranks provides the first t-th,
-and so on.
+Parameters that all t tensor ranks have (norms) are divided among the ranks: the first rank provides
+the first 1/t of the elements, and so on.
 """
 
 from __future__ import annotations
@@ -23,34 +23,37 @@ from roadtrain.stages.pieces import VALUE, Extent, Piece, PieceSource
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_split import TensorSplit
 
-CHUNK_ELEMENTS = 1 << 20  # elements of the inner source that are read at once
+CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner source at once
 
 
 class LocalPieces(PieceSource, Protocol):
-    """The source and destination of one tensor rank's pieces."""
+    """A source and destination of one tensor rank's pieces."""
 
     def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
-    """The pieces of `inner`, which has the parameters of one tensor rank, as pieces of
-    whole parameters. Parameters that are not split are passed through."""
+    """The pieces of `inner`, which has the parameters of one tensor rank, as pieces of whole
+    parameters. Pieces of parameters that are not split are passed through."""
 
     def __init__(
         self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
     ) -> None:
         self.inner, self.split, self.chunk_elements = inner, split, chunk_elements
-        self._read: Piece | None = None  # the last piece read from `inner` since `extents`
+        # the piece that was last read from `inner`; `extents` clears it
+        self._read: Piece | None = None
 
     def extents(self) -> list[Extent]:
-        """Return the runs of the whole parameters that this rank provides; for a layer split by
-        columns, one run per row. Also clears the cache, so that `piece` returns current values."""
+        """Return the runs of the whole parameters that this rank provides. For a layer that is
+        split by columns, there is one run per row. This method also clears the cache, so that
+        `piece` returns current values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Copy the values of an extent that lies inside one of `extents`."""
+        """Return a copy of the values and state of an extent, which must lie inside one of
+        `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
             return self.inner.piece(extent)
@@ -60,8 +63,8 @@ class TensorPieces:
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
     def needed(self) -> list[Extent]:
-        """Return runs of the whole parameters that include all elements of this rank; for a layer
-        split by columns also the columns of other ranks."""
+        """Return runs of the whole parameters that include all elements of this rank. For a layer
+        that is split by columns, they also include the columns of other ranks."""
         return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
@@ -69,7 +72,8 @@ class TensorPieces:
         self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
-        """Yield the runs of the whole that the elements of `local`, an extent of inner, occupy."""
+        """Yield the runs of the whole parameter that this rank provides from the elements of
+        `local`, an extent of `inner`."""
         name, rank, degree = local.name, self.split.rank, self.split.degree
         split = self.split.splits.get(name)
         if split is None:
@@ -77,7 +81,8 @@ class TensorPieces:
             if bounds[0] < bounds[1]:
                 yield Extent(name, bounds[0], bounds[1])
             return
-        own = split.width * split.inner  # elements that follow each other in the whole
+        # number of elements that follow each other in the whole parameter
+        own = split.width * split.inner
         at, stop = local.start, min(local.stop, split.real(rank))
         while at < stop:
             following = min((at // own + 1) * own, stop)
@@ -86,14 +91,16 @@ class TensorPieces:
             at = following
 
     def _local(self, split: TensorSplit, extent: Extent) -> Extent:
-        """Return the extent of this rank's elements inside a run of the whole."""
+        """Return the extent, in `inner`, of this rank's elements inside a run of the whole
+        parameter."""
         rank = self.split.rank
         return Extent(
             extent.name, split.before(rank, extent.start), split.before(rank, extent.stop)
         )
 
     def _around(self, local: Extent) -> Piece:
-        """Return a cached piece of inner that contains `local`, or read one, up to a chunk long."""
+        """Return a piece of `inner` that contains `local`: the cached piece or a newly read one,
+        which is at most a chunk long unless `local` is longer."""
         read = self._read
         if read is None or not _inside(local, read.extent):
             home = next(e for e in self.inner.extents() if _inside(local, e))
@@ -102,8 +109,8 @@ class TensorPieces:
         return read
 
     def _around_whole(self, local: Extent) -> Iterator[Extent]:
-        """Yield the run of the whole from the first to the last element of `local` that is not
-        padding; nothing if all of `local` is padding."""
+        """Yield the run of the whole parameter from the first element of `local` to the last
+        element that is not padding. Yield nothing if all of `local` is padding."""
         rank, split = self.split.rank, self.split.splits.get(local.name)
         if split is None:
             yield local
@@ -112,7 +119,8 @@ class TensorPieces:
             yield Extent(local.name, first, last + 1)
 
     def _locals(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Convert pieces of the whole to pieces of inner, and add zeros for its padding."""
+        """Convert pieces of whole parameters to pieces of `inner`, and add zeros for the padding of
+        `inner`."""
         layouts: dict[str, tuple[list[str], dict[str, float]]] = {}
         for piece in pieces:
             name, split = piece.extent.name, self.split.splits.get(piece.extent.name)
@@ -127,7 +135,7 @@ class TensorPieces:
             places -= piece.extent.start
             yield Piece(local, {k: x[places] for k, x in piece.arrays.items()}, piece.scalars)
         for local in self._padding():
-            # a rank with only padding receives no piece and starts with the initial state
+            # a rank that has only padding receives no piece, and starts with the initial state
             keys, scalars = layouts.get(local.name, ([VALUE], {}))
             yield Piece(local, {key: torch.zeros(local.numel) for key in keys}, scalars)
 

@@ -1,12 +1,12 @@
-"""TensorSplit: the elements of one parameter that each rank of a tensor group has.
+"""TensorSplit: the division of one parameter's elements among the ranks of a tensor group.
 
-The whole parameter is viewed as [outer, parts, degree, width, inner]: the split dimension consists
-of `parts` equal parts (such as queries, keys and values in one matrix), and each rank has `width`
-of each part. A rank's elements keep their order in the whole, so a run of the flattened whole
-contains one run of each rank's elements.
+The whole parameter is viewed as [outer, parts, degree, width, inner]. The split dimension consists
+of `parts` equal parts (such as queries, keys and values in one matrix); each rank has `width`
+indices of each part. A rank's elements keep the order that they have in the whole. So the elements
+of a rank inside a run of the flattened whole are a run of the rank's elements.
 
-The rows of a vocabulary may be indivisible. Every rank then has as many rows as the first; rows
-beyond the vocabulary are padding of zeros, which no token looks up.
+The degree need not divide the rows of a vocabulary. In this case every rank has as many rows as the
+first rank; rows beyond the vocabulary are padding of zeros, which no token looks up.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class TensorSplit:
     shape: tuple[int, ...]
     dim: int
     degree: int
-    parts: int = 1  # equal parts of the dimension, each split separately
-    padded: bool = False  # the last ranks may have padding; only for dim 0 and a single part
+    parts: int = 1  # number of equal parts of the dimension; each is split separately
+    # whether the last ranks may have padding; only for dim 0 and a single part
+    padded: bool = False
 
     def __post_init__(self) -> None:
         assert not self.padded or (self.dim == 0 and self.parts == 1)
@@ -44,12 +45,12 @@ class TensorSplit:
 
     @property
     def size(self) -> int:
-        """The length of the split dimension in the whole."""
+        """The length of the split dimension in the whole parameter."""
         return self.shape[self.dim]
 
     @property
     def width(self) -> int:
-        """The length of the split dimension per part and rank, including padding."""
+        """The length of the split dimension in each part on each rank, including padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property
@@ -62,17 +63,17 @@ class TensorSplit:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole."""
+        """The number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def row(self) -> int:
-        """The number of elements of the whole per index of `outer`."""
+        """The number of elements of the whole parameter for each index of `outer`."""
         return self.size * self.inner
 
     @property
     def local_row(self) -> int:
-        """The number of a rank's elements per index of `outer`, including padding."""
+        """The number of a rank's elements for each index of `outer`, including padding."""
         return self.parts * self.width * self.inner
 
     @property
@@ -80,12 +81,14 @@ class TensorSplit:
         return (*self.shape[: self.dim], self.parts * self.width, *self.shape[self.dim + 1 :])
 
     def real(self, rank: int) -> int:
-        """Return the number of elements of `rank` without padding, which follows them."""
+        """Return the number of elements of `rank` that are not padding. Padding follows these
+        elements."""
         rows = min(max(self.size - rank * self.width, 0), self.width) if self.padded else None
         return self.outer * self.local_row if rows is None else rows * self.inner
 
     def local_value(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Copy the part of `rank` from `whole`, with the shape local_shape; padding is 0."""
+        """Return a copy of the part of `rank` from `whole`, with the shape `local_shape`. Padding
+        is 0."""
         assert tuple(whole.shape) == self.shape
         if self.padded:
             own = whole[rank * self.width : (rank + 1) * self.width]
@@ -96,15 +99,15 @@ class TensorSplit:
         return seen[:, :, rank].clone().reshape(self.local_shape)
 
     def whole_value(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the parts of all ranks, in rank order, into the whole."""
+        """Return the whole parameter, joined from the parts of all ranks in rank order."""
         if self.padded:
             return torch.cat(list(locals_))[: self.size]
         rows = [x.reshape(self.outer, self.parts, self.width, self.inner) for x in locals_]
         return torch.stack(rows, dim=2).reshape(self.shape)
 
     def before(self, rank: int, position: int) -> int:
-        """Return the number of elements of `rank` before `position` in the flattened whole, which
-        is the local index of its first element at or after `position`."""
+        """Return the number of elements of `rank` before `position` in the flattened whole. This is
+        the index, among the elements of `rank`, of the first element at or after `position`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner

@@ -4,21 +4,23 @@
     Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
     Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
                 sums the results.
-    Summed      a whole layer between a Column and a Row. It only sees its rank's heads, so its
-                gradients are summed over the group.
+    Summed      keeps a layer between a Column and a Row whole. The layer only sees the heads of its
+                rank, so its gradients are summed over the group.
     LocalHeads  divides attributes of a module that count heads, or their width, by the degree.
 
-Parameters stay plain tensors under their own names, of which each rank has its part (TensorSplit),
-so optimizers need no changes. Activations cross the group as DTensors. As in Shoeybi et al. (2019),
-section 3, the forward of a Row runs one all-reduce, and so does the backward of the Columns before
-it.
+Parameters stay plain tensors under their own names. Each rank has its part of a split parameter
+(TensorSplit), so optimizers need no changes. Activations cross the group as DTensors. As in Shoeybi
+et al. (2019), section 3, the forward of a Row runs one all-reduce, and so does the backward of the
+Columns before it.
 
-Note "random numbers": while all ranks of a group have the same activations, they draw the same
-random numbers. Between a Column and a Row each rank has its own activations (attention dropout),
-and draws from its own seed. All ranks draw that seed from their common state, so activation
-checkpointing, which repeats a forward from the same random state, gets the same numbers.
+Note "random numbers": where all ranks of a group have the same activations, they draw the same
+random numbers. Between a Column and a Row, each rank has its own activations, and draws random
+numbers (attention dropout) with its own seed. Each rank's seed is drawn from the random state that
+all ranks have in common. So activation checkpointing, which repeats a forward from the same random
+state, gets the same numbers.
 
-Assumes: all ranks of the group get the same input, except for a Row's. Does NOT split the sequence.
+Assumes: all ranks of the group get the same input of a layer, except for the input of a Row. Does
+NOT split the sequence.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ _SEEDS = 1 << 62
 
 
 class TensorGroup:
-    """The ranks that share the layers of one replica, and their communication.
+    """The ranks that share the layers of one replica. Its methods communicate between these ranks.
 
-    mesh: a one-dimensional device mesh. cut: the parameters already cut to this rank's part, so
-    that a parameter of two layers (tied embeddings) is cut only once."""
+    mesh: a one-dimensional device mesh. cut: the parameters that have been cut to this rank's part,
+    so that a parameter of two layers (tied embeddings) is cut only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -54,8 +56,8 @@ class TensorGroup:
         self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x; backward sums its gradient over the group. Consecutive calls with the same x
-        (for queries, keys and values) return the same tensor, so that backward sums once."""
+        """Return x, whose gradient backward sums over the group. Consecutive calls with the same x
+        (for queries, keys and values) return the same tensor, so that backward sums only once."""
         if self._copied is not None and self._copied[0] is x:
             return self._copied[1]
         out = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
@@ -73,7 +75,8 @@ class TensorGroup:
         return partial.redistribute(placements=[Replicate()]).to_local()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate x of all ranks in the last dimension; backward returns this rank's part."""
+        """Return the concatenation of the x of all ranks in the last dimension. Backward returns
+        this rank's part of the gradient."""
         local = DTensor.from_local(x, self.mesh, [Shard(-1)], run_check=False)
         return local.redistribute(placements=[Replicate()]).to_local()
 
@@ -83,7 +86,8 @@ class TensorGroup:
             return self.summed(x)
 
     def draw_own(self, device: torch.device) -> None:
-        """Switch to random numbers of this rank; see Note "random numbers"."""
+        """Draw random numbers with this rank's own seed from now until `draw_alike`; see Note
+        "random numbers"."""
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
@@ -94,7 +98,7 @@ class TensorGroup:
             torch.get_device_module(device).manual_seed(seed)
 
     def draw_alike(self) -> None:
-        """Switch back to random numbers that are the same on all ranks."""
+        """Draw random numbers that are the same on all ranks again."""
         if self._outside is None:
             return
         device, state = self._outside
@@ -102,15 +106,15 @@ class TensorGroup:
         set_random_state(state, device)
 
     def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
-        """Cut p to this rank's part of its values; p stays the same object, which optimizers
-        hold."""
+        """Replace the values of p by this rank's part of them. p stays the same object, because
+        optimizers refer to it."""
         if p not in self.cut:
             self.cut.add(p)
             p.data = split.local_value(p.data, self.rank)
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's generator: uint8, on the host."""
+    """Return the state of the device's random generator as a uint8 tensor on the host."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -125,18 +129,20 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 class SplitLayer(nn.Module):
-    """The base of the classes below, which are mixed into a layer's own class."""
+    """The base of the three classes below. `_become` mixes one of them into a layer's own class."""
 
     group: TensorGroup  # the ranks that share the layer
     weight: nn.Parameter
     bias: nn.Parameter | None
-    transposed: bool  # the weight is [inputs, outputs], as in transformers' Conv1D
-    outputs: int | None  # outputs of the whole layer if they are gathered, else None
-    padding_idx: int | None  # of an embedding: the token without a gradient
-    num_embeddings: int  # of an embedding: the size of the whole vocabulary
+    transposed: bool  # whether the weight is [inputs, outputs], as in transformers' Conv1D
+    outputs: int | None  # number of outputs of the whole layer if they are gathered, else None
+    padding_idx: int | None  # for an embedding, the token without a gradient
+    num_embeddings: int  # for an embedding, the size of the whole vocabulary
 
 
 class ColumnLayer(SplitLayer):
+    """A linear layer that computes this rank's outputs, or gathers the outputs of all ranks."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = self.group.copied(x)
         if self.outputs is not None:
@@ -150,6 +156,8 @@ class ColumnLayer(SplitLayer):
 
 
 class RowLayer(SplitLayer):
+    """A linear layer that multiplies this rank's inputs, and sums the products over the group."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.group.forget_copied()
         self.group.draw_alike()
@@ -159,6 +167,8 @@ class RowLayer(SplitLayer):
 
 
 class VocabularyLayer(SplitLayer):
+    """An embedding that looks up this rank's tokens, and sums the results over the group."""
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         first = self.group.rank * len(self.weight)
         places = tokens - first
@@ -167,14 +177,15 @@ class VocabularyLayer(SplitLayer):
         if padding is not None and not 0 <= padding < len(self.weight):
             padding = None
         valid = (tokens >= 0) & (tokens < self.num_embeddings)
-        # -1 makes torch refuse a token outside of the vocabulary, as the whole layer does (Rule 6)
+        # -1 makes torch refuse a token outside of the vocabulary, as the unsplit layer does (Rule
+        # 6)
         rows = F.embedding(places.where(own, 0).where(valid, -1), self.weight, padding)
         return self.group.summed(rows.where(own.unsqueeze(-1), 0))
 
 
 class TensorStyle(ParallelStyle):
-    """The base of the styles. They are plain values; `within` binds one to a group, after which
-    torch can apply it."""
+    """The base of the styles. A style is a plain value; `within` returns a copy that is bound to a
+    group, which torch can apply."""
 
     group: TensorGroup
 
@@ -184,9 +195,9 @@ class TensorStyle(ParallelStyle):
         return bound
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
-        """Return the splits of the module's parameters, by their names in it; the others stay
-        whole. Changes nothing. Raises ModelError if the style cannot split such a layer,
-        ConfigError if `degree` does not divide it."""
+        """Return the splits of the module's parameters, by their names in the module; parameters
+        that are not returned stay whole. Does not change the module. Raises ModelError if the style
+        cannot split such a layer, and ConfigError if `degree` does not divide the layer."""
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -196,14 +207,15 @@ class TensorStyle(ParallelStyle):
         return module
 
     def change(self, module: Any) -> None:
-        """Adapt `module` to its parameters, which are already cut to the rank's part."""
+        """Adapt `module` to its parameters, which have been cut to the rank's part."""
         raise NotImplementedError
 
 
 class Column(TensorStyle):
     """A style that splits the outputs of a linear layer. parts: the number of matrices that the
-    layer concatenates (3 for queries, keys and values), each split separately. gather: gather all
-    outputs on all ranks (for logits), which the degree need not divide."""
+    layer concatenates (3 for queries, keys and values); each matrix is split separately. gather:
+    whether all outputs are gathered on all ranks, as for logits; in this case, the degree need not
+    divide the number of outputs."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -230,7 +242,7 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """A style that splits the inputs of a linear layer; every rank has the whole bias."""
+    """A style that splits the inputs of a linear layer. Every rank has the whole bias."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -241,7 +253,8 @@ class Row(TensorStyle):
 
 
 class Vocabulary(TensorStyle):
-    """A style that splits the rows of an embedding, which the degree need not divide."""
+    """A style that splits the rows of an embedding. The degree need not divide the number of
+    rows."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
@@ -260,7 +273,7 @@ class Vocabulary(TensorStyle):
 
 
 class Summed(TensorStyle):
-    """A style that sums the gradients of a whole layer over the group."""
+    """A style that keeps a layer whole, and sums the gradients of its parameters over the group."""
 
     def change(self, module: Any) -> None:
         for p in module.parameters():
@@ -290,8 +303,8 @@ class LocalHeads(TensorStyle):
 
 
 def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
-    """Return the style of this file that is equivalent to torch's `style` for `module`. Raises
-    ModelError if there is none."""
+    """Return the style in this module that is equivalent to `style`, which may be one of torch's,
+    for the layer `module`. Raises ModelError if there is none."""
     if isinstance(style, TensorStyle):
         return style
     plain = (Shard(-1),), (Replicate(),)
@@ -329,7 +342,8 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _become(module: nn.Module, kind: type[SplitLayer], group: TensorGroup, **more: Any) -> None:
-    """Change the module's class to a subclass of its own class and `kind`, under its own name."""
+    """Change the module's class to a subclass of `kind` and its own class, with the same name as
+    its own class, and set the attributes `more`."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in {"group": group, **more}.items():

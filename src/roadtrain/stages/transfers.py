@@ -1,10 +1,11 @@
-"""Plan the transfers that bring every rank the pieces it needs. Arithmetic only.
+"""Plan the transfers that bring every rank the pieces that it needs. This module only computes.
 
-A rank uses its own elements if it has them. Otherwise the cheapest source sends them; ties go to
-the source with the fewest elements to send so far, then to the lowest rank. Transfers are cut to a
-maximum size and interleaved over the targets, so many pairs are busy at once. All ranks compute the
-same plan and carry out their transfers in its order. No deadlock is possible: both ranks of the
-first unfinished transfer are working on it or on their way to it.
+If a rank itself has the elements that it needs, it uses these. Otherwise the cheapest source sends
+them. Of equally cheap sources, the source with the fewest elements to send so far is chosen, and of
+these the lowest rank. Transfers are cut to a maximum size, and interleaved over the targets, so
+that many pairs of ranks are busy at once. All ranks compute the same plan, and run their transfers
+in its order. No deadlock is possible: for the first unfinished transfer of the plan, both ranks
+have finished all of their earlier transfers, so both can run it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class PieceTransfer:
 
 
 class _Holders:
-    """An index of the ranks that hold each element: per parameter, the bounds of all extents, and
-    the ranks that hold the elements between two neighbouring bounds."""
+    """An index of the ranks that hold each element. For each parameter, it has the bounds of all
+    extents, and the ranks that hold the elements between each two neighbouring bounds."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
         found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -46,7 +47,8 @@ class _Holders:
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """Cut `needed` at the bounds of all extents, and yield each part with its holders."""
+        """Cut `needed` at the bounds of all extents, and yield each part with the ranks that hold
+        it."""
         cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
         at = needed.start
         while at < needed.stop:
@@ -61,7 +63,8 @@ class _Holders:
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the sorted bounds of `spans`, (start, stop, rank), and the ranks between each two."""
+    """Return the sorted bounds of `spans`, which are (start, stop, rank), and the ranks of the
+    spans between each two neighbouring bounds."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -83,8 +86,9 @@ def plan_transfers(
     cost: Cost,
     most_elements: int,
 ) -> list[PieceTransfer]:
-    """Plan the transfers. `haves`, `wants`: the extents that each rank has and needs.
-    `most_elements`: the most in one transfer. Raises GoneError if no rank has some elements."""
+    """Return the planned transfers. `haves`: for each rank, the extents that it has. `wants`: for
+    each rank, the extents that it needs. `most_elements`: the most elements of one transfer. Raises
+    GoneError if no rank has some of the needed elements."""
     holders, load = _Holders(haves), defaultdict[int, int](int)
     of_target = list[list[PieceTransfer]]()
     for target, needed in enumerate(wants):
@@ -115,13 +119,15 @@ def cut_up(extent: Extent, most_elements: int) -> Iterator[Extent]:
 
 
 def uncovered(haves: Sequence[Iterable[Extent]], needed: Iterable[Extent]) -> list[Extent]:
-    """Return the parts of `needed` that are in none of `haves`."""
+    """Return the parts of `needed` that no rank has. `haves`: for each rank, the extents that it
+    has."""
     holders = _Holders(haves)
     return [part for extent in needed for part, ranks in holders.parts(extent) if not ranks]
 
 
 def check_covered(received: Iterable[Extent], needed: Iterable[Extent], who: str) -> None:
-    """Raise StoreError if a part of `needed` was not received."""
+    """Raise StoreError if a part of `needed` was not received. `who` names the receiver in the
+    message."""
     if lacking := uncovered([received], needed):
         first = lacking[0]
         raise StoreError(

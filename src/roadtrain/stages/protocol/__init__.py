@@ -1,1 +1,1 @@
-"""The pure logic of pipeline stages: order of runs, sizes, memory and step times (Rule 7)."""
+"""The pure logic of pipeline stages: the order of runs, sizes, memory and step times (Rule 7)."""

@@ -1,10 +1,11 @@
-"""DriftWatch: propose new sizes of stages when devices have become slower or faster (because of
-heat or other load).
+"""DriftWatch: propose new sizes of stages (numbers of blocks) when devices have become slower or
+faster, for example because of heat or other load.
 
-It receives the seconds of every stage after each step and uses the median of the last ones, so
-single slow steps have no effect. It offers other sizes once they would have shortened each of
-several consecutive steps by more than a threshold, and then makes no offer for a while. Pure: the
-same seconds give the same offers on every rank. Does NOT measure times or move blocks.
+It receives the seconds of every stage after each step. A stage's speed is the median of its last
+steps, so single slow steps have no effect. If other sizes would have shortened each of several
+consecutive steps by more than a threshold, it offers these sizes. After an offer, it makes no offer
+for a while. Pure: the same seconds give the same offers on every rank. Does NOT measure times or
+move blocks.
 """
 
 from __future__ import annotations
@@ -19,31 +20,35 @@ from roadtrain.stages.protocol.stage_sizes import Fits, FoundSizes, always, best
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
-MIN_GAIN = 0.1  # default for the least share of a step that other sizes must save
-WINDOW = 9  # steps in the median that gives a stage's speed
-# consecutive steps in which other sizes must be better: more than half of WINDOW, because a few
-# slow steps can raise the median for half a window at most
+MIN_GAIN = 0.1  # default of the smallest fraction of a step that other sizes must save
+WINDOW = 9  # number of steps whose median is a stage's speed
+# number of consecutive steps in which other sizes must be better. It is more than half of WINDOW,
+# because a few slow steps can raise the median for at most half a window.
 HOLD = 5
-REST = 50  # steps without an offer after an offer
-GRAIN = 1.02  # speeds within this factor are treated as equal, and sizes are not searched again
-MOST_LOOKED_AT = 20_000  # for `best_sizes`: about half a second, during which training waits
-MOST_CACHED = 64  # speeds whose best sizes are cached
+REST = 50  # number of steps after an offer in which there is no offer
+GRAIN = 1.02  # speeds within this factor count as equal, so that best sizes are found in the cache
+# limit for `best_sizes`, which takes about half a second, in which training waits
+MOST_LOOKED_AT = 20_000
+MOST_CACHED = 64  # number of speeds whose best sizes are cached
 
 
 @dataclass(frozen=True)
 class SizesOffer:
-    """Proposed sizes of stages. The seconds of a step before and after use the current speeds."""
+    """Proposed sizes of stages. `before_s` and `after_s` are the seconds of a step with the current
+    and the proposed sizes, at the current speeds."""
 
     before: tuple[int, ...]  # the current sizes
     after: tuple[int, ...]  # the proposed sizes
     before_s: float
     after_s: float
-    passes_s: tuple[float, ...]  # by stage: forward plus backward of a block of weight 1, now
-    were_s: tuple[float, ...]  # the same when the current sizes were chosen
+    # by stage: the current seconds of a block of weight 1, forward plus backward
+    passes_s: tuple[float, ...]
+    # by stage: these seconds at the time when the current sizes were chosen
+    were_s: tuple[float, ...]
 
     @property
     def gain(self) -> float:
-        """The share of a step that the proposed sizes save."""
+        """The fraction of a step that the proposed sizes save."""
         return 1 - self.after_s / self.before_s
 
     def __str__(self) -> str:
@@ -59,8 +64,9 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """A watch over the speeds of stages. work: the step, with the speeds for which `sizes` were
-    chosen. fits: as in `best_sizes`. gain: the least share of a step that other sizes must save."""
+    """A watch over the speeds of stages. work: the work of a step, with the speeds for which
+    `sizes` were chosen. fits: as in `best_sizes`. gain: the smallest fraction of a step that other
+    sizes must save."""
 
     work: StepWork
     sizes: tuple[int, ...]
@@ -68,8 +74,9 @@ class DriftWatch:
     gain: float = MIN_GAIN
     # by stage, the seconds of the last WINDOW steps
     _seen: list[deque[float]] = field(init=False)
-    _better_for: int = field(init=False, default=0)  # consecutive steps
-    _resting: int = field(init=False, default=0)  # remaining steps without an offer
+    # number of consecutive steps in which other sizes were better
+    _better_for: int = field(init=False, default=0)
+    _resting: int = field(init=False, default=0)  # number of remaining steps without an offer
     # speeds rounded to GRAIN -> the best sizes for them
     _cache: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
 
@@ -77,9 +84,9 @@ class DriftWatch:
         self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
-        """Record a step and return an offer, or None if the sizes should stay. passes_s: for each
-        stage, the seconds in which its slowest replica ran a block of weight 1 forward and backward
-        for one micro-batch."""
+        """Record a step, and return an offer, or None if the sizes should not change. passes_s: for
+        each stage, the seconds in which its slowest replica ran one micro-batch forward and
+        backward through a block of weight 1."""
         for seen, pass_s in zip(self._seen, passes_s, strict=True):
             seen.append(pass_s)
         if self._resting:
@@ -95,14 +102,14 @@ class DriftWatch:
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
-        """Note that the stages have the sizes of `offer` from the next step on."""
+        """Note that stages have the sizes of `offer` as of the next step."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
         self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Return the best sizes at these speeds as an offer, if they save enough."""
+        """Return an offer of the best sizes at these speeds, or None if they do not save enough."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
         if key not in self._cache:
@@ -120,7 +127,8 @@ class DriftWatch:
         return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
-        """Scale each stage's forward and backward to its new speed, keeping their ratio."""
+        """Return the work with each stage's forward and backward scaled to the stage's new speed;
+        their ratio is kept."""
         stages = tuple(
             replace(
                 stage,

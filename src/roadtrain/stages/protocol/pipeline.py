@@ -1,28 +1,33 @@
-"""The pipeline schedule: the order in which a rank of a stage runs its micro-batches (one forward,
-one backward, with a flush at the end of a step), and the ranks with which it exchanges tensors.
+"""The pipeline schedule: the order in which a rank of a stage runs its micro-batches, and the ranks
+with which it exchanges tensors. The schedule alternates one forward and one backward, and flushes
+the pipeline at the end of a step.
 
 Stage s of p runs min(m, p - 1 - s) forwards, then alternates a forward and a backward, then runs
-the remaining backwards (PipeDream-Flush; Narayanan et al., 2021). It holds the activations of at
-most p - s of the m micro-batches.
+the remaining backwards (PipeDream-Flush; Narayanan et al., 2021). At any time, it holds the
+activations of at most p - s of the m micro-batches.
 
 Stage s may have a width d_s, which is its number of replicas. Replica r runs the micro-batches i
-with i mod d_s = r, in the same order. The number of forwards before the first backward is derived
-from the last stage backwards, so that all replicas of the next stage can be busy:
+with i mod d_s = r, in ascending order. The number w_s of forwards before the first backward is
+computed from the last stage to the first, so that all replicas of the next stage can be busy:
 
-    w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        at most its micro-batches
+    w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        at most m / d_s
 
-Deadlock is impossible. The backward of micro-batch i in stage s + 1 needs that stage's forwards up
-to i + w_{s+1} d_{s+1}. Stage s runs those after the backward of i + w_{s+1} d_{s+1} - (w_s + 1) d_s
-at the latest, which is before i because (w_s + 1) d_s > w_{s+1} d_{s+1}. Equal widths give the
+Deadlock is impossible. Before the backward of micro-batch i, stage s + 1 must run its forwards up
+to micro-batch i + w_{s+1} d_{s+1}. Stage s runs the forwards of these micro-batches after the
+backward of micro-batch i + w_{s+1} d_{s+1} - (w_s + 1) d_s at the latest. This number is less than
+i, because (w_s + 1) d_s > w_{s+1} d_{s+1}; so no backward waits for itself. Equal widths give the
 order above.
 
-A stage may have v parts of the model, where part k of any stage follows all parts k - 1
-(interleaved; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a step by v.
-Forwards run p micro-batches at a time through the parts of a stage, backwards likewise from the
-last part; 2 (p - 1 - s) + (v - 1) p forwards precede the first backward. It requires that m is a
-multiple of p and that all widths are equal.
+A stage may have v parts of the model; part k of any stage follows the parts k - 1 of all stages
+(interleaved schedule; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a
+step by v, where f and b are the seconds of a forward and a backward. Forwards run p micro-batches
+through the first part of a stage, then through its second part, and so on, before they continue
+with the next p micro-batches. Backwards do the same, beginning with the last part. 2 (p - 1 - s) +
+(v - 1) p forwards precede the first backward. This schedule requires that m is a multiple of p and
+that all widths are equal.
 
-Pure: events in, actions out. The runtime and the simulator drive the same state machine.
+The state machine is pure: it takes events and returns actions. The runtime and the simulator drive
+the same state machine.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ from typing import NamedTuple
 from roadtrain.errors import ConfigError
 
 FORWARD, BACKWARD = "Forward", "Backward"
-SPARE_SLOTS = 1  # micro-batches that may arrive before the order needs them
+SPARE_SLOTS = 1  # number of micro-batches that may arrive before the order needs them
 
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """The action of running the blocks of the stage's `part` for micro-batch `micro`. `last`: their
-    gradients are complete after this run."""
+    """The action of running the blocks of the stage's `part` for micro-batch `micro`. `last`:
+    whether the blocks' gradients are complete after this run."""
 
     what: str
     micro: int
@@ -48,7 +53,7 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A replica of a stage and one of its parts."""
+    """A sender or receiver of messages: a replica of a stage, and one of the stage's parts."""
 
     stage: int
     part: int
@@ -61,8 +66,7 @@ class Transfer:
 
     what: str
     micro: int
-    # boundary s is between stage s and the next stage, where the last stage is followed by the
-    # first
+    # boundary s is between stage s and the next stage; the first stage is next after the last stage
     boundary: int
     sender: Peer
     receiver: Peer
@@ -72,8 +76,8 @@ class Transfer:
 class PipelineShape:
     """A replica of a stage in a step of the pipeline.
 
-    widths: the number of replicas of each stage. virtual_stages: the parts of each stage.
-    num_microbatches: the micro-batches of the step, over all replicas.
+    widths: the number of replicas of each stage. virtual_stages: the number of parts of each stage.
+    num_microbatches: the number of micro-batches of the step, over all replicas.
     """
 
     stage: int
@@ -88,7 +92,7 @@ class PipelineShape:
 
     @property
     def own(self) -> range:
-        """The micro-batches of this replica."""
+        """The numbers of the micro-batches that this replica runs."""
         return range(self.replica, self.num_microbatches, self.widths[self.stage])
 
     @property
@@ -113,8 +117,8 @@ class PipelineShape:
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
-        """Return all runs of the step on this rank, in order. Raises ConfigError if interleaved
-        parts do not divide the micro-batches."""
+        """Return all runs of the step on this rank, in order. Raises ConfigError if the number of
+        micro-batches does not suit interleaved parts."""
         own, parts = self.own, range(self.virtual_stages)
         if len(parts) > 1 and self.num_microbatches % (self.stages * self.widths[0]):
             raise ConfigError(
@@ -151,15 +155,16 @@ class StageStateMachine:
         self.order = shape.order()
         self.at = 0  # the index in `order` of the next run
         self.running: RunBlocks | None = None
-        # the (micro, part) whose input, or whose output's gradient, has arrived and is unused
+        # the (micro, part) for which the input (FORWARD) or the gradient of the output (BACKWARD)
+        # has arrived and has not been used
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if shape.stage == 0:
             self.here[FORWARD] = {(i, 0) for i in shape.own}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Note that the activations (for FORWARD) or their gradient (for BACKWARD) of `micro` have
-        arrived for `part`."""
+        """Note that the input (FORWARD) or the gradient of the output (BACKWARD) of `part` has
+        arrived for micro-batch `micro`. Returns the runs that begin."""
         self.here[what].add((micro, part))
         return self._next()
 
@@ -167,8 +172,8 @@ class StageStateMachine:
         return self._next()
 
     def consumer(self, run: RunBlocks) -> Peer | None:
-        """Return the receiver of the result of `run`; None if there is none (the last forward's
-        loss stays here, and the first stage's gradient is not needed)."""
+        """Return the receiver of the result of `run`. Return None if there is none: the loss stays
+        on this rank, and the gradient of the model's input is not needed."""
         return self._beside(run, 1 if run.what == FORWARD else -1)
 
     def producer(self, run: RunBlocks) -> Peer | None:
@@ -187,17 +192,18 @@ class StageStateMachine:
         return [found for run in self.order if (found := self.transfer(run)) is not None]
 
     def receives(self) -> list[Transfer]:
-        """Return the messages from other ranks in this step, in the order in which they are needed,
-        so that receives can be posted ahead. Between two ranks, on one boundary and direction, this
-        is the order of the sender's `sends`."""
+        """Return the messages from other ranks in this step, in the order in which this rank needs
+        them, so that receives can be posted ahead. For each sender, boundary and direction, this is
+        also the order of the sender's `sends`."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
-        """Return the message to another rank with the result of `run`, or None."""
+        """Return the message that sends the result of `run` to another rank, or None if there is
+        none."""
         return _between(run, self._own(run), self.consumer(run))
 
     def arrival(self, run: RunBlocks) -> Transfer | None:
-        """Return the message from another rank that `run` needs, or None."""
+        """Return the message from another rank that `run` needs, or None if there is none."""
         return _between(run, self.producer(run), self._own(run))
 
     def _own(self, run: RunBlocks) -> Peer:
@@ -208,7 +214,7 @@ class StageStateMachine:
         self.running = None
         self.ran[run.what] += 1
         if run.what == FORWARD and self.consumer(run) is None:
-            self.here[BACKWARD].add((run.micro, run.part))  # the loss
+            self.here[BACKWARD].add((run.micro, run.part))  # the loss is the input of its backward
         return self._next()
 
     def _next(self) -> list[RunBlocks]:
@@ -237,8 +243,8 @@ class StageStateMachine:
 
 
 def _between(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer | None:
-    """Return the message between two runs, or None if there is none or both are on the same
-    rank."""
+    """Return the message from `sender` to `receiver`. Return None if either is None, or if both are
+    on the same rank."""
     if sender is None or receiver is None:
         return None
     if (sender.stage, sender.replica) == (receiver.stage, receiver.replica):

@@ -1,8 +1,8 @@
-"""Compute the device memory that a pipeline stage needs, and whether it fits.
+"""Compute the device memory that a pipeline stage needs, and whether the stage fits.
 
-Each replica has all parameters and gradients of the stage; the optimizer's state may be sharded
-over the replicas. The activations of `PipelineShape.ahead` micro-batches are held until their
-backwards. Arithmetic only. Does NOT measure memory.
+Each replica has all parameters and gradients of the stage; the optimizer's state is sharded over
+the replicas. A stage holds the activations of at most `PipelineShape.ahead` forwards at a time.
+This module only computes; it does NOT measure memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from roadtrain.stages.protocol.stage_sizes import blocks_of
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.units import show_bytes
 
-HALVINGS = 50  # steps of the bisection for the least missing bytes
+HALVINGS = 50  # number of steps of the bisection that finds the least missing bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
     """The memory of one block."""
 
-    parameters: int  # their number
-    activation_bytes: int  # held for a micro-batch until its backward
+    parameters: int  # number of parameters
+    activation_bytes: int  # bytes that a micro-batch holds until its backward
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,22 @@ class StageMemory:
     """A memory model of a pipeline's stages. `fits` is passed to `best_sizes`."""
 
     work: StepWork
-    rooms: tuple[float, ...]  # by stage: free bytes of its smallest device
+    rooms: tuple[float, ...]  # for each stage, the free bytes of its smallest device
     blocks: tuple[BlockMemory, ...]
-    # the code before and after all blocks
+    # the code before the first block and after the last block
     ends: tuple[BlockMemory, BlockMemory] = (BlockMemory(0, 0), BlockMemory(0, 0))
     parameter_bytes: float = 4.0  # per parameter on each replica
     gradient_bytes: float = 4.0  # per parameter on each replica
-    state_bytes: float = 8.0  # per parameter, sharded over the replicas; 0: state is elsewhere
+    # per parameter, sharded over the replicas; 0 if state is not on the device
+    state_bytes: float = 8.0
 
     @property
     def stages(self) -> int:
         return len(self.rooms)
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
-        """Return the bytes that a stage needs. blocks: the blocks of each of its parts, or of the
-        first parts."""
+        """Return the bytes that a stage needs on each device. blocks: the blocks of each of its
+        parts. They may lack the last parts, for a lower bound."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
@@ -59,8 +60,8 @@ class StageMemory:
         return self.need(stage, blocks) <= self.rooms[stage]
 
     def refusal(self) -> BudgetError:
-        """Return the error for the case that no sizes fit. It reports the division that is short of
-        the fewest bytes."""
+        """Return the error for the case that no sizes fit. It reports the sizes that lack the
+        fewest bytes."""
         sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
@@ -69,8 +70,8 @@ class StageMemory:
         return BudgetError(
             f"no division of {len(self.blocks)} blocks into {self.stages} stages fits: stage"
             f" {worst} with {sum(map(len, own[worst]))} blocks needs {show_bytes(needs[worst])} on"
-            f" each device, {show_bytes(self.rooms[worst])} are free",
-            hint=f"free {show_bytes(lacks)} more on each device; or use more stages, smaller"
+            f" each device, but {show_bytes(self.rooms[worst])} are free",
+            hint=f"free {show_bytes(lacks)} more on each device, or use more stages, smaller"
             " micro-batches, activation checkpointing, or a placement that keeps state elsewhere",
         )
 
@@ -84,8 +85,8 @@ class StageMemory:
         return high
 
     def _with_more(self, nbytes: float) -> tuple[int, ...] | None:
-        """Return sizes that fit with `nbytes` more on each device, or None. Each part, from the
-        first, gets as many blocks as fit."""
+        """Return sizes that fit if each device has `nbytes` more, or None. Beginning with the first
+        part, each part gets as many blocks as fit."""
         sizes: list[int] = []
         for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)
@@ -102,7 +103,7 @@ class StageMemory:
         return tuple(sizes) if sum(sizes) == len(self.blocks) else None
 
     def _ahead(self, stage: int) -> int:
-        """Return the number of forwards whose activations are held at once."""
+        """Return the most forwards whose activations the stage holds at once."""
         work = self.work
         shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
         return shape.ahead

@@ -1,20 +1,22 @@
-"""Choose the number of blocks of each pipeline stage for the shortest step: by an exact search, by
-the formula of the paper, or evenly.
+"""Choose the sizes of pipeline stages: the number of blocks of each stage. There are three ways: an
+exact search for the shortest step, the formula of a paper, and even sizes.
 
-The exact search starts from good sizes: the candidates and even sizes, improved by moving single
-blocks between parts while that helps. Then it runs a best-first branch and bound: it extends
-partial sizes in the order of their lower bounds, and evaluates complete sizes with the step model,
-until no bound is below the best step. If that takes too long (deep pipelines over slow links, many
-interleaved parts), it stops and returns a lower bound on any step. A pass of a stage is the forward
-and backward of one micro-batch. A step is at least as long as each of:
+The exact search starts from good sizes: even sizes and the caller's candidates, improved by moving
+single blocks between parts while this shortens the step. It continues with a best-first branch and
+bound: it extends partial sizes in the order of their lower bounds, and evaluates complete sizes
+with the step model, until no bound is below the best step. If this takes too long (deep pipelines
+over slow links, many interleaved parts), the search stops early; its result then has a lower bound
+on the step of all sizes. A pass of a stage is the forward and backward of one micro-batch. A step
+takes at least as long as each of these:
 
     the time until the first micro-batch reaches a stage, plus all passes of the stage's busiest
     replica, plus the time of the last micro-batch's return
     the same travel time, plus one round trip from the stage to the last stage and back for each
     time that its activation slots are reused
 
-For stages that are still open, the bound uses the least value over all sizes of the remaining
-blocks, computed from the last stage backwards. Pure arithmetic.
+For the stages that partial sizes leave open, the bound uses the smallest value over all sizes of
+the remaining blocks. These values are computed from the last stage to the first. This module only
+computes.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
-ALPHA = 1.05  # Yang et al. (Holmes), Figure 5: the factor on the share of faster clusters
-MOST_LOOKED_AT = 200_000  # partial sizes that are examined before the search stops early
-AS_GOOD = 1e-9  # the relative difference below which two times are equal (rounding)
-MOST_RUNS = 256  # sizes that are evaluated with the step model in one batch
+ALPHA = 1.05  # factor on the blocks of faster clusters (Yang et al. (Holmes), Figure 5)
+MOST_LOOKED_AT = 200_000  # number of partial sizes that are examined before the search stops early
+AS_GOOD = 1e-9  # relative difference below which two times count as equal, because of rounding
+MOST_RUNS = 256  # most sizes that the step model evaluates in one batch
 
-# (stage, its blocks) -> whether they fit into the stage's memory; False also holds for more blocks
+# (stage, its blocks) -> whether the blocks fit into the stage's memory; if they do not fit, more
+# blocks must not fit either
 Fits = Callable[[int, tuple[range, ...]], bool]
 
 
@@ -45,8 +48,9 @@ def always(stage: int, blocks: tuple[range, ...]) -> bool:
 
 @dataclass(frozen=True)
 class FoundSizes:
-    """The result of a search. sizes: blocks of each part, in the model's order. at_least_s: a lower
-    bound on the step of any sizes that fit."""
+    """The result of a search. sizes: the number of blocks of each part, in the model's order.
+    step_s: the seconds of a step with these sizes. at_least_s: a lower bound on the seconds of a
+    step with any sizes that fit."""
 
     sizes: tuple[int, ...]
     step_s: float
@@ -59,7 +63,7 @@ class FoundSizes:
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Return the blocks of each part of each stage."""
+    """Return, for each stage, the blocks of each of its parts."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -76,9 +80,9 @@ def best_sizes(
     candidates: Sequence[Sequence[int]] = (),
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
-    """Return the sizes with the shortest step among those that fit, preferring even sizes if they
-    are as good; None if no sizes fit. candidates: sizes to try first; the result is never worse
-    than any of them that fits."""
+    """Return the sizes with the shortest step among the sizes that fit; None if no sizes fit. Even
+    sizes are returned if no others are better. candidates: sizes to try first. The result is at
+    least as good as each candidate that fits."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
@@ -87,13 +91,18 @@ class _Prefix:
     """The sizes of the first parts: a node of the search tree."""
 
     sizes: tuple[int, ...]
-    stop: int  # the first block after these parts
-    # seconds of a micro-batch's way to each of these parts and back, and to the part after them
+    stop: int  # index of the first block after these parts
+    # seconds of a micro-batch's way to each of these parts and back, and finally to the next part
+    # and back
     ways: tuple[float, ...]
-    passes: tuple[float, ...]  # by stage: seconds of a pass through these parts
+    # for each stage, seconds of a pass through those of these parts that it has
+    passes: tuple[float, ...]
 
 
 class _SizeSearch:
+    """The exact search for the sizes with the shortest step. `best`: the seconds of the best step
+    so far and its sizes; None until sizes that fit are found."""
+
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
         self.model = StepModel(work)
@@ -120,8 +129,9 @@ class _SizeSearch:
         return FoundSizes(sizes, step_s, min(step_s, left_s))
 
     def _search(self, most_looked_at: int) -> float:
-        """Search by branch and bound, until no bound is better than the best step, or sizes that
-        fit are found and enough were examined. Returns the lower bound of the unexamined sizes."""
+        """Search by branch and bound, until no bound is better than the best step. If sizes that
+        fit have been found, stop after `most_looked_at` partial sizes. Return the lower bound of
+        the sizes that were not examined."""
         numbers = itertools.count()
         start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
@@ -147,8 +157,8 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Move single blocks between parts while that shortens the step. A good best step lets the
-        search examine fewer sizes."""
+        """Move single blocks between parts while this shortens the best step. The shorter the best
+        step is, the fewer sizes the search has to examine."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -173,8 +183,8 @@ class _SizeSearch:
                     self.best = step_s, sizes
 
     def _longer(self, prefix: _Prefix) -> Iterator[_Prefix]:
-        """Extend a prefix by one part, of each size that fits and leaves a block for each other
-        part.
+        """Yield each extension of a prefix by one part. The part has every size that fits and that
+        leaves at least one block for each remaining part.
         """
         part = len(prefix.sizes)
         left = self.parts - part - 1
@@ -197,7 +207,8 @@ class _SizeSearch:
         return self.work.weight(part, begin, stop) * speed.pass_s
 
     def _link_s(self, part: int) -> float:
-        """Return the seconds of a micro-batch over the boundary after a part and back."""
+        """Return the seconds in which a micro-batch crosses the boundary after a part, forward and
+        back."""
         if part == self.parts - 1 or self.stages == 1:
             return 0.0
         speed = self.work.boundaries[part % self.stages]
@@ -219,10 +230,11 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute `ends[part][block]` and `rests[part][block]` for the parts from `part` on with
-        the blocks from `block` on, over all sizes that fit each stage alone. `ends`: the least
-        seconds from their first forward to their last backward; `rests`: the least seconds of a
-        micro-batch's way through them and back."""
+        """Compute `ends[part][block]` and `rests[part][block]`: bounds for the case that the parts
+        beginning with `part` have the blocks beginning with `block`. `ends` has the least seconds
+        from the first forward of these parts to their last backward. `rests` has the least seconds
+        of a micro-batch's way through these parts and back. Both are minima over all sizes of which
+        each fits its stage."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]
@@ -248,13 +260,14 @@ class _SizeSearch:
 def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
-    """Return the sizes of Yang et al. (Holmes), section 3.3. A cluster gets blocks in proportion to
-    its speed, times `alpha` if it is faster than the mean, rounded down; the last cluster gets the
-    rest. Inside a cluster the sizes are even. A cluster whose memory is too small gives blocks to
-    the last cluster, and the last cluster gives blocks to the first that has room. None if that
-    does not help, and for interleaved stages, which the paper does not cover.
+    """Return the sizes of Yang et al. (Holmes), section 3.3. The number of blocks of a cluster is
+    proportional to its speed, multiplied by `alpha` if the cluster is faster than the mean, and
+    rounded down; the last cluster gets the remaining blocks. Inside a cluster the sizes are even.
+    If the memory of a cluster is too small, it gives blocks to the last cluster; the last cluster
+    gives blocks to the first cluster with enough memory. Return None if no sizes fit in this way,
+    and for interleaved stages, which the paper does not cover.
 
-    clusters: the cluster of each stage; stages of one cluster are adjacent.
+    clusters: the cluster of each stage. The stages of a cluster must be adjacent.
     """
     if work.virtual_stages > 1:
         return None
@@ -284,8 +297,8 @@ def paper_sizes(
 def _by_formula(
     work: StepWork, clusters: Sequence[str], names: Sequence[str], alpha: float
 ) -> list[int]:
-    """Return the blocks of each cluster by the paper's formula. A cluster's speed is that of all
-    its devices together."""
+    """Return the number of blocks of each cluster by the paper's formula. The speed of a cluster is
+    the sum of the speeds of all of its replicas of stages."""
     speed = dict.fromkeys(names, 0.0)
     for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s
@@ -299,7 +312,8 @@ def _by_formula(
 
 
 def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
-    """Give each cluster at least one block per stage, taken from the cluster with the most."""
+    """Give each cluster at least one block per stage. The blocks are taken from the cluster with
+    the most blocks to spare."""
     sizes = list(sizes)
     while any(own < count for own, count in zip(sizes, counts)):
         short = next(i for i, own in enumerate(sizes) if own < counts[i])
@@ -311,8 +325,9 @@ def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizesTable:
-    """A comparison of the exact search with the paper's formula and even stages. others: by name,
-    their sizes and the seconds of a step; None if they do not fit."""
+    """A comparison of the exact search (`best`) with the paper's formula and even stages. others:
+    for each of these, by name, the sizes and the seconds of a step; None if the sizes do not
+    fit."""
 
     best: FoundSizes
     others: Mapping[str, tuple[tuple[int, ...], float] | None]
@@ -341,7 +356,7 @@ def compare_sizes(
     fits: Fits = always,
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
-    """Compare the ways to choose sizes; None if no sizes fit. clusters: the cluster of each
+    """Compare the ways to choose sizes. Return None if no sizes fit. clusters: the cluster of each
     stage."""
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}

@@ -1,11 +1,12 @@
-"""Compute the time of a pipeline step for given stages, from the state machines of `pipeline` and
-the durations of runs and messages.
+"""Compute the time of a pipeline step for given sizes of the stages. The order of runs and messages
+is that of the state machines of `pipeline`; their durations are given.
 
-Each replica runs in its machine's order. A replica's messages over one boundary and direction are
-sent one after another, while it continues to compute. The step ends with the last backward. The
-order of runs does not depend on durations, so it is computed once and used for many sizes. Messages
-of different senders, boundaries or directions do not slow each other down in this model; if a card
-carries several of them and links are the bottleneck, a real step is longer.
+Each replica runs in the order of its state machine. A replica's messages over one boundary and
+direction are sent one after another, while the replica continues to compute. The step ends with the
+last backward. The order of runs does not depend on durations, so it is computed once and used for
+many sizes. In this model, messages of different senders, boundaries or directions do not slow each
+other down. If a network card carries several such messages and is the bottleneck, a real step takes
+longer.
 
 Pure arithmetic. Does NOT measure durations.
 """
@@ -30,7 +31,8 @@ from roadtrain.stages.protocol.pipeline import (
     StageStateMachine,
 )
 
-MOST_TIMES = 1 << 22  # the most finish times in memory, over all runs and all sizes in a batch
+# the most end times in memory, over all runs and all sizes that are computed at once
+MOST_TIMES = 1 << 22
 
 Array = npt.NDArray[np.float64]
 
@@ -60,11 +62,13 @@ class StepWork:
     """Everything that determines the time of a step, except the sizes of the stages."""
 
     stages: tuple[StageSpeed, ...]
-    weights: tuple[float, ...]  # by block: its work relative to an ordinary block
-    num_microbatches: int  # per step, over all replicas
+    weights: tuple[float, ...]  # for each block, its work relative to an ordinary block
+    num_microbatches: int  # number per step, over all replicas
     widths: tuple[int, ...]  # the number of replicas of each stage
-    boundaries: tuple[BoundarySpeed, ...]  # after each stage; after the last only if interleaved
-    ends: tuple[float, float] = (0.0, 0.0)  # weights of the code before and after all blocks
+    # the boundary after each stage; after the last stage only if stages are interleaved
+    boundaries: tuple[BoundarySpeed, ...]
+    # weights of the code before the first block and after the last block
+    ends: tuple[float, float] = (0.0, 0.0)
     virtual_stages: int = 1
 
     @property
@@ -74,7 +78,8 @@ class StepWork:
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """The total weight of the blocks before each block, and of all blocks."""
+        """For each block, the total weight of the blocks before it, followed by the weight of all
+        blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
@@ -85,13 +90,16 @@ class StepWork:
 
 @dataclass(slots=True)
 class _Order:
-    """The runs and messages of a step, each after its dependencies. Rows of the table of durations:
-    forwards of all parts, backwards of all parts, then activations and gradients of all boundaries.
+    """The runs and messages of a step, each after its dependencies. The table of their durations
+    has one row for the forwards of each part, then one for the backwards of each part, then one for
+    the activations of each boundary, and then one for the gradients of each boundary.
     """
 
-    rows: list[int] = field(default_factory=list)  # the row of each run or message
-    needs: list[tuple[int, ...]] = field(default_factory=list)  # its dependencies
-    last: list[int] = field(default_factory=list)  # by replica: its last run
+    # for each run or message, its row in the table of durations
+    rows: list[int] = field(default_factory=list)
+    # for each run or message, the numbers of its dependencies
+    needs: list[tuple[int, ...]] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)  # for each replica, the number of its last run
 
     def add(self, row: int, needs: Iterator[int | None]) -> int:
         self.rows.append(row)
@@ -107,11 +115,13 @@ class StepModel:
         self._order = _ordered(work)
 
     def seconds(self, sizes: Sequence[int]) -> float:
-        """Return the seconds of a step. sizes: blocks of each part, in the model's order."""
+        """Return the seconds of a step. sizes: the number of blocks of each part, in the model's
+        order."""
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Return the seconds of a step for each of many sizes."""
+        """Return the seconds of a step for each element of `many`, which are sizes as in
+        `seconds`."""
         sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
@@ -128,7 +138,7 @@ class StepModel:
         return ends[order.last].max(axis=0)
 
     def _durations(self, sizes: npt.NDArray[np.int64]) -> Array:
-        """Return the durations as [rows of `_Order`, sizes]."""
+        """Return the table of durations, with the shape [rows of `_Order`, number of sizes]."""
         work, stages = self.work, len(self.work.stages)
         stops = np.cumsum(sizes, axis=1)
         weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
@@ -144,7 +154,7 @@ class StepModel:
 
 
 def _ordered(work: StepWork) -> _Order:
-    """Find the order by driving the state machines."""
+    """Return the order, found by driving the state machines."""
     stages, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
@@ -152,9 +162,10 @@ def _ordered(work: StepWork) -> _Order:
         for r in range(widths[s])
     }
     order = _Order()
-    last: dict[tuple[int, int], int] = {}  # replica -> its last run
-    sent: dict[tuple[tuple[int, int], int], int] = {}  # sender, row -> its last message
-    # (direction, receiver, micro, part) -> the run or message that delivered the input
+    last: dict[tuple[int, int], int] = {}  # replica -> number of its last run so far
+    # (sender, row) -> number of the sender's last message in this row so far
+    sent: dict[tuple[tuple[int, int], int], int] = {}
+    # (direction, receiver, micro, part) -> number of the run or message that delivered the input
     inputs: dict[tuple[str, tuple[int, int], int, int], int] = {}
     todo = deque((key, run) for key, machine in machines.items() for run in machine.start())
     while todo:
