@@ -113,7 +113,7 @@ def test_two_workers_and_a_server(files, capsys):
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
     told = capsys.readouterr().out
     found = rows(told)
-    assert "placement server, 2 worker(s)" in told and "and are not measured" in told
+    assert "placement server, 2 worker(s)" in told and "so their rates were not measured" in told
     assert {"a step", "Forward", "Backward", "Wait", "Update"} <= set(found)
     real, by_file, calibrated = found["a step"]
     assert calibrated == pytest.approx(real, rel=0.25)

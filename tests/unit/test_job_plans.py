@@ -110,7 +110,7 @@ def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rul
         ({"compress": {"keep": 0.1}}, "zero1", "compress and [parallelism]"),
         ({"optimizer": {"delay": 1}}, "zero1", "optimizer.delay and [parallelism]"),
         ({"budget": {"host": "1GiB"}}, "summation", "budget.host and [parallelism]"),
-        ({"optimizer": {"delay": "none"}}, "server", "cannot be simulated, it has no"),
+        ({"optimizer": {"delay": "none"}}, "server", "cannot be simulated, as it does not"),
         ({"parallelism": {"pp": 2}}, "zero1", "the job has parallelism.pp = 2"),
         ({"parallelism": {"widths": [1, 1]}}, "zero1", "the job has parallelism.widths"),
         ({"parallelism": {"dp": 2}}, "server", "the job has [parallelism]"),

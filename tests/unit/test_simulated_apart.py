@@ -390,7 +390,7 @@ def test_a_placement_for_each_stage() -> None:
         plan.changed(stage_placements=("ddp",) * 2)
     with pytest.raises(ConfigError, match="no placement is called 'dpd'"):
         plan.changed(stage_placements=("ddp", "dpd", "files"))
-    with pytest.raises(ConfigError, match="host without devices, the cluster has none"):
+    with pytest.raises(ConfigError, match="host without devices, but the cluster has none"):
         simulate(plan, cluster(4), model, WHOLE)
 
 
