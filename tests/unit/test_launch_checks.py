@@ -193,7 +193,7 @@ def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
     )
     # a lab's hosts are one machine, whose devices nobody emulates
     assert check(run, an_engine(run)) == [
-        "host gpu0: the plan's cluster has A100 there, no device is visible: its workers"
+        "host gpu0 has A100 in the plan's cluster, but no device is visible: the host's workers"
         " compute on processors"
     ]
     meant = replace(run, job=run.job.changed({"run.device": "cpu"}))
@@ -311,8 +311,8 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     a_store(tmp_path / "store", width=100)
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store is of a different model: it holds 100 parameters,"
-        f" the job's model has {PARAMS:,}"
+        f"host spare0: store {tmp_path}/store is of a different model: the store holds 100"
+        f" parameters, but the job's model has {PARAMS:,}"
     )
 
 

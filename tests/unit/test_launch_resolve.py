@@ -263,7 +263,7 @@ def test_a_host_without_an_address_is_refused_unless_the_engine_knows_it() -> No
 
 
 def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"8 ranks .* its machines have 4 workers"):
+    with pytest.raises(ConfigError, match=r"8 ranks .* but 4 workers on its hosts"):
         of(a_plan("server", (*TWO, SERVER), parallelism=Parallelism(dp=8)))
     plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2, stages=(3, 3)))
     four = a_job(model={"config": {"model_type": "llama", "num_hidden_layers": 4}})

@@ -75,9 +75,9 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._services: dict[str, str] = {}  # running service -> host
+        self._services: dict[str, str] = {}  # the host of each running service
         self._workers: WorkerRun | None = None
-        self._leaving: dict[str, float] = {}  # host -> monotonic time at which it will be lost
+        self._leaving: dict[str, float] = {}  # monotonic time at which each leaving host is lost
         # An earlier supervisor may have been killed just now, or have left a frozen agent. The old
         # processes must neither run beside the new ones nor end them.
         kill_marked(f"{mark}/")
@@ -212,7 +212,7 @@ class HostAgents:
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]
         for link in links:
-            link.end_input()  # of all agents before any wait, so that they end at the same time
+            link.end_input()  # tell all agents before waiting for one, so that they end together
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)

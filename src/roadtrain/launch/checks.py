@@ -51,7 +51,7 @@ CHECKED = (
     "no two servers share a directory, and the stores belong to this run",
     "the disks have room for the stores",
     "warnings only: different versions of Python, torch or roadtrain; fewer processors than"
-    " workers; spare hosts that cannot run workers, which are then not used",
+    " workers; spare hosts that cannot run workers and so are not used",
 )
 
 

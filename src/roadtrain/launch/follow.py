@@ -58,8 +58,8 @@ class LauncherHello:
         self._client: ControlClient | None = None
 
     def say(self) -> None:
-        """Send hello to the current supervisor, unless it has got a hello on this connection. If
-        the run has no supervisor, do nothing."""
+        """Send hello to the run's supervisor if the connection is not open yet. If the run has no
+        supervisor, do nothing."""
         if self._client is not None and not self._client.closed:
             return
         self.close()

@@ -97,7 +97,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = -1  # number of the last attempt to run the workers
     step: int = -1  # the last step known to be committed
     processes: tuple[ProcessRow, ...] = ()
-    stamps: dict[str, float] = {}  # StartPhase -> when the phase ended, in seconds since 1970
+    stamps: dict[str, float] = {}  # when each StartPhase ended, in seconds since 1970
 
 
 class RunHome:
@@ -115,7 +115,7 @@ class RunHome:
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} is not a valid run name",
-                hint="use up to 64 letters, digits, `.`, `_` and `-`, a letter or digit first",
+                hint="use at most 64 letters, digits, `.`, `_`, `-`; begin with a letter or digit",
             )
         return RunHome(Path.home() / ".roadtrain" / "runs" / name)
 

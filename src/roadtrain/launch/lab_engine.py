@@ -218,8 +218,8 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the files in the run's directory show that the run has trained. If False, the
-    files on the lab's hosts belong to an older run of the same name and can be removed."""
+    """Return True if the files in the run's directory show that the run has trained. If it has not,
+    the files on the lab's hosts are of an older run with the same name and can be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

@@ -69,10 +69,13 @@ def _fp32(n: int) -> np.ndarray:
 
 
 def processors(threads: int) -> dict[str, float]:
-    """Measure the CPUs with this number of threads. Return three rates in bytes/s: `memory_rate` is
-    that of a copy, counting the bytes read and written; `updates` is that of AdamW with a bf16
-    gradient and a bf16 copy of the result, counting 28 bytes per parameter; `sums` is that of a sum
-    of BUFFERS bf16 gradients, counting the bytes of the gradients."""
+    """Measure the CPUs with this number of threads. Return three rates in bytes/s.
+
+    `memory_rate` is the rate of a copy, which counts the bytes read and written. `updates` is the
+    rate of AdamW with a bf16 gradient and a bf16 copy of the result, which counts 28 bytes per
+    parameter. `sums` is the rate of a sum of BUFFERS bf16 gradients, which counts the bytes of the
+    gradients.
+    """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
     grad = np.zeros(ELEMENTS, np.uint16)

@@ -197,7 +197,7 @@ class _Search:
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan. `cluster`: The cluster to simulate, or None for that of the search."""
+        """Simulate a plan. If `cluster` is None, simulate it on the cluster of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)

@@ -177,9 +177,9 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Return lines for the user on effects that the prediction leaves out. The only such effect is
-    that of tied embeddings in a pipeline: the last stage has its own copy of the first stage's
-    embeddings, and the two stages exchange their gradients."""
+    """Return lines for the user on effects that the prediction leaves out. There is only one such
+    effect: if embeddings are tied, the last stage of a pipeline has a copy of the first stage's
+    embeddings, and the two stages exchange the gradients of the embeddings."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:
