@@ -178,8 +178,8 @@ def test_a_plan_is_verified(files, capsys):
 @pytest.mark.parametrize(
     ("store", "cluster", "says"),
     [
-        ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
-        ("[store]\nfiles = []", {"count": 2}, "2 device(s) in the first"),
+        ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without devices"),
+        ("[store]\nfiles = []", {"count": 2}, "2 device(s) of the first kind"),
         (
             '[servers]\naddresses = ["HOST:PORT"]',
             {"rate": "100Gbit/s"},

@@ -453,7 +453,7 @@ def test_what_was_assumed_is_said() -> None:
     assert not any("head_dim" in note for note in notes)
     bare = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "architectures")}
     notes = shape_of_config({"model_type": "llama", **bare}).notes
-    assert any("intermediate_size 11008 (not in the config" in note for note in notes)
+    assert any("intermediate_size 11008 (the default of" in note for note in notes)
     assert any("counted as LlamaForCausalLM (the config names no class)" in note for note in notes)
 
 
@@ -480,7 +480,7 @@ def test_what_was_assumed_is_said() -> None:
                     if k != "num_experts_per_tok"
                 },
             },
-            "has 64 experts, of which a token uses",
+            "has 64 experts, and a token uses",
         ),
         (
             {
