@@ -205,7 +205,7 @@ def test_what_a_failed_worker_said_is_told(files, capsys):
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
-        "worker 0 exited with 1" in (said := capsys.readouterr().err)
+        "worker 0 exited with code 1" in (said := capsys.readouterr().err)
         and "budget" in said
         and "Traceback" not in said
     )

@@ -186,7 +186,7 @@ def test_directories_are_each_hosts_own_and_stay(tmp_path, nothing_left):
 
 
 def test_what_cannot_be_emulated_is_refused(tmp_path, nothing_left):
-    with pytest.raises(ConfigError, match=r"card of 12\.50 GB/s of host gpu0 cannot be emulated"):
+    with pytest.raises(ConfigError, match=r"host gpu0 has a card of 12\.50 GB/s, but a lab"):
         LabEngine(plan_of(tmp_path, rate="100Gbit/s"), "test", tmp_path / "lab")
 
 

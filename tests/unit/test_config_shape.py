@@ -525,7 +525,7 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("text", "said"),
     [
         ("[1, 2]", "is not a model's config"),
-        ("{", "is not JSON"),
+        ("{", "cannot be parsed as JSON"),
         ('{"model_type": "nothing"}', "model type `nothing`"),
     ],
 )
