@@ -76,7 +76,7 @@ SERVER = FaultScene(
         fault.agent_killed("gpu0"),
         fault.agent_killed("spare"),
         fault.server_and_worker_killed(),
-        fault.supervisor_killed("its standby goes on"),
+        fault.supervisor_killed("the standby goes on"),
         fault.launcher_killed_that_stops(),
         fault.host_taken("gpu1", "worker 0 goes on alone", fewer=True),
         fault.host_comes("gpu1", "two workers again", fewer=True),
@@ -125,7 +125,7 @@ MEET = FaultScene(
     (
         fault.worker_killed(1),
         fault.agent_killed("gpu1"),
-        fault.supervisor_killed("its standby goes on"),
+        fault.supervisor_killed("the standby goes on"),
         fault.host_taken("gpu1", "a spare host takes its place"),
     ),
     spares=(PlanHost("gpu2", "gpu", "127.0.0.3", workers=1),),

@@ -113,7 +113,7 @@ def test_two_workers_and_a_server(files, capsys):
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
     told = capsys.readouterr().out
     found = rows(told)
-    assert "placement server, 2 worker(s)" in told and "and are not measured" in told
+    assert "placement server, 2 worker(s)" in told and "so their rates were not measured" in told
     assert {"a step", "Forward", "Backward", "Wait", "Update"} <= set(found)
     real, by_file, calibrated = found["a step"]
     assert calibrated == pytest.approx(real, rel=0.25)
@@ -178,8 +178,8 @@ def test_a_plan_is_verified(files, capsys):
 @pytest.mark.parametrize(
     ("store", "cluster", "says"),
     [
-        ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
-        ("[store]\nfiles = []", {"count": 2}, "2 device(s) in the first"),
+        ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without devices"),
+        ("[store]\nfiles = []", {"count": 2}, "2 device(s) of the first kind"),
         (
             '[servers]\naddresses = ["HOST:PORT"]',
             {"rate": "100Gbit/s"},
@@ -205,7 +205,7 @@ def test_what_a_failed_worker_said_is_told(files, capsys):
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
-        "worker 0 exited with 1" in (said := capsys.readouterr().err)
+        "worker 0 exited with code 1" in (said := capsys.readouterr().err)
         and "budget" in said
         and "Traceback" not in said
     )

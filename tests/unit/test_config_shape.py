@@ -453,7 +453,7 @@ def test_what_was_assumed_is_said() -> None:
     assert not any("head_dim" in note for note in notes)
     bare = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "architectures")}
     notes = shape_of_config({"model_type": "llama", **bare}).notes
-    assert any("intermediate_size 11008 (not in the config" in note for note in notes)
+    assert any("intermediate_size 11008 (the default of" in note for note in notes)
     assert any("counted as LlamaForCausalLM (the config names no class)" in note for note in notes)
 
 
@@ -480,7 +480,7 @@ def test_what_was_assumed_is_said() -> None:
                     if k != "num_experts_per_tok"
                 },
             },
-            "has 64 experts, of which a token uses",
+            "has 64 experts, and a token uses",
         ),
         (
             {
@@ -503,7 +503,7 @@ def test_what_is_not_understood_is_refused(config: dict[str, Any], said: str) ->
 def test_samples_longer_than_the_model() -> None:
     with pytest.raises(ConfigError, match="have 2048 tokens, but the model's longest is 1024"):
         shape_of_config({"model_type": "gpt2", **PUBLISHED["gpt2"][1]}, seq_len=2048)
-    with pytest.raises(ConfigError, match="its samples have no length"):
+    with pytest.raises(ConfigError, match="whose samples have no length"):
         found("vit-base", 12)
 
 
@@ -525,7 +525,7 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("text", "said"),
     [
         ("[1, 2]", "is not a model's config"),
-        ("{", "is not JSON"),
+        ("{", "cannot be parsed as JSON"),
         ('{"model_type": "nothing"}', "model type `nothing`"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rul
         ({"compress": {"keep": 0.1}}, "zero1", "compress and [parallelism]"),
         ({"optimizer": {"delay": 1}}, "zero1", "optimizer.delay and [parallelism]"),
         ({"budget": {"host": "1GiB"}}, "summation", "budget.host and [parallelism]"),
-        ({"optimizer": {"delay": "none"}}, "server", "cannot be simulated, it has no"),
+        ({"optimizer": {"delay": "none"}}, "server", "cannot be simulated, as it does not"),
         ({"parallelism": {"pp": 2}}, "zero1", "the job has parallelism.pp = 2"),
         ({"parallelism": {"widths": [1, 1]}}, "zero1", "the job has parallelism.widths"),
         ({"parallelism": {"dp": 2}}, "server", "the job has [parallelism]"),
@@ -169,7 +169,7 @@ def test_a_batch_that_the_job_contradicts_is_refused(
 ) -> None:
     cluster, one = files
     assert cli.main(["plan", str(cluster), "--job", str(one), "--batch", "32"]) == 2
-    assert "--batch is 32, a step of the job has 8 samples" in capsys.readouterr().err
+    assert "--batch is 32, but a step of the job has 8 samples" in capsys.readouterr().err
 
 
 def hosts_of(*nics: str, devices: int = 2) -> Any:
@@ -197,7 +197,7 @@ def test_served_workers_are_as_many_on_each_host() -> None:
     for name in ("server", "smartnic"):
         why = JobPlans(job(), where).fitted(Plan(placement(name), Parallelism(dp=6)))
         assert isinstance(why, str) and why.endswith(
-            "equally many workers on each host, dp 6 x tp 1 x pp 1 has 2 and 4"
+            "equally many workers on each host, but dp 6 x tp 1 x pp 1 has hosts with 2 and 4"
         )
 
 
@@ -289,7 +289,7 @@ def test_servers_need_directories_of_their_ssds(files: tuple[Path, Path]) -> Non
         {**host, "name": "spare", "ssds": [ssd]},
     ]
     why = JobPlans(job(), make_cluster({"hosts": hosts})).fitted(plan("server"))
-    assert isinstance(why, str) and "have 0 directories" in why
+    assert isinstance(why, str) and "need 1 directories" in why
 
 
 @pytest.mark.parametrize("name", ["", "server", "summation"])
@@ -360,7 +360,7 @@ def test_the_model_is_the_jobs(files: tuple[Path, Path]) -> None:
 def test_a_machine_alone_has_no_servers_to_plan() -> None:
     alone = make_cluster({"hosts": [tomllib.loads(CLUSTER)["hosts"][0]]})
     found = JobPlans(job(), alone).fitted(Plan(placement("server"), Parallelism(dp=2)))
-    assert found == "placement server needs a host without devices, the cluster has none"
+    assert found == "placement server needs a host without devices, but the cluster has none"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
     engine = an_engine(run)
     del engine.seen["spare0"]
     assert wrong(run, engine) == (
-        "host spare0 (127.0.0.1) cannot be reached: of the plan's 2 hosts 1 are up"
+        "host spare0 (127.0.0.1) cannot be reached; 1 of the plan's 2 hosts are up"
     )
 
 
@@ -141,7 +141,7 @@ def test_a_plan_for_other_machines(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0)})
     assert wrong(run, engine) == (
-        "none of the plan's 2 hosts (gpu0, spare0) is up, the engine has 1 others (a)"
+        "none of the plan's 2 hosts (gpu0, spare0) is up; the engine has 1 other host (a)"
     )
 
 
@@ -154,7 +154,7 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
 
 def test_too_few_devices(tmp_path: Path) -> None:
     run = a_run(tmp_path, workers=2, run={"dir": str(tmp_path / "run"), "device": "cuda"})
-    said = "host gpu0 has 1 device, the plan has 2 workers there"
+    said = "host gpu0 has 1 device, but the plan places 2 workers on it"
     assert wrong(run, an_engine(run, devices=1)) == said
     assert check(run, an_engine(run, devices=2)) == []
 
@@ -169,7 +169,9 @@ def test_too_little_memory(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
-    said = "host gpu0 has 1.0 GiB of memory, the plan needs"  # and not what an engine gives away
+    said = (
+        "host gpu0 has 1.0 GiB of memory, but the plan needs"  # and not what an engine gives away
+    )
     assert wrong(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(said)
 
 
@@ -186,12 +188,12 @@ def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
     run = with_cluster(a_run(tmp_path), "A100")
     alone = {"spare0": {"machine": "another"}}
     assert wrong(run, an_engine(run, changed=alone)) == (
-        "host gpu0 has 0 devices, the plan has 1 worker there (A100); run.device ="
+        "host gpu0 has 0 devices, but the plan places 1 worker on it (A100); run.device ="
         ' "cpu" in the job makes its workers compute on processors'
     )
     # a lab's hosts are one machine, whose devices nobody emulates
     assert check(run, an_engine(run)) == [
-        "host gpu0: the plan's cluster has A100 there, no device is visible: its workers"
+        "host gpu0 has A100 in the plan's cluster, but no device is visible: the host's workers"
         " compute on processors"
     ]
     meant = replace(run, job=run.job.changed({"run.device": "cpu"}))
@@ -207,7 +209,9 @@ def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None
     run = replace(run, plan_file=plan)
     engine = an_engine(run)
     engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
-    assert wrong(run, engine).startswith("host gpu1 has 0 devices, the plan has 1 worker there;")
+    assert wrong(run, engine).startswith(
+        "host gpu1 has 0 devices, but the plan places 1 worker on it;"
+    )
 
 
 def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -> None:
@@ -257,8 +261,8 @@ def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> Non
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/mnt/store")
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/mnt/store does not exist, and neither does"
-        f" {tmp_path}/mnt: is its disk mounted?"
+        f"host spare0: store {tmp_path}/mnt/store does not exist, nor does its parent"
+        f" {tmp_path}/mnt: is the disk mounted?"
     )
 
 
@@ -281,7 +285,7 @@ def test_a_store_that_is_too_full(tmp_path: Path) -> None:
     run = a_run(tmp_path, model={"config": huge})
     said = wrong(run, an_engine(run))
     assert said.startswith(f"store {tmp_path}/store on spare0: ")
-    assert "will be stored there" in said and said.endswith("are free")
+    assert "will be stored, but" in said and said.endswith("are free")
 
 
 def test_a_store_that_another_run_uses(tmp_path: Path) -> None:
@@ -307,8 +311,8 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     a_store(tmp_path / "store", width=100)
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store is of a different model: it holds 100 parameters,"
-        f" the job's model has {PARAMS:,}"
+        f"host spare0: store {tmp_path}/store is of a different model: the store holds 100"
+        f" parameters, but the job's model has {PARAMS:,}"
     )
 
 
@@ -323,9 +327,9 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store belongs to another run: it has job {OURS}, at step 3,"
-        f" {tmp_path}/run is not marked with any job; give the plan another directory, or set"
-        " run.new_store = true to go on from this store"
+        f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
+        f" step 3, but {tmp_path}/run has no mark of any job; give the plan another directory, or"
+        " set run.new_store = true to go on from this store"
     )
     meant = replace(run, job=run.job.changed({"run.new_store": True}))
     assert check(meant, an_engine(meant)) == [
@@ -334,8 +338,8 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store belongs to another run: it has job {OURS}, at"
-        f" step 3, the run in {tmp_path}/run has job {THEIRS}, at step 9"
+        f"host spare0: store {tmp_path}/store belongs to another run: the store is of job {OURS}, at"
+        f" step 3, but the run in {tmp_path}/run is of job {THEIRS}, at step 9"
     )
 
 
@@ -366,7 +370,7 @@ def test_a_store_that_has_vanished(tmp_path: Path) -> None:  # Rule 3
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
     assert wrong(run, an_engine(run)) == (
-        f"the run in {tmp_path}/run has committed step 9, and its stores ({tmp_path}/store) are"
+        f"the run in {tmp_path}/run has committed step 9, but its stores ({tmp_path}/store) are"
         " empty: are their disks mounted?"
     )
 

@@ -420,7 +420,7 @@ def test_what_is_mounted_is_a_directory_that_has_the_data(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/text.txt", "/*.txt", "/*/a.txt"])
 def test_a_node_is_not_mounted_whole(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"is directly in /, and a pod cannot mount its node's /"):
+    with pytest.raises(ConfigError, match=r"is directly in /, but a pod cannot mount its node's /"):
         hosts_read(**{"data.paths": [path]})
 
 
@@ -472,9 +472,7 @@ def write(kind: str, out: Path) -> None:
 )
 def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, kind: str, name: str) -> None:
     (tmp_path / name).write_text("the user's\n")
-    with pytest.raises(
-        ConfigError, match=rf"{name} would be replaced, but was not .*\n.*for --out"
-    ):
+    with pytest.raises(ConfigError, match=rf"{name} exists and was not .*\n.*for --out"):
         write(kind, tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "the user's\n"}
 
@@ -496,7 +494,7 @@ def test_what_was_written_is_written_anew(tmp_path: Path, kind: str) -> None:
         written = load_job(tmp_path / "job.toml")
         assert written.to_toml() == with_device(served()).job.to_toml()
         (tmp_path / "job.toml").write_text("# the user's")
-        with pytest.raises(ConfigError, match=r"job\.toml would be replaced, but was not written"):
+        with pytest.raises(ConfigError, match=r"job\.toml exists and was not written"):
             write(kind, tmp_path)
 
 

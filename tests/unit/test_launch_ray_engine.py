@@ -670,7 +670,7 @@ def test_a_launch_waits_for_the_actor_of_the_run_that_has_just_ended(
     assert len(fake.made) == 1
     monkeypatch.setattr(start, "NAME_S", 0.2)
     fake.named["roadtrain:r"] = FakeActor(None)
-    with pytest.raises(LaunchError, match="a run of this name is still running there"):
+    with pytest.raises(LaunchError, match="a run of this name is still running"):
         begins()
 
 

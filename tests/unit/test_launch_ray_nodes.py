@@ -170,7 +170,7 @@ def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() ->
     events = hosts.look([node("1", label="a"), node("2", processors=3)])
     assert events == [HostJoined("10.1.0.2", "10.1.0.2", 3)]
     assert hosts.look([node("1", label="a")])[0] == HostLost(
-        "10.1.0.2", "Ray's node 2: it has died"
+        "10.1.0.2", "Ray's node 2: the node has died"
     )
 
 
@@ -201,7 +201,7 @@ def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
     [came] = hosts.look([w, s, twin])
     assert isinstance(came, HostJoined) and came.host == alias
     assert hosts.look([w, twin]) == [
-        HostLost("s", "Ray's node 2: it has died"),
+        HostLost("s", "Ray's node 2: the node has died"),
         HostLost(alias, "Ray's node 9 is now host s again"),
         HostJoined("s", twin.address, 0),
     ]

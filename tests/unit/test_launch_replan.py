@@ -402,7 +402,7 @@ def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
     lines: list[str] = []
     replan(home, ReplanOptions(), pytest.fail, lines.append)
     assert home.plan_path.read_text() == after
-    assert "less than 3%: the plan stays" in lines[-2]
+    assert "less than 3%: the old plan stays" in lines[-2]
 
 
 def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
@@ -448,7 +448,7 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
         assert "no link between hosts was measured" in lines
         assert not any("within 15" in line for line in lines)
         assert load_plan_file(home.plan_path) == old
-    assert lines[-2] == "no link was measured: the plan stays"
+    assert lines[-2] == "no link was measured: the old plan stays"
 
 
 def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None:
@@ -599,7 +599,7 @@ def test_a_run_goes_on_as_it_was_launched(
     with Paused(home) as run:
         assert run.replan(**options) == 0
     assert (run.asked, run.gone_on) == (["measure"], [started])
-    stays = any("now this command: it waits" in line for line in run.lines)
+    stays = any("this command waits for the run's end" in line for line in run.lines)
     assert stays == (recorded == "stop" and "dry_run" in options)
 
 
@@ -776,7 +776,7 @@ def test_what_cannot_be_planned_anew_is_refused_before_anything_is_stopped(
     old = launched(home, gpus(), DP4)
     home.plan_path.write_text(replace(old, **{lacking: None}).to_toml())
     with Paused(home) as run:
-        with pytest.raises(ConfigError, match="no machines or no cluster"):
+        with pytest.raises(ConfigError, match="lacks machines or a cluster"):
             run.replan()
         assert not run.asked
 
@@ -799,7 +799,7 @@ def test_a_run_that_nothing_would_hold_is_not_planned_anew_detached(home: RunHom
     launched(home, gpus(), DP4)
     ends_with_its_launcher(home)
     with Paused(home) as run:
-        with pytest.raises(ConfigError, match="ends with its launcher, this command"):
+        with pytest.raises(ConfigError, match="ends with its launcher, now this command"):
             run.replan(detach=True)
         assert not run.asked
 

@@ -263,7 +263,7 @@ def test_a_host_without_an_address_is_refused_unless_the_engine_knows_it() -> No
 
 
 def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"8 ranks .* its machines have 4 workers"):
+    with pytest.raises(ConfigError, match=r"8 ranks .* but 4 workers on its hosts"):
         of(a_plan("server", (*TWO, SERVER), parallelism=Parallelism(dp=8)))
     plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2, stages=(3, 3)))
     four = a_job(model={"config": {"model_type": "llama", "num_hidden_layers": 4}})
@@ -380,7 +380,7 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
     tree = [{"address": "10.0.0.1:7100", "workers": [0, 1, 2, 3]}]
     run = replace(run, job=run.job.changed({"servers.switches": tree}))
     assert run.can_run_on(["gpu0", "gpu9"]) == ""
-    assert "is set up for 4 workers, there are 2" in run.can_run_on(["gpu0"])
+    assert "is set up for 4 workers, but there are 2" in run.can_run_on(["gpu0"])
 
 
 def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
@@ -444,12 +444,16 @@ def test_a_batch_that_the_job_states_is_the_plan_s() -> None:
 @pytest.mark.parametrize(
     ("name", "hosts", "sentence"),
     [
-        ("server", TWO[:1], "the plan's machines have 0 servers, placement server uses at least 1"),
-        ("smartnic", TWO[:1], "have 0 servers, placement smartnic"),
-        ("summation", TWO, "have 0 reducers, placement summation"),
-        ("zero1", (*TWO, SERVER), "have 1 servers, placement zero1 uses none"),
+        (
+            "server",
+            TWO[:1],
+            "the plan's machines have 0 servers, but placement server needs at least 1",
+        ),
+        ("smartnic", TWO[:1], "have 0 servers, but placement smartnic"),
+        ("summation", TWO, "have 0 reducers, but placement summation"),
+        ("zero1", (*TWO, SERVER), "have 1 servers, but placement zero1 needs none"),
         ("zero1", (*TWO, PlanHost("s", "spare", "10.0.0.9", reducer=7000)), "have 1 reducers"),
-        ("optimizer-node", (*TWO, SERVER), "have 0 switches, placement optimizer-node"),
+        ("optimizer-node", (*TWO, SERVER), "have 0 switches, but placement optimizer-node"),
     ],
 )
 def test_a_plan_has_the_services_that_its_placement_uses_and_no_others(

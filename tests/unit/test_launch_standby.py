@@ -46,7 +46,7 @@ def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHom
         assert not tries
     waits.join(10)
     assert tries
-    assert "the supervisor was killed, its standby goes on" in home.all_log.read_text()
+    assert "the supervisor was killed; the standby goes on" in home.all_log.read_text()
 
 
 def test_a_run_that_had_ended_stays_so(home: RunHome, tries: list[RunHome]) -> None:
@@ -112,4 +112,4 @@ def test_a_standby_that_cannot_be_started_ends_nothing(
     one.keep(1.0)
     one.keep(2.0)
     one.close()
-    assert said == ["the standby could not be started, which is retried: no processes left"]
+    assert said == ["the standby could not be started, another try follows: no processes left"]

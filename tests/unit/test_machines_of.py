@@ -101,7 +101,7 @@ def test_a_server_for_each_directory_of_the_hosts_that_serve() -> None:
 def test_without_ssds_a_store_is_in_memory() -> None:
     found = hosts(machines_of(plan("server"), cluster()))["spare"]
     assert found.servers == (ServerPlace("/dev/shm/roadtrain-spare", 7000),)
-    with pytest.raises(ConfigError, match="2 SSDs of host 'spare' have 0 directories"):
+    with pytest.raises(ConfigError, match="2 SSDs of host 'spare' need 2 directories"):
         machines_of(plan("server"), cluster(spare={"ssds": [SSDS]}))
 
 
@@ -252,9 +252,7 @@ def test_the_switches_of_a_plan_are_those_that_its_cluster_sums_in() -> None:
         for host in whole.hosts
     ]
     found = PlanFile(one, Machines(tuple(typo)), None, where)
-    with pytest.raises(
-        ConfigError, match="run the switches rack0, rack1, torr, but its cluster sums"
-    ):
+    with pytest.raises(ConfigError, match="run the switches rack0, rack1, torr, but"):
         job_keys(found, ANY, {})
 
 
@@ -286,5 +284,5 @@ def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
 
 def test_reducers_need_a_host() -> None:
     where = cluster(spare={"nics": []})
-    with pytest.raises(ConfigError, match="summation needs a host without devices but with"):
+    with pytest.raises(ConfigError, match="summation needs a host without devices and with"):
         machines_of(plan("summation"), where)

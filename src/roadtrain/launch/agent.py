@@ -1,10 +1,11 @@
-"""HostAgent: starts, watches and ends the processes of a run on one host, on its supervisor's
-orders: `python -m roadtrain.launch.agent MARK`, one JSON object per line on stdin and stdout.
+"""HostAgent: starts, watches and ends the processes of a run on one host, as the run's supervisor
+orders. Started with `python -m roadtrain.launch.agent MARK`; reads orders from stdin and writes
+reports to stdout, one JSON object per line.
 
-Assumes Linux. The end of stdin means that the supervisor is gone: the agent then kills every
-process it started and exits. When the agent itself is killed, its child processes die with it;
-their descendants are killed by the next agent with the same mark. One thread, no torch. Does NOT
-restart processes, and does NOT know the job.
+Assumes Linux. The end of stdin means that the supervisor is gone: the agent kills every process
+that it started, and exits. If the agent itself is killed, its child processes die with it, and the
+next agent with the same mark kills their descendants. The agent has one thread and does not import
+torch. Does NOT restart processes, and does NOT know the job.
 """
 
 from __future__ import annotations
@@ -32,13 +33,20 @@ from roadtrain.storage.direct import make_directory
 from roadtrain.units import MIB
 
 UNSENT = 8 * MIB  # bytes buffered for a slow supervisor before lines of output are dropped
-GIVE_UP_S = 30.0  # a killed process that has not ended by then is reported as ended
-TURN_S = 0.05  # between checks for ended and overdue processes
+GIVE_UP_S = 30.0  # time after which a killed process is reported as ended although it has not
+TURN_S = 0.05  # interval of the checks for ended and overdue processes
 REFUSED = 1  # exit code reported for a process that could not be started
 
 
 class HostAgent:
-    """`source`, `sink`: descriptors from and to the supervisor. No other process shares them."""
+    """The agent of one host.
+
+    Args:
+        mark: The start of the environment marks of all processes of this agent.
+        source: The descriptor from which orders of the supervisor are read.
+        sink: The descriptor to which messages for the supervisor are written. No other process
+            shares these two descriptors.
+    """
 
     def __init__(self, mark: str, source: int, sink: int) -> None:
         self._mark, self._source, self._sink = mark, source, sink
@@ -55,9 +63,10 @@ class HostAgent:
     def run(self) -> None:
         """Serve orders until stdin ends or nobody reads stdout."""
         adopt_orphans()
-        # Only the supervisor reacts to Ctrl-C. A handler, as child processes would inherit SIG_IGN.
+        # Only the supervisor reacts to Ctrl-C. Child processes would inherit SIG_IGN, but not a
+        # handler that does nothing.
         signal.signal(signal.SIGINT, lambda *_: None)
-        # A Ray thread starts agents with SIGINT blocked, and child processes would inherit that.
+        # A Ray thread starts agents with SIGINT blocked; child processes would inherit the block.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         kill_marked(f"{self._mark}#")  # processes left over from an earlier agent
         self._send(m.AgentReady(device_count()))
@@ -84,11 +93,11 @@ class HostAgent:
         self._going = bool(data) and self._going
         for line, dropped in self._orders.feed(data):
             if dropped:
-                raise SystemExit(f"got a message with {dropped} bytes above the limit")
+                raise SystemExit(f"an order has {dropped} bytes more than {m.MESSAGE_LIMIT}")
             try:
                 order = m.TO_AGENT.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise SystemExit(f"got a line that is not a valid message: {error}") from error
+                raise SystemExit(f"an order of the supervisor is not valid: {error}") from error
             self._obey(order)
 
     def _obey(self, order: m.ToAgent) -> None:
@@ -128,7 +137,7 @@ class HostAgent:
 
     def _end(self, name: str, grace_s: float) -> None:
         if (started := self._running.get(name)) is None:
-            return  # its exit is already reported
+            return  # the exit of the process is already reported
         if grace_s > 0:
             started.interrupt()
             started.kill_at = time.monotonic() + grace_s
@@ -154,13 +163,14 @@ class HostAgent:
         started = self._running.pop(name)
         started.kill()
         for pipe in started.pipes:
-            with contextlib.suppress(KeyError):  # already unregistered at its end of file
+            with contextlib.suppress(KeyError):  # `_read` unregistered the pipe at its end
                 self._selector.unregister(pipe)
         started.finish(code)
         self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kill processes whose grace period is over; give up on those that survive the kill."""
+        """Kill processes whose grace period is over. Report processes as ended that still run
+        GIVE_UP_S after they were killed."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:
@@ -213,7 +223,7 @@ def device_count() -> int:
 def main(mark: str) -> None:
     source, sink = (os.dup(descriptor) for descriptor in (0, 1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # stray prints go to stderr: only messages may reach the supervisor
+    os.dup2(2, 1)  # other prints go to stderr: only messages may reach the supervisor
     HostAgent(mark, source, sink).run()
 
 

@@ -1,5 +1,6 @@
-"""AgentLink: the supervisor's side of one agent: its process, the orders sent to it and the
-messages read from it. Does NOT decide what an agent's end means (agents.py)."""
+"""AgentLink: the supervisor's connection to one agent. It starts the agent's process, sends orders
+to the agent and reads the agent's messages. Does NOT decide what an agent's end means (agents.py).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from roadtrain.launch.launch_engine import Spawn
 from roadtrain.units import KIB
 
 READ = 256 * KIB  # bytes per read
-SILENT_S = 60.0  # an agent that sends nothing for this long is killed; covers Python's start-up
-KILLED_S = 30.0  # how long to wait for a killed agent (it may hang in disk I/O)
+SILENT_S = 60.0  # an agent that sends nothing for this long is killed; Python starts in less time
+KILLED_S = 30.0  # how long to wait for a killed agent to end, as it may hang in disk I/O
 END_S = 15.0  # how long to wait for an agent to end after its stdin is closed
 
 
@@ -33,16 +34,16 @@ class AgentHost:
     address: str
 
     spawn: Spawn = subprocess.Popen
-    """Starts a command on this host; takes the arguments of Popen."""
+    """Function that starts a command on this host. It takes the arguments of Popen."""
 
     workers: int = 0
     """Number of workers that the plan places on this host."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Extra environment variables of its agent and of all processes on the host."""
+    """Extra environment variables of the host's agent and of all processes on the host."""
 
     threads: int = 0
-    """Default number of threads per worker; 0: no limit is set."""
+    """Default number of threads per worker. If 0, no limit is set."""
 
 
 class AgentLink:
@@ -67,7 +68,8 @@ class AgentLink:
             os.set_blocking(pipe, False)
         self.ready: m.AgentReady | None = None
         self.unsent = bytearray()
-        self.last_words = ""  # its last line on stderr, or why its stdout could not be decoded
+        # The agent's last line on stderr, or the reason why its stdout could not be decoded.
+        self.last_words = ""
         self._lines, self._errors = m.LineSplitter(m.MESSAGE_LIMIT), m.LineSplitter(READ)
         self._last_read = time.monotonic()
 
@@ -76,7 +78,8 @@ class AgentLink:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the pipe takes. An ended agent is noticed when its output is read."""
+        """Write as many unsent bytes as the pipe takes. If the agent has ended, drop them: `read`
+        reports its end."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
@@ -86,7 +89,7 @@ class AgentLink:
             self.unsent.clear()
 
     def read(self) -> list[m.FromAgent] | None:
-        """Return new messages; None if the agent has ended or sent an invalid message."""
+        """Return the new messages, or None if the agent has ended or sent an invalid message."""
         try:
             data = os.read(self.pipes[0], READ)
         except BlockingIOError:
@@ -97,7 +100,7 @@ class AgentLink:
         try:
             messages = [m.FROM_AGENT.decode(line) for line, _ in self._lines.feed(data)]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.last_words = f"it sent a line that is not a valid message: {error}"
+            self.last_words = f"the agent sent a line that is not a valid message: {error}"
             return None
         for message in messages:
             if isinstance(message, m.AgentReady):
@@ -105,7 +108,7 @@ class AgentLink:
         return messages
 
     def read_errors(self) -> list[str] | None:
-        """Return new lines of its stderr; None at the end of the stream."""
+        """Return the new lines of the agent's stderr, or None at the end of the stream."""
         try:
             data = os.read(self.pipes[1], READ)
         except BlockingIOError:
@@ -118,12 +121,12 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Return the reason if the agent has been silent for too long, else ""."""
+        """Return a text that says so if the agent has been silent for too long, else ""."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:
-        """Close its stdin, which makes it kill all its processes and end."""
+        """Close the agent's stdin, whereupon the agent kills all its processes and ends."""
         if (pipe := self._process.stdin) is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -133,7 +136,8 @@ class AgentLink:
         self._process.kill()
 
     def wait(self) -> str:
-        """Wait for the agent to end, killing it if it is late. Return a text on how it ended."""
+        """Wait for the agent to end, and kill the agent if it has not ended in time. Return a text
+        that says how it ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):

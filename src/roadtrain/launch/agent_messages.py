@@ -1,5 +1,5 @@
-"""Messages between a supervisor and its agent on a host: one typed JSON object per line, of
-limited length. Does NOT do any I/O (agent.py, agent_link.py)."""
+"""Messages between a supervisor and its agent on a host. A message is a line of limited length with
+one typed JSON object. Does NOT do any I/O (agent.py, agent_link.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roadtrain.errors import WireError
 from roadtrain.launch.processes import Process
 from roadtrain.units import MIB
 
-ALIVE_S = 5.0
+ALIVE_S = 5.0  # interval of an agent's heartbeats
 MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
@@ -20,8 +20,8 @@ class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
 
 
 class EndProcess(msgspec.Struct, tag="end", frozen=True):
-    """Order to interrupt a process, and kill it and its descendants after `grace_s` seconds.
-    0 kills it at once."""
+    """Order to interrupt a process, and to kill the process and its descendants after `grace_s`
+    seconds. If `grace_s` is 0, they are killed at once."""
 
     name: str
     grace_s: float
@@ -30,25 +30,27 @@ class EndProcess(msgspec.Struct, tag="end", frozen=True):
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
     """The first message of an agent."""
 
-    devices: int  # accelerators
+    devices: int  # number of accelerators of the host
 
 
 class OutputLine(msgspec.Struct, tag="line", frozen=True):
+    """A line that a process has printed. `name`: The name of the process."""
+
     name: str
     line: str
 
 
 class ProcessExited(msgspec.Struct, tag="gone", frozen=True):
-    """Report that a process and its descendants have ended, or that it could not be started.
-    code: exit code; negative: the signal that killed it."""
+    """Report that a process and its descendants have ended, or that the process could not be
+    started. `code`: The exit code. A negative code -N means that signal N killed the process."""
 
     name: str
     code: int
-    last_line: str = msgspec.field(name="said")  # of its stderr
+    last_line: str = msgspec.field(name="said")  # last line of the process, or why it cannot start
 
 
 class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
-    """Heartbeat, sent every ALIVE_S."""
+    """Heartbeat of an agent, sent every ALIVE_S seconds."""
 
 
 ToAgent = BeginProcess | EndProcess
@@ -61,13 +63,13 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
     """Encode a message. Raises WireError if it exceeds MESSAGE_LIMIT."""
     line = msgspec.json.encode(message) + b"\n"
     if len(line) > MESSAGE_LIMIT:
-        raise WireError(f"the message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
+        raise WireError(f"a message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
     return line
 
 
 class LineSplitter:
-    """Splits a byte stream into lines, each paired with the number of bytes dropped from its end
-    because it was longer than `limit`. Invariant: buffers at most `limit` bytes between calls."""
+    """Splits a byte stream into lines of at most `limit` bytes. Drops the end of a longer line.
+    Invariant: at most `limit` bytes are buffered between calls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -75,6 +77,7 @@ class LineSplitter:
         self._dropped = 0  # bytes dropped from the unfinished line
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
+        """Return the lines that `data` completes, each with the number of bytes dropped from it."""
         *ended, rest = data.split(b"\n")
         lines = []
         for piece in ended:
@@ -85,7 +88,7 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the unfinished line, if any, at the end of the stream."""
+        """Return the last line of the stream if no newline ends it, else no line."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

@@ -1,9 +1,9 @@
-"""HostAgents: the LaunchEngine of this host and of the lab: one agent per host (agent.py),
-restarted when it ends.
+"""HostAgents: the LaunchEngine of this host and of the lab. It starts one agent per host (agent.py)
+and restarts an agent that ends.
 
-The end of an agent counts as the loss of its host, even if the host is still up, because all
-processes there have ended. Everything runs in the calling thread; between calls only the agents
-themselves are active. Does NOT create hosts (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host, even if the host is still up, because all the
+processes of the run on that host have ended. The code runs in the calling thread; between calls
+only the agents' own processes are active. Does NOT create hosts (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from roadtrain.launch.protocol.run_events import (
 from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
-WORKERS = "workers"  # the name of all workers together in `stop`
-TURN_S = 0.1  # between checks for agents that are slow, silent or due to start
-AGAIN_S = 1.0  # before an agent is restarted
-KILLED = -9
+WORKERS = "workers"  # the name that stands for all workers in `stop`
+TURN_S = 0.1  # interval of the checks for agents that are slow, silent or due to start
+AGAIN_S = 1.0  # pause before an agent is restarted
+KILLED = -9  # exit code of a process that signal 9 killed
 
 
 @dataclass
@@ -47,9 +47,9 @@ class _HostState:
 
     host: AgentHost
     link: AgentLink | None = None
-    lost: bool = False  # HostLost was reported, and no HostJoined since
-    held: bool = False  # no agent may be started here
-    start_at: float = 0.0  # monotonic time of the next start, while there is no agent
+    lost: bool = False  # HostLost was reported, and HostJoined has not been reported since then
+    held: bool = False  # True while no agent may be started on this host
+    start_at: float = 0.0  # monotonic time at which to start an agent, while there is none
 
     @property
     def usable(self) -> bool:
@@ -57,13 +57,17 @@ class _HostState:
 
 
 class HostAgents:
-    """A LaunchEngine. `mark`: unique to this run and the same when the run is launched again.
+    """A LaunchEngine with one agent per host.
 
-    The constructor returns when all agents are ready. If any is not, it ends them all and raises
-    LaunchError.
+    The constructor returns when all agents are ready. If an agent cannot be started or ends, the
+    constructor ends all agents and raises LaunchError.
+
+    Args:
+        hosts: The hosts on which to start agents.
+        mark: A text that identifies the run. It stays the same when the run is launched again.
     """
 
-    resumed = False  # its processes end with it, so a new engine never finds any
+    resumed = False  # the processes of an engine end with it, so a new engine never finds any
     verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
 
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
@@ -71,10 +75,10 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._services: dict[str, str] = {}  # running service -> host
+        self._services: dict[str, str] = {}  # the host of each running service
         self._workers: WorkerRun | None = None
-        self._leaving: dict[str, float] = {}  # host -> monotonic time at which it will be lost
-        # An earlier supervisor may have been killed just now, or have left a frozen agent. Its
+        self._leaving: dict[str, float] = {}  # monotonic time at which each leaving host is lost
+        # An earlier supervisor may have been killed just now, or have left a frozen agent. The old
         # processes must neither run beside the new ones nor end them.
         kill_marked(f"{mark}/")
         with undone_on_error(self.close):
@@ -97,7 +101,7 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Blocks; messages of agents stay queued meanwhile."""
+        """Block until the command ends. Messages of agents stay queued until the next `events`."""
         at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
@@ -109,7 +113,7 @@ class HostAgents:
     def _link(self, host: str) -> AgentLink:
         place = self._place(host)
         if place.link is None or not place.usable:
-            raise LaunchError(f"host {host} is down: no agent is running on it")
+            raise LaunchError(f"host {host} is down: no agent is running on the host")
         return place.link
 
     def _place(self, host: str) -> _HostState:
@@ -174,12 +178,13 @@ class HostAgents:
             case ["hold", host]:
                 return self.hold_host(host)
         raise LaunchError(
-            f"this engine has no verb `{' '.join(words)}`",
-            hint=f"its verbs are {self.verbs}",
+            f"this engine does not know the verb `{' '.join(words)}`",
+            hint=f"the verbs of this engine are {self.verbs}",
         )
 
     def hold_host(self, name: str) -> str:
-        """Make a host lost until it is freed: its agent and all processes there are killed."""
+        """Kill a host's agent and processes, and start no agent there until `free_host` is called.
+        Return a reply for the user."""
         place = self._place(name)
         place.held = True
         self._leaving.pop(name, None)
@@ -189,9 +194,10 @@ class HostAgents:
         return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """Restart the agent of a held host, or cancel the announced leaving of a host."""
+        """Let the agent of a held host restart, cancel the announced loss of a host, or add a new
+        host. Return a reply for the user."""
         if name not in self._places and (new := self._new_host(name)) is not None:
-            self._places[name] = _HostState(new, lost=True)  # reported when its agent is ready
+            self._places[name] = _HostState(new, lost=True)  # HostJoined follows the first message
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
             self._events.append(HostJoined(name, place.host.address, place.host.workers))
@@ -199,22 +205,24 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return a host of this name that the run has not used yet; None if there is none."""
+        """Return the host of this name that the run has not used yet, or None if there is none.
+        The lab overrides this method."""
         return None
 
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]
         for link in links:
-            link.end_input()  # first for all, so that they end at the same time
+            link.end_input()  # tell all agents before waiting for one, so that they end together
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)
-        kill_marked(f"{self._mark}/")  # processes of an agent that had to be killed
+        kill_marked(f"{self._mark}/")  # processes that a killed agent has left
         self._selector.close()
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Handle messages of agents, waiting up to `timeout_s`, then everything that is due."""
+        """Wait for messages of agents for at most `timeout_s` and handle them. Then carry out what
+        is due: losses of hosts, starts of agents and kills."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
@@ -230,7 +238,7 @@ class HostAgents:
             else:
                 place.link.flush()
         if self._workers is not None and (why := self._workers.end_late(now)):
-            self._events.append(Output(WORKERS, "", f"{why}: it is killed"))
+            self._events.append(Output(WORKERS, "", f"{why}: the remaining workers are killed"))
             self._end_workers(0.0)
 
     def _begin(self, place: _HostState) -> None:
@@ -247,7 +255,7 @@ class HostAgents:
 
     def _read(self, place: _HostState, link: AgentLink) -> None:
         if place.link is not link:
-            return None  # it was lost in the same turn
+            return None  # the agent was lost earlier in this turn
         was_starting = not place.usable
         messages = link.read()
         if messages is None:
@@ -264,7 +272,7 @@ class HostAgents:
         if place.link is not link:
             return
         lines = link.read_errors()
-        if lines is None:  # the end of its stdout is handled by `_read`
+        if lines is None:  # `_read` handles the end of the agent, at the end of its stdout
             self._selector.unregister(link.pipes[1])
         for line in lines or ():
             self._events.append(Output("agent", place.host.name, line))
@@ -303,7 +311,7 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Drop the agent and wait for its end. Return a text on how it ended."""
+        """Remove a host's agent and wait for its end. Return a text that says how it ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

@@ -1,11 +1,11 @@
-"""check(): report every problem of a run, one sentence each, before any of its processes starts.
+"""check(): report every problem of a run, one sentence each, before any process of the run starts.
 
-    LaunchEngine.hosts()    the hosts that are up, each with its number of devices
-    host_report.py          on each host: memory, stores, ports, text files, versions
+    LaunchEngine.hosts()    lists the hosts that are up, each with its number of devices
+    host_report.py          reports on a host: memory, stores, ports, text files, versions
     this file               compares the reports with the plan, the job and each other
 
-Nothing is started, created or changed. Clocks are not compared, as nothing depends on them. Does
-NOT start anything, and does NOT find out why a host does not answer.
+Clocks are not compared, as nothing depends on them. Does NOT start, create or change anything, and
+does NOT find out why a host does not answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from roadtrain.switch.options import MOST_JOBS
 from roadtrain.units import show_bytes, show_count
 
 REPORT = ("-m", "roadtrain.launch.host_report")
-LEAVE_S = (2.0, 3.0)  # waits for a run that has just ended to release its stores and ports
-# What `check` examines, in the order of its sentences.
+LEAVE_S = (2.0, 3.0)  # pauses in which a run that has just ended releases its stores and ports
+# The conditions that `check` examines, in the order in which it reports problems.
 CHECKED = (
     "the plan's hosts are up and answer",
     "each host has enough devices and memory for its workers",
@@ -51,7 +51,7 @@ CHECKED = (
     "no two servers share a directory, and the stores belong to this run",
     "the disks have room for the stores",
     "warnings only: different versions of Python, torch or roadtrain; fewer processors than"
-    " workers; spare hosts that cannot run workers, which are then not used",
+    " workers; spare hosts that cannot run workers and so are not used",
 )
 
 
@@ -60,7 +60,7 @@ class LiveHost:
     """A host of the plan that is up, with its report."""
 
     plan: PlanHost
-    seen: HostSeen  # as the engine describes it
+    seen: HostSeen  # the engine's description of the host
     query: HostQuery
     report: HostReport
 
@@ -99,9 +99,9 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Return True if the plan's worker hosts, and `hosts`, all see the same run directory, so that
-    its files survive the loss of a host. Hosts that do not answer are assumed to share it if it is
-    on a network file system."""
+    """Return True if the plan's worker hosts and `hosts` all see the same run directory, so that
+    its files survive the loss of a host. A host that does not answer is assumed to share the
+    directory if it is on a network file system at every host that answers."""
     queried = (*run.worker_hosts, *hosts)
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
@@ -111,7 +111,7 @@ def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[
 
 
 def _place_of(report: HostReport) -> tuple[object, ...]:
-    """Return the location of the run's directory; equal values mean the same directory."""
+    """Return a value that identifies the run's directory. Two hosts with equal values share it."""
     at = report.directory
     if at.files:
         return at.files, at.exists, at.rest
@@ -119,7 +119,8 @@ def _place_of(report: HostReport) -> tuple[object, ...]:
 
 
 def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[ResolvedRun, list[str]]:
-    """Drop the spare hosts that cannot run workers. Also return a sentence for each of them."""
+    """Return the run without the spare hosts that cannot run workers, and a sentence on each spare
+    host that was removed."""
     there = {seen.name for seen in engine.hosts()}
     unfit = {
         spare.name: why
@@ -131,7 +132,7 @@ def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[Resolv
 
 
 def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
-    """Return why a spare host or a newly joined host cannot run workers; "" if it can."""
+    """Return the reason why a spare or newly joined host cannot run workers, or "" if it can."""
     there = {seen.name: seen for seen in engine.hosts()}
     if host not in there:
         return "it does not answer"
@@ -143,13 +144,13 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
     seen = LiveHost(place, there[host], query, report)
     wrong = [*_lacking_hardware(run, seen, [seen], None), *_lacking_files(seen)]
     if not wrong and run.shared and run.snapshots_at_workers:
-        at = f"{run.directory} on host {host} is not the directory with the workers' snapshots"
+        at = f"{run.directory} on host {host} is not the directory that has the workers' snapshots"
         wrong += [] if directory_is_shared(run, engine, (host,)) else [at]
     return "; ".join(wrong)
 
 
 def _report_of(engine: LaunchEngine, host: str, query: HostQuery) -> HostReport | str:
-    """Fetch a host's report. Return a text with the reason if that fails."""
+    """Return a host's report, or the reason as a text if the host does not give one."""
     try:
         return msgspec.convert(engine.ask(host, REPORT, msgspec.to_builtins(query)), HostReport)
     except (LaunchError, msgspec.ValidationError) as error:
@@ -160,22 +161,22 @@ def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:
     names = [host.name for host in run.machines.hosts]
     if not set(names) & there.keys():
         yield (
-            f"none of the plan's {len(names)} hosts ({', '.join(names)}) is up, the engine has"
-            f" {len(there)} others ({', '.join(there) or 'none'})"
+            f"none of the plan's {len(names)} hosts ({', '.join(names)}) is up; the engine has"
+            f" {show_count(len(there), 'other host')} ({', '.join(there) or 'none'})"
         )
         return
     for name in names:
         if name not in there:
             yield (
-                f"host {name} ({run.address(name)}) cannot be reached: of the plan's"
-                f" {len(names)} hosts {len(set(names) & there.keys())} are up"
+                f"host {name} ({run.address(name)}) cannot be reached;"
+                f" {len(set(names) & there.keys())} of the plan's {len(names)} hosts are up"
             )
 
 
 def _report_all(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen]
 ) -> tuple[list[LiveHost], list[str]]:
-    """Return the hosts that answered, and a sentence for each of the others."""
+    """Return the hosts that answered, and a sentence on each host that is up but did not answer."""
     processes: list[Process] = [*run.services()]
     if not run.can_run_on(run.worker_hosts):
         processes += run.workers(run.worker_hosts, 0).processes
@@ -215,7 +216,8 @@ def _in_use(host: LiveHost) -> bool:
 
 
 def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if the workers of a host are meant to compute on devices, seen or not."""
+    """Return True if the workers of a host are meant to compute on devices, even if the host has no
+    visible device."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
     others = any(other.seen.devices for other in hosts if other.plan.workers)
@@ -223,7 +225,8 @@ def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> 
 
 
 def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
-    """Return the kind of accelerator of the host in the plan's cluster; "" for none or unknown."""
+    """Return the kind of accelerator that the plan's cluster has for the host, or "" if there is
+    none or it is unknown."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
     devices = (kind.device for kind in kinds if kind.name == host.plan.kind)
@@ -232,7 +235,7 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if other hosts are on the same machine, as in the lab (which has no devices)."""
+    """Return True if another host runs on the same machine, as in a lab, which has no devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -244,8 +247,8 @@ def _lacking_hardware(
         kind = _planned_device(run, host)
         way_out = '; run.device = "cpu" in the job makes its workers compute on processors'
         yield (
-            f"host {host.name} has {show_count(seen.devices, 'device')}, the plan has"
-            f" {show_count(workers, 'worker')} there{f' ({kind})' if kind else ''}"
+            f"host {host.name} has {show_count(seen.devices, 'device')}, but the plan places"
+            f" {show_count(workers, 'worker')} on it{f' ({kind})' if kind else ''}"
             f"{'' if seen.devices or run.job.run.device else way_out}"
         )
     if shape is None or not workers:
@@ -268,8 +271,8 @@ def _lacking_hardware(
     )
     if nbytes > host.report.memory * USABLE:
         yield (
-            f"host {host.name} has {show_bytes(host.report.memory)} of memory, the plan needs"
-            f" {show_bytes(nbytes / USABLE)} there"
+            f"host {host.name} has {show_bytes(host.report.memory)} of memory, but the plan needs"
+            f" {show_bytes(nbytes / USABLE)} on it"
         )
 
 
@@ -297,15 +300,15 @@ def _bad_stores(run: ResolvedRun, host: LiveHost, shape: ModelShape | None) -> I
 
 
 def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
-    """Return why a directory cannot hold a store; "" if it can."""
+    """Return the reason why a directory cannot hold a store, or "" if it can."""
     ours = Path(at.path).is_relative_to(run.directory)
     if len(Path(at.rest).parts) > 1 and not ours:
-        return f"does not exist, and neither does {Path(at.path).parent}: is its disk mounted?"
+        return f"does not exist, nor does its parent {Path(at.path).parent}: is the disk mounted?"
     return f"is not writable: {at.refused}" if at.refused else ""
 
 
 def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None) -> str:
-    """Return why this run may not open an existing store; "" if it may."""
+    """Return the reason why this run may not open an existing store, or "" if it may."""
     if store.locked:
         return "is in use by another run"
     if store.damage:
@@ -314,8 +317,8 @@ def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None)
     whole = run.job.compress.keep is None and not run.job.parallelism.used
     if shape is not None and whole and store.elements not in (0, shape.params):
         return (
-            f"is of a different model: it holds {store.elements:,} parameters, the job's model has"
-            f" {shape.params:,}"
+            f"is of a different model: the store holds {store.elements:,} parameters, but the job's"
+            f" model has {shape.params:,}"
         )
     return ""
 
@@ -334,13 +337,14 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
     marked = [host.report for host in hosts if host.report.marked_job]
     marks = {report.marked_job: report.marked_step for report in marked}
     held = {store.job: (host.name, store) for host, store in stores if store.job}
-    if run.job.run.new_store or run.job.parallelism.used:  # stages have stores of different jobs
+    # The stores of different stages belong to different jobs.
+    if run.job.run.new_store or run.job.parallelism.used:
         return
     for job, (name, store) in held.items():
         if marks and job not in marks:
             yield (
-                f"host {name}: store {store.at.path} belongs to another run: it has job {job}, at"
-                f" step {store.step}, the run in {run.directory} has job"
+                f"host {name}: store {store.at.path} belongs to another run: the store is of job"
+                f" {job}, at step {store.step}, but the run in {run.directory} is of job"
                 f" {', '.join(marks)}, at step {max(marks.values())}"
             )
     if len(held) > 1 and not marks:
@@ -350,7 +354,7 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
         yield f"the stores belong to {len(held)} different runs: {owners}"
     if marks and stores and not held:
         yield (
-            f"the run in {run.directory} has committed step {max(marks.values())}, and its stores"
+            f"the run in {run.directory} has committed step {max(marks.values())}, but its stores"
             f" ({', '.join(store.at.path for _, store in stores)}) are empty: are their disks"
             " mounted?"
         )
@@ -359,8 +363,9 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Report trained stores that no run directory is marked with: they belong to other runs.
-    A store at step 0 is not reported: this run may have ended before its directory was marked."""
+    """Report trained stores if no host's run directory has a mark, because such stores belong to
+    another run. A store at step 0 is not reported, because this run itself may have created it and
+    ended before it wrote its mark."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [
@@ -369,14 +374,14 @@ def _foreign_stores(
         for store in host.report.stores
         if store.job and store.step > 0
     ]
-    # Before the run was replanned, these may have been its workers.
+    # Spare hosts may have been worker hosts before the run was replanned, and so have the mark.
     spares = [spare.name for spare in run.machines.spares if spare.name in there]
     if not trained or any(_is_marked(run, engine, name) for name in spares):
         return
     for host, store in trained:
         yield (
-            f"host {host.name}: store {store.at.path} belongs to another run: it has job"
-            f" {store.job}, at step {store.step}, {run.directory} is not marked with any job; give"
+            f"host {host.name}: store {store.at.path} belongs to another run: the store is of job"
+            f" {store.job}, at step {store.step}, but {run.directory} has no mark of any job; give"
             " the plan another directory, or set run.new_store = true to go on from this store"
         )
 
@@ -387,6 +392,7 @@ def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
 
 
 def _inside(outer: PathReport, inner: PathReport) -> bool:
+    """Return True if directory `inner` is `outer` or is below it."""
     if not outer.rest:
         return (outer.device, outer.inode) in inner.above
     same = (outer.device, outer.inode) == (inner.device, inner.inode)
@@ -396,7 +402,7 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
 def _no_space(
     run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
-    """Report file systems with too little free space for all new stores on them."""
+    """Report file systems that have too little free space for the new stores on them."""
     if shape is None:
         return
     plan = run.plan_file.plan
@@ -419,13 +425,13 @@ def _no_space(
                 f" {name}"
                 for name, store in stores
             )
-            yield f"{full}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
+            yield f"{full}: {show_bytes(nbytes)} will be stored, but {show_bytes(free)} are free"
 
 
 def _warnings(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Warnings that do not prevent a start."""
+    """Yield warnings, which do not prevent a start."""
     own, planned = versions(), run.plan_file
     if planned.model is not None and planned.cluster is not None:
         difference = other_numbers(planned.plan, run.job, planned.cluster)
@@ -435,19 +441,19 @@ def _warnings(
         kind = _planned_device(run, host)
         if workers and kind and not host.seen.devices and not run.job.run.device:
             yield (
-                f"host {host.name}: the plan's cluster has {kind} there, no device is visible: its"
-                " workers compute on processors"
+                f"host {host.name} has {kind} in the plan's cluster, but no device is visible: the"
+                " host's workers compute on processors"
             )
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
         for name in own.keys() & host.report.versions.keys():
             if own[name] != host.report.versions[name]:
                 yield (
-                    f"host {host.name} has {name} {host.report.versions[name]}, this one has"
+                    f"host {host.name} has {name} {host.report.versions[name]}, but this host has"
                     f" {own[name]}"
                 )
         if lacking := own.keys() - host.report.versions.keys():
-            yield f"host {host.name} has no {', '.join(sorted(lacking))}, this one has"
+            yield f"host {host.name} lacks {', '.join(sorted(lacking))}, which this host has"
         for store in host.report.stores:
             if store.job and not any(other.report.marked_job for other in hosts):
                 yield (

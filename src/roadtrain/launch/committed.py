@@ -1,6 +1,6 @@
 """`python -m roadtrain.launch.committed`: report the last committed step of a run, from the metrics
-on the host of worker 0: {"directory": RUN} on stdin, {"step": N} on stdout, -1 for none. It runs
-whenever a process of the run has ended, so it imports little.
+on the host of worker 0. Reads {"directory": RUN} from stdin and writes {"step": N} to stdout, where
+N is -1 if no step is committed. Imports little, because it runs whenever a process of the run ends.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""ControlSocket: the Unix socket of a run's supervisor, in the run's home (mode 600). Requests and
-replies are one JSON object per line.
+"""ControlSocket: the Unix socket of a run's supervisor, in the run's home (mode 600). Each request
+and each reply is one line with a JSON object.
 
     {"verb": "status"}                                 return the run's state and its step
     {"verb": "stop", "words": [WHY]}                   commit the step and end the run
-    {"verb": "measure"}                                the same, then measure the links between
-                                                       its hosts (measured_run.py)
-    {"verb": "tell", "words": ["leaves", HOST, "120"]} a verb for the engine: leaves, comes, ...
-    {"verb": "hello"}                                  from a launcher: stop the run when this
+    {"verb": "measure"}                                commit the step, end the run, and measure
+                                                       the links between hosts (measured_run.py)
+    {"verb": "tell", "words": ["leaves", HOST, "120"]} pass the words to the engine as a verb
+    {"verb": "hello"}                                  sent by a launcher: stop the run when this
                                                        connection ends
 
-No thread: the supervisor polls `requests`. Does NOT carry out requests.
+There is no thread: the supervisor polls `requests`. Does NOT carry out requests.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from roadtrain.launch.home import RunHome
 
 NAME = "control"
 REQUEST_LIMIT = 1 << 16  # bytes per request
-ANSWER_S = 180.0  # timeout of a request; the supervisor may be waiting for a host meanwhile
+ANSWER_S = 180.0  # timeout of a request; long, as the supervisor may be waiting for a host
 READ = 1 << 16  # bytes per read
 
 
 @dataclass
 class ControlConnection:
+    """A connection from a command to the supervisor."""
+
     socket: socket.socket
-    holds: bool = False  # it sent hello: the run ends with this connection
+    holds: bool = False  # True after `hello`: the run is stopped when this connection ends
     _splitter: LineSplitter = field(default_factory=lambda: LineSplitter(REQUEST_LIMIT))
 
     def lines(self) -> list[bytes] | None:
-        """Return the complete lines received; None if the peer has closed the connection or sent
-        a line that is too long."""
+        """Return the complete lines received since the last call, or None if the peer has closed
+        the connection or sent a line that is too long."""
         try:
             data = self.socket.recv(READ)
         except BlockingIOError:
@@ -54,7 +56,7 @@ class ControlConnection:
         return None if closed else [line for line, _ in lines]
 
     def answer(self, reply: Mapping[str, Any]) -> None:
-        """Send a reply. A closed connection is ignored here and noticed by the next read."""
+        """Send a reply. If the connection is closed, do nothing: `lines` reports the end."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
@@ -64,7 +66,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request. verb: "gone" stands for the end of a launcher's connection."""
+    """A request. The verb "gone" stands for the end of a launcher's connection."""
 
     verb: str
     words: tuple[str, ...]
@@ -153,7 +155,7 @@ class ControlClient:
     @property
     def closed(self) -> bool:
         """Return True if the supervisor has closed the connection. Valid only while no reply is
-        pending, as readable data then means the end."""
+        pending, because a reply is mistaken for the end of the connection."""
         return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
@@ -179,7 +181,8 @@ class ControlClient:
 
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Send one request over a new connection, like `ControlClient.ask`."""
+    """Send one request over a new connection, and return the reply. Raises LaunchError like
+    `ControlClient`."""
     with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 

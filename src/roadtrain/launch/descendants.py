@@ -1,8 +1,8 @@
-"""Find and kill the descendants of a run's processes, by a mark in the environment that they
-inherit. Assumes Linux (/proc, pidfd).
+"""Find and kill the descendants of a run's processes. Each process has the run's mark in an
+environment variable, which its descendants inherit.
 
-The mark does not change how a process behaves. Does NOT find processes that replaced their
-environment.
+Assumes Linux (/proc, pidfd). The mark does not change how a process behaves. Does NOT find
+processes that replaced their environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 MARK = "ROADTRAIN_STARTED_FOR"
-END_S = 5.0  # how long killed processes may take to end; one hanging in a device may take longer
+END_S = 5.0  # how long to wait for killed processes, which may hang in a device
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # linux/prctl.h
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -31,14 +31,15 @@ def kill_marked(mark: str) -> None:
 
 
 def _kill_once(prefix: bytes) -> bool:
-    """Return True if there were any matching processes."""
+    """Kill the processes whose environment has a word with this prefix. Return True if there was a
+    matching process."""
     found = False
     for process in Path("/proc").glob("[0-9]*"):
         pid = int(process.name)
         if pid == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            held = os.pidfd_open(pid)  # from here on the pid cannot be reused
+        with contextlib.suppress(OSError):  # the process has ended or belongs to another user
+            held = os.pidfd_open(pid)  # a signal through it cannot reach a reuse of the pid
             try:
                 words = (process / "environ").read_bytes().split(b"\0")
                 if any(word.startswith(prefix) for word in words):
@@ -50,8 +51,8 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel kill the child when its parent thread ends.
-    Only for use in the main thread of a single-threaded process."""
+    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started it
+    ends. Only for use in the main thread of a single-threaded process."""
     return partial(_die_with, os.getpid())
 
 

@@ -1,6 +1,6 @@
-"""dry_run(): describe as text what is checked before a run starts, which processes would start
-where, and which files would be written. Contacts no host and creates nothing; secrets are named,
-never shown (Rule 8)."""
+"""dry_run(): describe as text what is checked before a run starts, which processes would start on
+which host, and which files would be written. Contacts no host and creates nothing. Names the files
+with secrets, but does not show a secret (Rule 8)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roadtrain.units import show_count
 
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
-    """Describe a run. home: where the launch would write. Raises ConfigError if the workers do not
-    fit the plan's hosts."""
+    """Describe a run. `home`: The home in which the launch would write its files. Raises
+    ConfigError if the workers do not fit the plan's hosts."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts

@@ -1,5 +1,5 @@
-"""ENGINES: the kinds of engine that can run a launch: this host, a lab, or Ray. Their modules are
-imported on first use, as Ray is an optional dependency. Does NOT start anything.
+"""ENGINES: the kinds of engine that can run a launch: this host, a lab, or Ray. The module of an
+engine is imported on first use, as Ray is an optional dependency. Does NOT start anything.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from roadtrain.launch.waiting import wait_until
 
 LOCAL = ("localhost", "")
 STANDBY = "roadtrain.launch.standby_main"  # the main module of the standby process
-TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock after the supervisor ended
+TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when the supervisor ends
 
 
 @dataclass(frozen=True)
 class EngineKind:
     """The functions of an engine, each as "module:function"."""
 
-    # (PlanFile, LaunchRecord) -> LaunchEngine
+    # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
-    # (RunHome) -> None: start the supervisor, if it is not simply a process of this host
+    # (RunHome) -> None: start the supervisor. If "", it is started as a process of this host.
     supervise: str = ""
-    # (RunHome) -> bool: True if a run without a supervisor will get one again by itself
+    # (RunHome) -> bool: True if the engine will restart the supervisor of a run that has none
     alive: str = ""
 
 
@@ -51,14 +51,14 @@ def machines_of(plan_file: PlanFile) -> Machines:
     """Return the machines of a plan. Raises ConfigError if the plan names none."""
     if plan_file.machines is None:
         raise ConfigError(
-            "the plan names no machines: it can only be simulated, not launched",
+            "the plan names no machines, so it can be simulated but not launched",
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with machines",
         )
     return plan_file.machines
 
 
 def default_engine(machines: Machines) -> str:
-    """Return "here" if all addresses of the plan belong to this host. Raises ConfigError if not."""
+    """Return "here" if all addresses of the plan belong to this machine, else raise ConfigError."""
     own = {address.address for all in psutil.net_if_addrs().values() for address in all}
     hosts = (*machines.hosts, *machines.spares)
     others = [host for host in hosts if not _is_own(host.address, own)]
@@ -81,7 +81,7 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Return True if the run has a supervisor or will get one again by itself."""
+    """Return True if the run has a supervisor, or if its engine or standby will start one."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:

@@ -1,4 +1,4 @@
-"""Follow a launched run: print its output, how long it took to its first step, and how it ended."""
+"""Follow a launched run: print its output, the time until its first step, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from roadtrain.launch.supervisor_process import REFUSED, ask_to_stop
 from roadtrain.launch.waiting import POLL_S
 
 INTERRUPTED = 130  # the exit code of a run that was stopped
-# What the time of each phase of a start is attributed to; other phases: "ours".
+# The cause to which the time of a phase of a start is attributed. Phases that are not listed are
+# attributed to "ours", roadtrain itself.
 PHASE_OWNERS = {
     StartPhase.READY: "engine",
     StartPhase.PLACED: "engine",
@@ -24,8 +25,8 @@ PHASE_OWNERS = {
 
 
 def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool = False) -> int:
-    """Print the run's log from byte `offset` on until the run has ended. Return its exit code.
-    `detach`: return at once and only print how to look at the run."""
+    """Print the run's log from byte `offset` until the run has ended. Return the run's exit code.
+    If `detach` is True, only print how to look at the run, and return 0 at once."""
     if detach:
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
@@ -41,7 +42,7 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
                     f" `--logs {home.name}` shows its output"
                 )
                 return INTERRUPTED
-            print("\nstopping after this step")
+            print(f"\nrun {home.name} stops after this step")
             offset = log_size(home)
             ask_to_stop(home)
             show_until_end(home, offset)
@@ -49,15 +50,16 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The launcher's connection to the supervisor, for a run that ends with its launcher. `say`
-    reconnects when the supervisor was restarted."""
+    """The launcher's connection to the supervisor of a run that ends with its launcher. If the
+    supervisor was restarted, `say` connects again."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home
         self._client: ControlClient | None = None
 
     def say(self) -> None:
-        """Send hello if the current supervisor has not had it. Without a supervisor do nothing."""
+        """Send hello to the run's supervisor if the connection is not open yet. If the run has no
+        supervisor, do nothing."""
         if self._client is not None and not self._client.closed:
             return
         self.close()
@@ -76,7 +78,7 @@ def show_until_end(home: RunHome, offset: int, greeting: LauncherHello | None = 
     while True:
         if greeting is not None:
             greeting.say()
-        alive = is_alive(home)  # checked first, so that its last lines are not missed
+        alive = is_alive(home)  # must precede `tail.lines`, so that no last line is missed
         for line in tail.lines():
             print(line)
         if not first_shown and (text := first_step(home.state(), home.record().engine)):
@@ -92,14 +94,14 @@ def log_size(home: RunHome) -> int:
 
 
 def report_end(home: RunHome, record: LaunchRecord) -> int:
-    """Print how the run has ended. Return its exit code."""
-    if home.record().launched != record.launched:  # by --replan or --resume in another terminal
+    """Print how the run has ended. Return the run's exit code."""
+    if home.record().launched != record.launched:  # restarted in another terminal
         print(f"run {home.name} was restarted: see `roadtrain launch --logs {home.name}`")
         return INTERRUPTED
     state = home.state()
     if state.phase != "ended":
         raise LaunchError(
-            f"the supervisor of run {home.name} was killed, and all its processes with it",
+            f"the supervisor of run {home.name} was killed, and all processes of the run with it",
             hint=f"roadtrain launch --resume {home.name} goes on from the committed step",
         )
     if state.code == REFUSED:
@@ -110,7 +112,8 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Describe the time from launch to first step, split by cause; "" before the first step."""
+    """Describe the time from launch to first step, split by cause. Return "" if the run has not
+    made a step yet."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

@@ -18,13 +18,14 @@ HERE = "127.0.0.1"
 
 
 def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
-    """Start the agents of a launch. Raises LaunchError."""
+    """Start the agents of a launch, and return their engine. Raises LaunchError if an agent does
+    not start."""
     return agents_here(machines_of(plan_file), record.mark)
 
 
 def agents_here(machines: Machines, mark: str) -> HostAgents:
-    """Start an agent for each host and spare host of the plan. `mark`: see HostAgents. Raises
-    LaunchError."""
+    """Start an agent for each host and spare host of the plan, and return their engine. `mark`: See
+    HostAgents. Raises LaunchError if an agent does not start."""
     devices = device_names(machines)
     threads = worker_threads(machines)
     hosts = [
@@ -43,8 +44,9 @@ def agents_here(machines: Machines, mark: str) -> HostAgents:
 
 
 def device_names(machines: Machines) -> Mapping[str, str]:
-    """Split this machine's devices among the plan's hosts: host -> its CUDA_VISIBLE_DEVICES. Empty
-    if at most one host has workers. Spare hosts get devices of their own while they last."""
+    """Divide this machine's devices among the plan's hosts. Return each host's
+    CUDA_VISIBLE_DEVICES, or an empty mapping if at most one host has workers. Spare hosts get the
+    devices that the plan's hosts leave, as far as there are enough."""
     sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
     if len(sharing) < 2 or not device_count():
         return {}
@@ -57,6 +59,7 @@ def device_names(machines: Machines) -> Mapping[str, str]:
 
 
 def worker_threads(machines: Machines) -> int:
-    """Return the threads per worker with which all workers together use each processor once."""
+    """Return the number of threads per worker such that all workers together have as many threads
+    as this process may use processors, but at least 1 per worker."""
     all_workers = sum(host.workers for host in machines.hosts)
     return max(1, len(os.sched_getaffinity(0)) // max(1, all_workers))

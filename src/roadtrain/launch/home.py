@@ -1,20 +1,21 @@
 """RunHome: the directory of a launched run, found by the run's name: ~/.roadtrain/runs/NAME.
 
-launch.json      how the run was launched (`LaunchRecord`)
-plan.toml        a copy of the plan
-job.toml         the user's job, with its run.dir
-token            the secret shared by the run's processes (mode 600)
-addresses.json   addresses of the hosts when the run started
-measured.json    link rates and step times measured for the last --replan
-state.json       the supervisor's state (`RunState`); its first key is a checksum of the rest
-state.before.json  the previous state, a fallback in case state.json is damaged
-control          Unix socket of the supervisor (mode 600, control_socket.py)
-lock             locked while the supervisor is alive; its standby waits for the lock
-starting         locked while a command writes the files above and starts the supervisor
-all.log          every line of every process, with its role and host
-log/PROCESS.log  the lines of one process; log/supervisor.log: stderr of the supervisor itself
+launch.json         how the run was launched (`LaunchRecord`)
+plan.toml           a copy of the plan
+job.toml            a copy of the user's job
+token               the secret shared by the run's processes (mode 600)
+addresses.json      the addresses that the hosts had when the run started
+measured.json       the link rates and step times measured for the last --replan
+state.json          the supervisor's state (`RunState`); its first key is a checksum of the rest
+state.before.json   the previous state, used if state.json is damaged
+control             the Unix socket of the supervisor (mode 600, control_socket.py)
+lock                locked while the supervisor is alive; the standby waits for the lock
+starting            locked while a command writes the files above and starts the supervisor
+all.log             every line of every process, with the names of the process and its host
+log/PROCESS.log     the lines of one process
+log/supervisor.log  stderr of the supervisor
 
-Only its owner can read the directory (mode 700). Does NOT know engines or processes.
+Only the owner of the directory can read it (mode 700). Does NOT know engines or processes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
 
 Struct = TypeVar("Struct")
-TRIES, PAUSE_S = 50, 0.01  # retries for the lock: `is_supervised` of others holds it for a moment
+# Tries to get the lock, as `is_supervised` in another process may hold the lock for a moment.
+TRIES, PAUSE_S = 50, 0.01
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 AGAIN = (
     "launch the same plan and job under another --name: training continues at the committed step"
@@ -46,13 +48,13 @@ PLANNED_ANEW = "it is planned anew"  # `RunState.why` of a run stopped by `launc
 
 
 class StartPhase(StrEnum):
-    """The phases of a start, in order. `RunState.stamps` has the time at which each was done."""
+    """The phases of a start, in order. `RunState.stamps` has the time at which each phase ended."""
 
     LAUNCHED = "launched"  # the user entered the command
     READY = "ready"  # the engine and the plan's hosts are up
     CHECKED = "checked"  # the hosts passed all checks
     WORKERS = "workers"  # the engine was told to start workers
-    PLACED = "placed"  # the workers have resources; only of an engine that schedules them (Ray)
+    PLACED = "placed"  # the workers have resources; only reported by Ray, which schedules workers
     IMPORTED = "imported"  # worker 0 printed its first line: Python has imported its modules
     JOINED = "joined"  # worker 0 printed its last line before a step: it has joined its peers
     STEPPED = "stepped"  # worker 0 printed its first step
@@ -71,7 +73,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> str:
-        """The mark of this run's processes, by which a supervisor finds leftover ones."""
+        """The mark of this run's processes, by which a supervisor finds leftover processes."""
         return f"roadtrain:{RunHome.of(self.name).path}"
 
 
@@ -80,26 +82,26 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
     name: str
     host: str
-    state: str  # launch/protocol/run_state.py: waiting, running, stopping, ended
+    state: str  # waiting, running, stopping or ended, as launch/protocol/run_state.py decides
     restarts: int
-    since: float  # when it entered the state, seconds since 1970
+    since: float  # when the process entered the state, in seconds since 1970
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The content of state.json."""
 
-    phase: str = "starting"  # then going, ending, ended; unknown: recovered from damaged files
-    code: int = 0  # exit code of an ended run: 0 done, 130 stopped, 2 refused, else failed
+    phase: str = "starting"  # or going, ending, ended; unknown if recovered from damaged files
+    code: int = 0  # exit code of an ended run: 0 done, 130 stopped, 2 refused, others failed
     why: str = ""  # why the run ended, one sentence
     stops: str = ""  # reason of a pending stop request, which a later supervisor carries out
-    attempt: int = -1  # the workers' last attempt
+    attempt: int = -1  # number of the last attempt to run the workers
     step: int = -1  # the last step known to be committed
     processes: tuple[ProcessRow, ...] = ()
-    stamps: dict[str, float] = {}  # StartPhase -> when it was done, seconds since 1970
+    stamps: dict[str, float] = {}  # when each StartPhase ended, in seconds since 1970
 
 
 class RunHome:
-    """The directory `path` and the files in it."""
+    """The home of one run: the directory `path` and the files in it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -113,7 +115,7 @@ class RunHome:
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{name!r} is not a valid run name",
-                hint="use up to 64 letters, digits, `.`, `_` and `-`, a letter or digit first",
+                hint="use at most 64 letters, digits, `.`, `_`, `-`; begin with a letter or digit",
             )
         return RunHome(Path.home() / ".roadtrain" / "runs" / name)
 
@@ -122,8 +124,16 @@ class RunHome:
         return (self.path / "launch.json").is_file()
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """Write the files of a new run, replacing a previous run. launch.json is removed first and
-        written last, so an interrupted launch leaves no run. Raises StoreError."""
+        """Write the files of a new run and remove those of a previous run of this name. launch.json
+        is removed first and written last, so that an interrupted launch leaves no run.
+
+        Args:
+            record: The content of launch.json.
+            plan: The content of plan.toml.
+            job: The content of job.toml.
+
+        Raises StoreError.
+        """
         self._make()
         make_directory(self.log_directory)
         with typed_errors(self.path, "removing the files of the previous run"):
@@ -158,8 +168,8 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
-        """Replace state.json. The old content moves to state.before.json, if it is undamaged and
-        the disk has room for both. Raises FullError, StoreError."""
+        """Replace state.json. If its old content is undamaged and the disk has room for two files,
+        keep the old content as state.before.json. Raises FullError, StoreError."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
             try:
@@ -175,8 +185,9 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Read state.json. If it is damaged or absent, report that and return a state of phase
-        "unknown", derived from state.before.json, from which a supervisor can go on.
+        """Read state.json. If the file is damaged or absent, report the damage and return a state
+        of phase "unknown", which is derived from state.before.json. A supervisor can continue the
+        run from such a state.
 
         Raises LaunchError if the files cannot be read or the run's home was removed.
         """
@@ -192,24 +203,26 @@ class RunHome:
         used = "state.before.json is used" if before else "and so is state.before.json"
         report(
             f"{path} is damaged or absent, {used}; no training state is lost: the run continues"
-            " from its last committed step"
+            " from the last committed step"
         )
         return _state_after(before or RunState())
 
     def write_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Write addresses.json: host -> address."""
+        """Write addresses.json. `addresses`: The address of each host, by the host's name."""
         body = msgspec.json.encode(addresses)
         replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
 
     def addresses(self) -> dict[str, str]:
-        """Read addresses.json; empty if no engine has started the run yet."""
+        """Return the address of each host from addresses.json, or an empty mapping if no engine has
+        started the run yet."""
         path = self.path / "addresses.json"
         return _decoded(path, dict[str, str]) if path.exists() else {}
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Keep other commands from writing this run's files or starting its supervisor. Raises
-        LaunchError if another command is doing so, StoreError if the directory is not writable."""
+        """Keep other commands from writing this run's files and from starting its supervisor.
+        Raises LaunchError if another command is launching the run, and StoreError if the home is
+        not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
@@ -223,20 +236,21 @@ class RunHome:
     def supervised(self) -> Iterator[None]:
         """Hold the lock of the run's supervisor. Raises LaunchError if another process has it."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
-            for _ in range(TRIES):  # a count, not a deadline: this process may be frozen meanwhile
+            for _ in range(TRIES):  # no deadline, as this process may be frozen during the wait
                 if _lock(descriptor, fcntl.LOCK_EX):
                     break
                 time.sleep(PAUSE_S)
             else:
                 raise LaunchError(
                     f"run {self.name!r} already has a supervisor",
-                    hint=f"roadtrain launch --stop {self.name} ends it",
+                    hint=f"roadtrain launch --stop {self.name} ends the run",
                 )
             yield
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Wait, without a timeout, until the run's supervisor ends, then hold its lock."""
+        """Wait until the run's supervisor has ended, without a timeout. Then hold the lock of the
+        supervisor."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -245,7 +259,7 @@ class RunHome:
         """Return True if a supervisor of the run is alive on this host."""
         try:
             with _opened(self.path / "lock") as descriptor:
-                return not _lock(descriptor, fcntl.LOCK_SH)  # shared: probes do not conflict
+                return not _lock(descriptor, fcntl.LOCK_SH)  # shared, so probes do not conflict
         except FileNotFoundError:
             return False
 
@@ -260,7 +274,8 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file until its descriptor is closed. Return False if another has the lock."""
+    """Try to lock a file, which stays locked until its descriptor is closed. Return False if
+    another process has the lock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -279,14 +294,15 @@ def _decoded(path: Path, kind: type[Struct]) -> Struct:
 
 
 def _whole_state(path: Path) -> RunState | None:
-    """Read a state file; None if it is damaged or absent. Raises LaunchError on I/O errors."""
+    """Return the state in a file, or None if the file is damaged or absent. Raises LaunchError on
+    an I/O error."""
     try:
         return _checked(path, RunState)
     except (ValueError, FileNotFoundError):
         return None
     except OSError as error:
         raise LaunchError(
-            f"{path} cannot be read: {error.strerror}", hint="try again: the file may be undamaged"
+            f"{path} cannot be read: {error.strerror}", hint="try again, the file may be undamaged"
         ) from error
 
 
@@ -297,9 +313,10 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 
 def _state_after(before: RunState) -> RunState:
-    """Derive a safe state when the one after `before` is lost. The lost state may have counted one
-    more attempt and have seen a step, after which `run.new_store` no longer applies."""
-    if before.phase == "ended":  # the lost state belongs to a later start
+    """Derive a safe state from `before` when the state that followed it is lost. The lost state may
+    have counted one more attempt. It may also have seen a step, after which `run.new_store` does
+    not apply any more."""
+    if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(
         before,

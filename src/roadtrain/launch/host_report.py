@@ -1,9 +1,10 @@
-"""report_host(): report the hardware, stores, ports and files of a host before a run starts there.
-`python -m roadtrain.launch.host_report`: a HostQuery as JSON on stdin, a HostReport on stdout.
+"""report_host(): report the hardware, stores, ports and files of a host before a run starts on it.
+`python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
+HostReport as JSON to stdout.
 
 Changes nothing: a store's lock is taken and released at once, and the file that tests whether a
-directory is writable is unnamed. Does not import torch, so it ends within a second. Does NOT decide
-what is a problem: checks.py does, as it also has the reports of the other hosts.
+directory is writable is unnamed. Does not import torch, so that the command ends within a second.
+Does NOT decide what is a problem: checks.py decides, as it has the reports of all hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NETWORK_FILES = ("nfs", "nfs4", "ceph", "lustre", "gpfs", "beegfs", "glusterfs",
 
 
 class PortQuery(msgspec.Struct, frozen=True):
-    """A port to test. datagrams: UDP instead of TCP."""
+    """A port to test. `datagrams`: True for UDP, False for TCP."""
 
     address: str
     port: int
@@ -43,7 +44,7 @@ class PortQuery(msgspec.Struct, frozen=True):
 
 
 class HostQuery(msgspec.Struct, frozen=True):
-    """The paths and ports to report on. All paths are absolute."""
+    """A request for a report on a host, with the paths and ports to examine. Paths are absolute."""
 
     directory: str  # the run's directory
     stores: tuple[str, ...] = ()  # directories in which this host's processes will open stores
@@ -53,7 +54,7 @@ class HostQuery(msgspec.Struct, frozen=True):
 
 
 class PathReport(msgspec.Struct, frozen=True):
-    """A directory that will be used, and created if it does not exist."""
+    """A directory that the run will use, and will create if it does not exist."""
 
     path: str
     exists: str  # the deepest directory on the path that exists
@@ -63,33 +64,33 @@ class PathReport(msgspec.Struct, frozen=True):
     above: tuple[tuple[int, int], ...]  # (st_dev, st_ino) of `exists` and all its parents
     free: int  # bytes
     files: str  # type, source and mount point of a network file system; "" for a local one
-    refused: str = ""  # why it is not writable; "" if it is
+    refused: str = ""  # why the directory is not writable; "" if it is
 
 
 class StoreReport(msgspec.Struct, frozen=True):
-    """The store in a directory, if there is one."""
+    """A directory for a store, and the store in it if there is one."""
 
     at: PathReport
-    locked: bool = False  # another process has it open
-    job: str = ""  # uuid of the job that the store belongs to; "": there is no store
+    locked: bool = False  # True if another process has the store open
+    job: str = ""  # uuid of the job that the store belongs to; "" if there is no store
     step: int = -1
-    elements: int = 0  # number of parameter elements that it holds
-    damage: str = ""  # why it cannot be read, one line
+    elements: int = 0  # number of parameter elements in the store
+    damage: str = ""  # why the store cannot be read, one line
 
 
 class HostReport(msgspec.Struct, frozen=True):
     """The state of a host."""
 
-    machine: str  # boot id: the same for all hosts on one machine
+    machine: str  # boot id, which is the same for all hosts on one machine
     processors: int
     memory: int  # bytes
     versions: dict[str, str]
     directory: PathReport
-    marked_job: str  # uuid of the job in the run directory's mark.json; "" for none
-    marked_step: int  # the committed step in mark.json; -1 for none
+    marked_job: str  # uuid of the job in the run directory's mark.json; "" if there is none
+    marked_step: int  # the committed step in mark.json; -1 if there is none
     stores: tuple[StoreReport, ...] = ()
-    ports: tuple[str, ...] = ()  # for each port of the query: why it cannot be bound, or ""
-    lacking: tuple[str, ...] = ()  # globs and files that do not exist
+    ports: tuple[str, ...] = ()  # for each port of the query, why it cannot be bound, or ""
+    lacking: tuple[str, ...] = ()  # globs that match no file, and files that do not exist
 
 
 def report_host(query: HostQuery) -> HostReport:
@@ -141,8 +142,8 @@ def report_path(path: str) -> PathReport:
 
 
 def _not_writable(path: Path) -> str:
-    """Return why files cannot be written, or "". Writes an unnamed file, as mode bits alone do not
-    tell."""
+    """Return the reason why files cannot be written in a directory, or "" if they can. Writes an
+    unnamed file, as mode bits alone do not show whether a write succeeds."""
     if not path.is_dir():
         return f"{path} is not a directory"
     try:
@@ -154,7 +155,8 @@ def _not_writable(path: Path) -> str:
 
 
 def _network_files(path: Path) -> str:
-    """Return the network file system that `path` is on; "" for a local one."""
+    """Return the type, source and mount point of the network file system that `path` is on, or ""
+    if the file system is local."""
     best, found = -1, ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         source, at, kind = line.split()[:3]
@@ -186,7 +188,7 @@ def _is_locked(directory: Path) -> bool:
     for path in (directory, lock) if lock.exists() else (directory,):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: probes do not conflict
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so probes do not conflict
         except BlockingIOError:
             return True
         except OSError:
@@ -197,8 +199,8 @@ def _is_locked(directory: Path) -> bool:
 
 
 def _mark(directory: Path) -> MarkRecord:
-    """Read the run directory's mark.json; empty if it is absent or damaged, which `train` reports
-    later."""
+    """Return the mark in the run directory's mark.json. Return an empty mark if the file is absent
+    or damaged; `train` reports the damage later."""
     try:
         return msgspec.json.decode(
             unsealed((directory / "mark.json").read_bytes()), type=MarkRecord
@@ -208,7 +210,7 @@ def _mark(directory: Path) -> MarkRecord:
 
 
 def _refused(port: PortQuery) -> str:
-    """Return why a port cannot be bound; "" if it can."""
+    """Return the reason why a port cannot be bound, or "" if it can."""
     family = socket.AF_INET6 if ":" in port.address else socket.AF_INET
     kind = socket.SOCK_DGRAM if port.datagrams else socket.SOCK_STREAM
     with socket.socket(family, kind) as probe:
@@ -229,6 +231,7 @@ _WHY = {
 
 
 def _has_text(pattern: str) -> bool:
+    """Return True if a pattern matches a file, or is a directory with a file in it."""
     inside = os.path.join(glob.escape(pattern), "**", "*") if os.path.isdir(pattern) else pattern
     return os.path.isfile(pattern) or any(
         os.path.isfile(path) for path in glob.iglob(inside, recursive=True)

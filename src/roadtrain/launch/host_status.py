@@ -1,6 +1,6 @@
 """`python -m roadtrain.launch.host_status`: report the status of a launched run from a host with
-workers: {"directory": RUN, "first": true} on stdin, {"step": N, "code": 0, "lines": [...],
-"stages": [TABLE, ...]} on stdout. Does NOT import torch.
+workers. Reads {"directory": RUN, "first": true} from stdin and writes {"step": N, "code": 0,
+"lines": [...], "stages": [TABLE, ...]} to stdout. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ def run_status(directory: str, first: bool) -> dict[str, Any]:
 
     Args:
         directory: The run's directory.
-        first: True on worker 0's host, which also reports on the run as a whole and its servers.
+        first: True on worker 0's host, which also reports on the whole run and on its servers.
 
     Returns:
-        `step`: the last committed step, -1 for none. `code`: 0 if all is well. `lines`: text on
-        the run, empty before its start. `stages`: tables of predicted and measured times.
+        A dictionary with four keys. `step` is the last committed step, or -1 if no step is
+        committed. `code` is 0 if nothing is wrong. `lines` is a text on the run, empty before the
+        run has started. `stages` is a list of tables of predicted and measured times.
     """
     lines: list[str] = []
     code = 0

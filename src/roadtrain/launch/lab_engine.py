@@ -1,14 +1,14 @@
-"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine: a network namespace
-per host with the rates of its network cards, links between switches, SSDs with their rates, and an
-even share of the processors.
+"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine. Each host is a
+network namespace whose network cards and SSDs have their planned rates, with an even share of the
+processors. The links between switches also have their planned rates.
 
-Needs root, as labs do. Each host has private directories at the mount points of its SSDs and in
-/dev/shm and shares the rest of the file system with this machine. The files in these directories
-are kept, in `directory` and in /dev/shm, so that the run can be resumed. Everything else is removed
-when the engine is closed or, if it was killed, when the next lab starts. Does NOT emulate devices
-or latency.
+Needs root, like every lab. Each host has private directories at the mount points of its SSDs and at
+/dev/shm, and shares the rest of the file system with this machine. The files in the private
+directories are kept, in `directory` and in /dev/shm, so that the run can be resumed. Everything
+else is removed when the engine is closed. If the engine was killed, the next lab removes it. Does
+NOT emulate devices or latency.
 
-    rate HOST NIC RATE        set the rate of a card: `rate gpu0 0 100Mbit/s`
+    rate HOST NIC RATE        set the rate of a card, as in `rate gpu0 0 100Mbit/s`
     link SWITCH SWITCH RATE   set the rate of a link between switches
     hold HOST, comes HOST     emulate switching a host off and on
 """
@@ -49,17 +49,24 @@ from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import GIB, parse_rate
 
-SSD_MOST = 16 * GIB  # largest size of an emulated SSD, bytes
-FREE = 0.8  # share of the free space here that all emulated SSDs together may use
+SSD_MOST = 16 * GIB  # largest size of an emulated SSD in bytes
+FREE = 0.8  # share of this machine's free space that all emulated SSDs together may use
 SHM = Path("/dev/shm")
-# Arguments: pairs of directories to bind-mount, `--`, the command. Runs in a mount namespace.
+# A shell command that runs in a mount namespace. Its arguments are pairs of directories to
+# bind-mount, `--`, and the command to run.
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; shift; exec "$@"'
 
 
 class LabEngine(HostAgents):
-    """An emulated cluster. `directory`: keeps the content of the hosts' SSDs across starts.
+    """An emulated cluster and the agents on its hosts.
 
-    Raises ConfigError if a lab cannot emulate the cluster, LaunchError if an agent is not ready.
+    Args:
+        plan_file: The plan to run. It must have a cluster and machines.
+        mark: The mark of the run (see HostAgents).
+        directory: A directory that keeps the content of the hosts' SSDs between starts.
+
+    Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
+    start.
     """
 
     verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
@@ -67,11 +74,11 @@ class LabEngine(HostAgents):
     def __init__(self, plan_file: PlanFile, mark: str, directory: Path) -> None:
         if plan_file.cluster is None or plan_file.machines is None:
             raise ConfigError(
-                "the plan names no cluster or no machines, a lab needs both",
+                "the plan lacks a cluster or machines, but a lab needs both",
                 hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with both",
             )
         if why := network_available():
-            raise ConfigError(f"cannot create a lab: {why}", hint="root on Linux, or --on here")
+            raise ConfigError(f"cannot create a lab: {why}", hint="run as root, or use --on here")
         self._shape = shape = lab_shape(plan_file.cluster, plan_file.machines)
         self._directory = directory
         self._threads = worker_threads(plan_file.machines)
@@ -101,15 +108,15 @@ class LabEngine(HostAgents):
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
-                    raise LaunchError(f"host {host} has {len(cards)} cards, the first is card 0")
+                    raise LaunchError(f"host {host} has no card {nic}: it has {len(cards)} cards")
                 cards[int(nic)].set_rate(parse_rate(rate))
-                return f"card {nic} of {host} carries {rate} from now on"
+                return f"the rate of card {nic} of {host} is now {rate}"
             case ["link", a, b, rate]:
                 links = self._network.links
                 if (link := links.get((a, b)) or links.get((b, a))) is None:
                     raise LaunchError(f"there is no link between {a!r} and {b!r}")
                 link.set_rate(parse_rate(rate))
-                return f"the link between {a} and {b} carries {rate} from now on"
+                return f"the rate of the link between {a} and {b} is now {rate}"
         return super().run_verb(words)
 
     def _new_host(self, name: str) -> AgentHost | None:
@@ -118,7 +125,7 @@ class LabEngine(HostAgents):
     def _lab_host(self, name: str) -> LabHost:
         if name not in self._network.hosts:
             names = ", ".join(self._network.hosts)
-            raise LaunchError(f"the lab has no host {name!r}", hint=f"its hosts are {names}")
+            raise LaunchError(f"the lab has no host {name!r}", hint=f"the lab's hosts are {names}")
         return self._network.hosts[name]
 
     def _cpus(self) -> dict[str, float]:
@@ -138,7 +145,8 @@ class LabEngine(HostAgents):
         )
 
     def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """Start a command like Popen, on a lab host with its directories and SSD rates."""
+        """Start a command like Popen does, on a lab host, with the host's private directories and
+        the rates of its SSDs."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -146,7 +154,8 @@ class LabEngine(HostAgents):
         return process
 
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
-        """Create each host's private directories, for /dev/shm and its SSDs."""
+        """Create the private directories of each host for /dev/shm and for the mount points of its
+        SSDs."""
         for name in self._shape.hosts:
             own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
@@ -157,7 +166,7 @@ class LabEngine(HostAgents):
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         if why := lab_available():
-            self._notes.append(f"SSDs are plain directories, their rates are not emulated: {why}")
+            self._notes.append(f"SSDs are plain directories without their emulated rates: {why}")
         else:
             real = storage_rates(self._directory)
             check_rates(every, real.read, real.write)
@@ -180,12 +189,14 @@ class LabEngine(HostAgents):
             stack.enter_context(throttle)
 
     def _room(self, ssd: Ssd, many: int) -> int:
+        """Return the size in bytes for an emulated SSD. `many`: The number of emulated SSDs."""
         free = int(free_nbytes(self._directory) * FREE) // many
         return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
-        """Remove shared-memory files left by killed processes. Stores are directories and stay."""
+        """Remove the shared-memory files that killed processes have left. Keep stores, which are
+        directories."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -195,36 +206,39 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Create the lab of a launch. Raises LaunchError."""
+    """Create the lab of a launch. Remove the kept files of an older run that has the same name and
+    directory. Raises ConfigError and LaunchError like LabEngine."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
-    begun = StartPhase.CHECKED in home.state().stamps  # by an earlier supervisor of this start
+    # True if an earlier supervisor of this start has checked the hosts.
+    begun = StartPhase.CHECKED in home.state().stamps
     if record.start == 0 and not begun and not _has_trained(home, record):
         remove_directories(record.mark, directory)
     return LabEngine(plan_file, record.mark, directory)
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the run's directory shows that it has trained. If not, files on the lab's
-    hosts belong to an older run of the same name and are of no use to anyone."""
+    """Return True if the files in the run's directory show that the run has trained. If it has not,
+    the files on the lab's hosts are of an older run with the same name and can be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """Remove the files that a lab's hosts have kept of a run; see LabEngine for the arguments."""
+    """Remove the files of a run that the hosts of its lab have kept. The arguments are those of
+    LabEngine."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 
 
 def kept_memory(mark: str) -> Path:
-    """Return the directory that holds, for each host of a run, its private /dev/shm."""
+    """Return the directory that has a subdirectory per host of a run, its private /dev/shm."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 
 def _make_mount_point(directory: Path, stack: ExitStack) -> None:
-    """Create a mount point. The `stack` removes the directories that did not exist before."""
+    """Create a mount point. The `stack` will remove the directories that this call creates."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):

@@ -1,9 +1,8 @@
-"""LabShape: the lab that emulates a plan's cluster: its hosts, with their network cards, links and
-SSDs. Does NOT create anything (lab_engine.py).
+"""LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
+SSDs, and links between switches. Does NOT create anything (lab_engine.py).
 
-The rates of cards and links and the read and write rates of SSDs are emulated. Latency, the
-combined read-write rate of an SSD, the uplink of a host's SSDs, and devices are not; `left_out`
-lists those that the cluster has.
+A lab emulates the rates of cards and links and the read and write rates of SSDs. It does not
+emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from roadtrain.units import show_rate
 
 @dataclass(frozen=True)
 class LabShape:
-    """The hosts of a lab; the keys of all mappings are host names."""
+    """The hosts of a lab and their hardware. The keys of all mappings are host names."""
 
-    hosts: Mapping[str, Host]
-    workers: Mapping[str, int]  # of the hosts present from the start, spare ones too
-    cards: Mapping[str, int]  # index of the NIC by which the others reach the host
+    hosts: Mapping[str, Host]  # the kind of each host
+    workers: Mapping[str, int]  # number of workers of each host of the plan, spare hosts included
+    cards: Mapping[str, int]  # index of the NIC by which other hosts reach the host
     cluster: Cluster
 
     def nics(self, host: str) -> list[LabNic]:
@@ -34,7 +33,8 @@ class LabShape:
         return {link.between: link.rate for link in self.cluster.links}
 
     def ssds(self, host: str) -> list[tuple[str, Ssd]]:
-        """Return the host's SSDs that have a mount directory: (directory, SSD)."""
+        """Return a pair (directory, SSD) for each directory at which an SSD of the host is
+        mounted."""
         return [
             (directory.replace("{host}", host), ssd)
             for ssd in self.hosts[host].ssds
@@ -42,7 +42,7 @@ class LabShape:
         ]
 
     def left_out(self) -> list[str]:
-        """Describe the properties of the cluster that the lab does not emulate."""
+        """Describe the properties of the cluster that the lab does not emulate, except devices."""
         nics = [nic for host in self.hosts.values() for nic in host.nics]
         ssds = [ssd for host in self.hosts.values() for ssd in host.ssds if ssd.directories]
         late = any(nic.latency for nic in nics) or any(link.latency for link in self.cluster.links)
@@ -56,25 +56,25 @@ class LabShape:
 
 
 def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
-    """Return the lab for a plan. Raises ConfigError if a lab cannot emulate it."""
+    """Return the lab for a plan. Raises ConfigError if a lab cannot emulate the plan's cluster."""
     kinds = {host.name: host for host in cluster.hosts}
     planned = (*machines.hosts, *machines.spares)
     hosts: dict[str, Host] = {}
     for host in planned:
         if host.kind not in kinds:
             raise ConfigError(
-                f"host {host.name} of the plan has kind {host.kind!r}, its cluster has only"
-                f" {', '.join(kinds)}"
+                f"host {host.name} of the plan has kind {host.kind!r}, but the kinds of the plan's"
+                f" cluster are {', '.join(kinds)}"
             )
         hosts[host.name] = kinds[host.kind]
     for kind in cluster.hosts:
         hosts |= dict.fromkeys(_unplanned(kind, list(hosts.values()).count(kind), hosts), kind)
     for name, kind in hosts.items():
         if not kind.nics:
-            raise ConfigError(f"host {name} has 0 network cards, a lab needs at least 1 per host")
+            raise ConfigError(f"host {name} has 0 network cards, but a lab needs at least 1")
         if fast := next((nic for nic in kind.nics if nic.total > CARD_MOST), None):
             raise ConfigError(
-                f"host {name} has a card of {show_rate(fast.total)}, a lab can emulate at most"
+                f"host {name} has a card of {show_rate(fast.total)}, but a lab can emulate at most"
                 f" {show_rate(CARD_MOST)}",
                 hint="put slower cards into the cluster file, and plan again",
             )
@@ -83,17 +83,24 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
 
 
 def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
-    """Return names for the hosts of this kind that the plan does not use."""
+    """Return names for the hosts of a kind that the plan does not use.
+
+    Args:
+        kind: The kind of host.
+        planned: The number of hosts of this kind that the plan uses.
+        used: All hosts that have a name already.
+    """
     names = [f"{kind.name}{n}" for n in range(kind.count)] if kind.count > 1 else [kind.name]
     return [name for name in names if name not in used][: kind.count - planned]
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Choose each host's NIC: on the network through which all hosts reach each other fastest."""
+    """Return the index of the NIC to use for each host: the NIC on the network through which all
+    hosts reach each other fastest."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)
-    except ConfigError:  # no network connects them all
+    except ConfigError:  # no network connects all hosts
         return dict.fromkeys(hosts, 0)
     found = {}
     for kind, way in zip(kinds, common):
@@ -104,15 +111,15 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
-    """Check that this machine's disk is as fast as all emulated SSDs together. Raises ConfigError
-    if not. read, write: rates of the disk, bytes per second."""
+    """Raise ConfigError if all emulated SSDs together are faster than this machine's disk. `read`,
+    `write`: The rates of the disk in bytes per second."""
     for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),
     ):
         if total > real:
             raise ConfigError(
-                f"{len(ssds)} SSDs that {verb} {show_rate(total)} together cannot be emulated here:"
-                f" the disk can {verb} at most {show_rate(real)}",
+                f"{len(ssds)} SSDs {verb} {show_rate(total)} together, but this machine's disk can"
+                f" {verb} at most {show_rate(real)}",
                 hint="put slower SSDs into the cluster file, and plan again",
             )

@@ -1,12 +1,13 @@
 """`roadtrain launch`: train a job by a plan.
 
-    this file       checks the arguments, writes the run's home (home.py), starts its supervisor
+    this file       checks the arguments, writes the run's home (home.py), starts the supervisor
                     (supervisor_process.py) and prints the log until the run has ended (follow.py)
     supervise.py    in the supervisor's process: derives the processes from plan and job
                     (resolve.py), creates an engine (engines.py) and checks its hosts (checks.py)
     supervisor.py   starts, watches and ends the processes until the run has ended
 
-Options that act on an existing run are in run_verbs.py. Does NOT start processes of the run itself.
+Options that act on an existing run are in run_verbs.py. Does NOT start workers or servers: the
+supervisor does.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from roadtrain.launch.supervisor_process import start
 from roadtrain.options.names import unknown_name
 from roadtrain.planner.job_keys import batch_of_job, contradicted
 
-# KIND of --write -> "module:function": (ResolvedRun, --out, --image) -> lines to print.
+# For each value of --write, a "module:function" that takes (ResolvedRun, --out, --image), writes
+# files and returns lines to print.
 WRITERS: Mapping[str, str] = {
     "slurm": "roadtrain.launch.write_slurm:write_slurm",
     "kubernetes": "roadtrain.launch.write_kubernetes:write_kubernetes",
 }
-REPLAN = "roadtrain.launch.replan:replan_run"  # imported on use: it brings in the planner
+REPLAN = "roadtrain.launch.replan:replan_run"  # imported on first use, as it imports the planner
 DRY_RUN = "roadtrain.launch.dry_run:dry_run"
 IF_DIES = ("keep", "stop")  # values of --if-launcher-dies
 
@@ -87,9 +89,9 @@ def command(
         name: name of the run (the job file's)
         ray_address: HOST:PORT of the Ray cluster
         detach: return as soon as the run is started
-        dry_run: only print what would start where, and which files would be written
+        dry_run: only print which processes would start, and which files would be written
         if_launcher_dies: keep: the run goes on; stop: the run commits its step and ends (keep)
-        write: slurm or kubernetes: write files that start the run there, start nothing
+        write: slurm or kubernetes: only write the files with which to start the run on it
         out: directory for the files of --write
         image: with --write kubernetes: container image whose `python` has roadtrain installed
         stop: NAME: commit the run's step and end it
@@ -164,7 +166,7 @@ def command(
 
 
 def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
-    """Write the files of a new run and start its supervisor. plan: the content of plan.toml.
+    """Write the files of a new run and start its supervisor. `plan`: The content of plan.toml.
     Raises RoadtrainError."""
     check_engine(record.engine)
     with home.starting():
@@ -172,29 +174,29 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
         if home.exists and is_alive(home):
             raise ConfigError(
                 f"run {home.name!r} is running",
-                hint=f"use another --name, or end it: roadtrain launch --stop {home.name}",
+                hint=f"use another --name, or end the run: roadtrain launch --stop {home.name}",
             )
         home.write(record, plan, job.to_toml())
         start(home, record)
 
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
-    """Check that the batch and the degrees stated in the job equal the plan's. Raises ConfigError
-    if not. Must get the user's own file, where defaults can be told from stated values."""
+    """Raise ConfigError if the job states another batch or other parallel degrees than the plan.
+    `job`: The job as loaded from the user's file, so that stated values differ from defaults."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
-            f"a step of the job has {batch} samples (data.batch_size x passes), the plan has"
-            f" {planned}",
+            f"a step of the job has {batch} samples (data.batch_size x passes), but a step of the"
+            f" plan has {planned}",
             hint="plan again for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
-            " batch_size and accumulate out of it",
+            " batch_size and accumulate out of the job",
         )
     if why := contradicted(plan_file.plan, job):
         raise ConfigError(why, hint="plan again for this job, or leave the key out of the job")
 
 
 def check_engine(name: str) -> None:
-    """Raise ConfigError for an unknown engine, LaunchError for one that is not installed."""
+    """Raise ConfigError if an engine is unknown, and LaunchError if it is not installed."""
     if name not in ENGINES:
         raise unknown_name("--on", name, ENGINES)
     if supervise := ENGINES[name].supervise:
@@ -212,12 +214,13 @@ def check_directory(home: RunHome, job: Job) -> None:
         if os.path.realpath(Path(other.record().directory, theirs)) == mine:
             raise ConfigError(
                 f"run {other.name!r} is training in {mine}",
-                hint=f"use another run.dir, or end it: roadtrain launch --stop {other.name}",
+                hint=f"use another run.dir, or end that run: roadtrain launch --stop {other.name}",
             )
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """Carry out --dry-run. Host names stand for addresses that only an engine would know."""
+    """Carry out --dry-run. A host whose address only an engine would know is shown with its name
+    instead of an address. Return the exit code."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -225,7 +228,7 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
-    """Carry out --write. Starts nothing."""
+    """Carry out --write. Starts nothing. Return the exit code."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:

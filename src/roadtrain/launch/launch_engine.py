@@ -1,8 +1,9 @@
-"""LaunchEngine: the interface that starts processes on hosts: this host, a lab, or a Ray cluster.
-The supervisor (supervisor.py) and the checks before a start (checks.py) use nothing else of them.
+"""LaunchEngine: the interface through which the supervisor (supervisor.py) and the checks before a
+start (checks.py) run processes on hosts. The engines are this host, a lab, and a Ray cluster.
 
-An engine restarts nothing by itself, except for Ray's actors, whose restart it reports as
-`ProcessRestarted`. Its processes end with it, so nothing is left when a supervisor dies.
+An engine restarts nothing by itself, except that Ray restarts actors; the engine then reports
+`ProcessRestarted`. The processes of an engine end when the engine ends, so that no process is left
+when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import RunEvent
 from roadtrain.retry import undone_on_error
 
-ASK_S = 120.0  # timeout of a command of `LaunchEngine.ask`
+ASK_S = 120.0  # timeout of a command that `LaunchEngine.ask` runs
 Spawn = Callable[..., subprocess.Popen[Any]]
 
 
@@ -27,7 +28,7 @@ Spawn = Callable[..., subprocess.Popen[Any]]
 class HostSeen:
     """A host that is up."""
 
-    name: str  # its name in the plan if it is known there, else the engine's name for it
+    name: str  # the host's name in the plan, or the engine's name for a host not in the plan
     address: str
     devices: int  # number of accelerators
 
@@ -36,47 +37,50 @@ class LaunchEngine(Protocol):
     """Starts and stops the processes of a run. All calls return soon, except `ask`."""
 
     resumed: bool
-    """True if an earlier engine started this run and its processes may still be running. They may
-    use stores and ports, so the hosts are not checked again."""
+    """True if an earlier engine has started this run and processes of the run may still be running.
+    The hosts are not checked again, because those processes may use stores and ports."""
 
     def hosts(self) -> Sequence[HostSeen]:
         """Return the hosts that are up."""
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Run a short Python command (`-m MODULE ...`) on a host and return its answer. The command
-        reads `request` as JSON from stdin and writes its answer as JSON to stdout. Raises
-        LaunchError if the host cannot be reached or the command fails."""
+        """Run a short Python command (`-m MODULE ...`) on a host and return the command's answer.
+        The command reads `request` as JSON from stdin and writes its answer as JSON to stdout.
+        Raises LaunchError if the host cannot be reached or the command fails."""
 
     def run_verb(self, words: Sequence[str]) -> str:
-        """Carry out a user's verb that is meant for the engine, and return the reply. All engines
-        have `leaves HOST SECONDS` and `comes HOST`, whose outcome `events` reports; the lab has
-        more. Raises LaunchError for an unknown verb or host."""
+        """Carry out a user's verb that is meant for the engine, and return a reply for the user.
+        All engines have `leaves HOST SECONDS` and `comes HOST`; `events` reports their outcome. The
+        lab has more verbs. Raises LaunchError if the verb or its host is unknown."""
 
     def start(self, process: Process) -> None:
-        """Start a server, reducer or switch; `events` reports its end. Raises LaunchError if its
-        host is down."""
+        """Start a server, reducer or switch. `events` reports the end of the process. Raises
+        LaunchError if the host of the process is down."""
 
     def start_workers(self, workers: WorkerSet) -> None:
-        """Start all workers. When all of them have ended, `events` reports one WorkersEnded. It
-        names the first worker that failed or, if none failed, the last to end."""
+        """Start all workers. When all of them have ended, `events` reports one WorkersEnded. The
+        event names the first worker that failed or, if no worker failed, the worker that ended
+        last."""
 
     def stop(self, name: str, grace_s: float) -> None:
-        """End a process, or all workers with the name "workers": SIGINT first, on which workers
-        commit their step, then a kill after `grace_s` seconds. `events` reports the end."""
+        """End a process. The name "workers" stands for all workers. The process gets SIGINT, on
+        which a worker commits its step, and is killed after `grace_s` seconds. `events` reports the
+        end."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
-        """Return the events since the last call. Waits up to `timeout_s` for the first. Lines of
-        output are `Output` events."""
+        """Return the events since the last call. If there is none, wait for an event for at most
+        `timeout_s` seconds. A line that a process prints is an `Output` event."""
 
     def close(self) -> None:
-        """End all processes that were started."""
+        """End all processes that the engine has started."""
 
 
 def run_command(
     words: Sequence[str], stdin: str, spawn: Spawn = subprocess.Popen, **popen: Any
 ) -> tuple[int, str, str]:
-    """Run a short Python command to its end and return its exit code, its stdout and the last line
-    of its stderr. Raises OSError, and TimeoutExpired after ASK_S."""
+    """Run a short Python command to its end. Return its exit code, its stdout and the last line of
+    its stderr. Raises OSError if the command cannot be started, and TimeoutExpired if it does not
+    end within ASK_S seconds."""
     process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
@@ -93,8 +97,8 @@ def run_command(
 
 
 def answer_of(command: str, code: int, answer: str, last_line: str) -> Any:
-    """Decode the result of `run_command`. Raises LaunchError if the command failed or its output
-    is not JSON."""
+    """Decode the answer of a command that `run_command` has run. Raises LaunchError if the command
+    failed or its output is not JSON. `command`: A description of the command for messages."""
     if code:
         why = last_line.removeprefix("roadtrain: ") or "it wrote nothing to stderr"
         raise LaunchError(f"{command} ended with code {code}: {why}")

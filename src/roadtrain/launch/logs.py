@@ -1,8 +1,8 @@
-"""RunLogs: the log files of a launched run: all.log with the lines of every process as
-`[worker 0 gpu0] line`, and a file per process in log/. `LogTail` follows all.log.
+"""RunLogs: the log files of a launched run. all.log has the lines of every process, in the form
+`[worker 0 gpu0] line`; log/ has a file per process. `LogTail` reads all.log while it grows.
 
-Logs are not rotated. A new launch under the same name starts them afresh; a resumed run appends.
-Does NOT interpret lines.
+Logs are not rotated. A new launch under the same name starts with empty logs; a resumed run appends
+to the logs. Does NOT interpret lines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ NAME_LENGTH = 100  # longest file name in log/, without its suffix
 
 
 class RunLogs:
+    """The open log files of a run, to which the supervisor writes."""
+
     def __init__(self, home: RunHome) -> None:
         self._directory = home.log_directory
         self._files: dict[str, IO[str]] = {}
@@ -27,8 +29,8 @@ class RunLogs:
         self._lost, self._why = 0, ""  # number of lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
-        """Log a line of a process. If the disk is full, lines are dropped and `flush` reports the
-        loss when there is room again: a full disk must not end a run."""
+        """Log a line of a process. A full disk must not end a run: if the disk is full, drop the
+        line. `flush` reports the loss when the disk has room again."""
         try:
             self._write(name, host, line)
         except OSError as error:
@@ -42,7 +44,7 @@ class RunLogs:
         self._files[name].write(f"{line}\n")
 
     def notify(self, text: str) -> None:
-        """Log a line of the supervisor, with the time of day."""
+        """Log a line of the supervisor, preceded by the time of day."""
         self.write(OURS, "", f"{time.strftime('%H:%M:%S')} {text}")
 
     def flush(self) -> None:
@@ -69,7 +71,8 @@ def _opened(path: Path) -> IO[str]:
 
 
 class LogTail:
-    """Reads new complete lines of all.log, formatted for users (see `shown`)."""
+    """Reads the new complete lines of all.log from byte `offset`, and formats them for users with
+    `shown`."""
 
     def __init__(self, home: RunHome, offset: int = 0) -> None:
         self._path, self._offset, self._rest = home.all_log, offset, b""
@@ -87,6 +90,6 @@ class LogTail:
 
 
 def shown(line: str) -> str:
-    """Strip the prefix from a line of worker 0; return other lines unchanged."""
+    """Return a line of the log without its prefix if it is of worker 0, else unchanged."""
     head, _, text = line.partition("] ")
     return text if head.startswith(f"[{PLAIN} ") else line

@@ -1,13 +1,15 @@
 """Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Pure.
 
-The rate of a card, the rate of a link between switches or the speed of a device is replaced by the
-measured value if the two differ by more than WITHIN, and is then listed in `Cluster.measured`. A
-kind whose hosts now differ is split into one kind per host, named like the host in the plan.
+A stated value is the rate of a card, the rate of a link between switches, or the speed of a device.
+If the measured value differs from the stated value by more than WITHIN, it replaces the stated
+value and is listed in `Cluster.measured`. If the hosts of a kind differ afterwards, the kind is
+split into one kind per host, with the host's name in the plan.
 
-A card counts as slower than stated only if, in one direction, every link of the host is slower than
-the stated rate of the slower card of its two ends. The card's rate is then that of its fastest
-link, in the slower direction. So one slow host does not make its peers look slow, unless there are
-only two hosts. Does NOT measure, and does NOT know placements.
+A card counts as slower than stated only if all links of its host are too slow in one direction. A
+link is too slow if it is slower than the stated rates of the cards at both ends. The new rate of
+the card is the rate of the fastest link, in the slower direction. So one slow host does not make
+its peers look slow, unless there are only two hosts. Does NOT measure, and does NOT know
+placements.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.units import show_flops, show_rate
 
-WITHIN = 0.15  # relative difference up to which a stated value is kept
+WITHIN = 0.15  # largest relative difference at which a stated value is kept
 
 
 class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +30,7 @@ class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
 
     sender: str
     receiver: str
-    rate: float  # payload bytes per second
+    rate: float  # bytes of payload per second
     latency: float  # seconds
 
 
@@ -39,14 +41,16 @@ def measured_cluster(
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """Return the cluster with measured rates, and the changes: name in `Cluster.measured` -> text.
+    """Return the cluster with measured rates, and a text on each change by its name in
+    `Cluster.measured`. If there is no change, the plan's cluster is returned.
 
     Args:
-        cluster: The plan's cluster; returned unchanged if all its rates are confirmed.
+        cluster: The plan's cluster.
         machines: The plan's machines.
         seen: The measured links.
-        slower: Host -> factor by which its workers compute slower than predicted.
-        network: Payload's share of a card's rate; measured rates are divided by it.
+        slower: For a host name, the factor by which the host's workers compute slower than
+            predicted.
+        network: The share of a card's rate that is payload. Measured rates are divided by it.
     """
     every = (*machines.hosts, *machines.spares)
     rates = _card_rates(cluster, every, seen, network)
@@ -63,12 +67,13 @@ def measured_cluster(
 
 
 def _nic(kind: Host) -> Nic | None:
-    """Return the fastest NIC, by which the run's hosts reach each other; None if there is none."""
+    """Return the fastest NIC of a kind of host, through which the hosts of a run reach each other.
+    Return None if the kind has no NIC."""
     return max(kind.nics, key=lambda nic: nic.total, default=None)
 
 
 def _nics(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, Nic]:
-    """Map each host that has a NIC to its fastest one."""
+    """Return the fastest NIC of each host, by the host's name. Hosts without a NIC are omitted."""
     kinds = {host.name: host for host in cluster.hosts}
     nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
     return {name: nic for name, nic in nics.items() if nic is not None}
@@ -81,13 +86,15 @@ def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
 def _card_rates(
     cluster: Cluster, every: Sequence[PlanHost], links: Sequence[MeasuredLink], network: float
 ) -> dict[str, float]:
-    """Return the rate of each card that differs from its stated rate, bytes per second, by host."""
+    """Return by host the measured rate of each card that differs from its stated rate, in bytes per
+    second."""
     at = _switches(cluster, every)
     stated = {name: nic.total for name, nic in _nics(cluster, every).items()}
     near = [link for link in links if at.get(link.sender) == at.get(link.receiver)]
     rates: dict[str, float] = {}
     for name in at:
-        # For sending and for receiving: (measured card rate, stated rate of the slower card).
+        # For sending and for receiving, a pair for each link: the measured rate of a card and the
+        # lower stated rate of the cards at both ends.
         directions = [
             [
                 (link.rate / network, min(stated[link.sender], stated[link.receiver]))
@@ -116,7 +123,8 @@ def _changed(
     slower: Mapping[str, float],
     changes: dict[str, str],
 ) -> Host:
-    """Return a host of the kind with its measured rates, and add its differences to `changes`."""
+    """Return a host of a kind with its measured rates, and add a text on each difference to
+    `changes`."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
@@ -133,9 +141,15 @@ def _changed(
 
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
-    """Return the kinds that replace `kind`: one if its hosts are still alike, else one per host.
-    Hosts that the plan does not use keep the old kind. Hosts with servers stay one kind, as a plan
-    places all servers on one kind of host."""
+    """Return the kinds that replace a kind: one kind if its hosts are still alike, else one per
+    host. Hosts that the plan does not use keep the old kind. Hosts with servers stay one kind, as a
+    plan places all servers on one kind of host.
+
+    Args:
+        kind: The kind to replace.
+        mine: The plan's hosts of the kind.
+        new: The same hosts with their measured rates.
+    """
     if all(host is kind for host in new):
         return [kind]
     if len(new) == kind.count and all(host == new[0] for host in new):
@@ -168,8 +182,9 @@ def _links(
     network: float,
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
-    """Yield the links between switches. A link gets the rate of the fastest pair of hosts across
-    it, in the slower direction, unless that is what the link and the cards are stated to allow."""
+    """Yield the links between switches. The measured rate of a link is the rate of the fastest pair
+    of hosts that it connects, in the slower direction. A link keeps its stated rate if the measured
+    rate is about what the stated rates of the link and of the cards allow."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [
@@ -190,7 +205,8 @@ def _links(
 
 
 def _most_across(cluster: Cluster, link: LinkRate) -> float:
-    """Return the stated rate of the fastest pair of cards across a link, bytes per second."""
+    """Return the rate in bytes per second that the fastest pair of cards that a link connects is
+    stated to reach."""
     best = {
         end: max(
             (

@@ -1,13 +1,14 @@
-"""`python -m roadtrain.launch.measured_host`, on a host of a run: measure its links to the run's
-other hosts, and summarize its workers' metrics.
+"""`python -m roadtrain.launch.measured_host`: measure the links between a run's hosts, and
+summarize the metrics of a host's workers.
 
-    ADDRESS:PORT TOKEN_FILE   run as a process of a LaunchEngine: answer probes until it is ended
-    (no arguments)            run by `LaunchEngine.ask`: probe the listening hosts, which it gets
-                              with the token on stdin (Rule 8)
+    ADDRESS:PORT TOKEN_FILE   with these arguments, a process of a LaunchEngine: answers probes
+                              until it is ended
+    (no arguments)            a command of `LaunchEngine.ask`: probes the listening hosts; reads
+                              their addresses and the token from stdin (Rule 8)
 
-The probing host has every host measure its link to every other, one link after the other, like
-`roadtrain probe --hosts`. Other traffic would slow the links, so no workers run meanwhile. Does NOT
-import torch.
+The probing host makes each host measure its link to every other host, one link at a time, like
+`roadtrain probe --hosts`. No workers run during the measurement, because their traffic would slow
+the links. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from roadtrain.transport.address import token_of
 from roadtrain.transport.tcp import TcpOptions
 
 MODULE = "roadtrain.launch.measured_host"
-LAST_STEPS = 20  # medians are over up to this many last steps made by one plan
-PATIENCE_S = 30.0  # how long to retry a host that does not listen yet
+LAST_STEPS = 20  # medians are over at most this many steps, the last ones made by one plan
+PATIENCE_S = 30.0  # how long to try to reach a host that does not listen yet
 
 
 class MeasureRequest(msgspec.Struct):
-    """A request to a host. `others`: ADDRESS:PORT of the listening hosts. `metrics`: the metrics
-    files of its workers."""
+    """A request to a host to measure links and to read metrics.
+
+    `others` has the ADDRESS:PORT of each listening host. `metrics` has the paths of the metrics
+    files of the host's workers. Either may be empty.
+    """
 
     token: str = ""
     others: list[str] = []
@@ -38,8 +42,11 @@ class MeasureRequest(msgspec.Struct):
 
 
 class WorkerSeconds(msgspec.Struct):
-    """Median times of a worker's last steps, in seconds: a whole step, and each phase of it.
-    `predicted`: the plan's predictions for the phases; empty if the file has none."""
+    """Median times of a worker's last steps in seconds.
+
+    `seconds` is the time of a whole step, and `stages` the time of each stage of a step.
+    `predicted` has the plan's predictions for the stages; it is empty if the metrics file has none.
+    """
 
     seconds: float
     stages: dict[str, float] = {}
@@ -47,8 +54,12 @@ class WorkerSeconds(msgspec.Struct):
 
 
 class HostAnswer(msgspec.Struct):
-    """A host's answer. `links`: (from, to, bytes per second, latency in seconds); each end is an
-    ADDRESS:PORT of the request, or "here". `missing`: reasons for links that are missing."""
+    """A host's answer to a MeasureRequest.
+
+    An item of `links` is (sender, receiver, bytes per second, latency in seconds). Each end is an
+    ADDRESS:PORT of the request, or "here" for the answering host. `missing` has the reason for each
+    link that could not be measured.
+    """
 
     links: list[tuple[str, str, float, float]] = []
     missing: list[str] = []
@@ -56,7 +67,7 @@ class HostAnswer(msgspec.Struct):
 
 
 def answer(request: MeasureRequest) -> HostAnswer:
-    """Measure the links and read the metrics of a request. Raises ConfigError."""
+    """Measure the links and read the metrics that a request names. Raises ConfigError."""
     out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)
@@ -66,7 +77,7 @@ def answer(request: MeasureRequest) -> HostAnswer:
 
 
 def seconds_of(path: Path) -> WorkerSeconds | None:
-    """Summarize a metrics file; None if it has no steps."""
+    """Return a summary of a metrics file, or None if the file has no steps."""
     lines = last_alike(path, LAST_STEPS)
     if not lines:
         return None

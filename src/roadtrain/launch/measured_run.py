@@ -1,12 +1,13 @@
 """measure_run(): measure the links between a run's hosts and collect the times of its workers' last
-steps, through its engine, once all its processes have ended.
+steps. Works through the run's engine after all processes of the run have ended.
 
-    every host but the first   runs a listening process (measured_host.py), with the run's token
-    the first host             measures all links, in groups of MOST hosts
-    hosts with workers         return the metrics of their workers
+    every host but the first     runs a listening process (measured_host.py) with the run's token
+    the first host of a group    measures the links between the hosts of the group
+    every host with workers      returns a summary of its workers' metrics
 
-Hosts with the same address have no link between them. A failed measurement is not an error; it is
-listed in `missing` with the reason. Does NOT judge the results (measured_cluster.py).
+A group has at most MOST hosts. Hosts with the same address have no link between them. A failed
+measurement is not an error: `missing` lists it with its reason. Does NOT judge the results
+(measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
 
-MOST = 8  # hosts in a group that is measured at once: 56 links, about 40 s
+MOST = 8  # largest number of hosts in a group; the 56 links of a group take about 40 s
 END_S = 20.0  # how long to wait for the listening processes to end
 
 
 class MeasuredWorker(msgspec.Struct, frozen=True):
+    """The times of a worker's last steps, and the worker's host."""
+
     host: str
     seconds: WorkerSeconds
 
@@ -39,20 +42,20 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 class MeasuredRun(msgspec.Struct, frozen=True):
     """The content of measured.json."""
 
-    links: tuple[MeasuredLink, ...] = ()  # between hosts by their names
+    links: tuple[MeasuredLink, ...] = ()  # the ends are host names
     workers: tuple[MeasuredWorker, ...] = ()
     missing: tuple[str, ...] = ()  # failed measurements with their reasons
-    shared: bool = False  # all hosts share one run directory
+    shared: bool = False  # True if all hosts share one run directory
 
     @property
     def seconds(self) -> float:
-        """The time of a step, which is that of its slowest worker."""
+        """The time of a step in seconds, which is the time of the slowest worker."""
         return max((worker.seconds.seconds for worker in self.workers), default=0.0)
 
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
-    """Measure a run none of whose processes is running. worker_hosts: the hosts of the last
-    attempt, in rank order."""
+    """Measure a run after its processes have ended. `worker_hosts`: The hosts of the last attempt,
+    in the order of their ranks."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [
@@ -87,7 +90,7 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
 
 
 def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
-    """Pick one host for each address."""
+    """Return the first host for each address."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(run.address(name), name)
@@ -95,8 +98,8 @@ def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield a probing host and its listening hosts. Consecutive groups overlap in one host, so the
-    measured links connect all hosts."""
+    """Yield for each group the probing host and its listening hosts. Consecutive groups have one
+    host in common, so that the measured links connect all hosts."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 
@@ -154,8 +157,8 @@ def _workers(
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Return for each host the factor by which its slowest worker computes slower than predicted.
-    Hosts whose workers have no prediction are omitted."""
+    """Return for each host the time that its slowest worker computes, divided by the predicted
+    time. Hosts whose workers have no prediction are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)
@@ -165,5 +168,5 @@ def slower(measured: MeasuredRun) -> dict[str, float]:
 
 
 def computing(stages: Mapping[str, float]) -> float:
-    """Return the seconds spent on computing: Forward and Backward, without waits."""
+    """Return the seconds spent on computing, which are those of the Forward and Backward stages."""
     return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)

@@ -1,8 +1,8 @@
-"""PausedRun: stop a run to measure its links, and resume it even if replanning fails.
+"""PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
 
-The run resumes as it was launched. If it ends with its launcher, the replan command becomes its
-launcher and stays until the run ends. A run that ended for another reason meanwhile (stopped by
-the user, done, failed) is not resumed. Does NOT plan.
+The run is resumed with the options with which it was launched. If the run ends with its launcher,
+the replan command becomes the launcher and stays until the run ends. If the run has ended for
+another reason (stopped by the user, done, failed), it is not resumed. Does NOT plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roadtrain.launch.supervisor_process import patient_client
 from roadtrain.launch.waiting import wait_until
 
 MEASURES_S = 900.0  # timeout for finishing a step, ending the services and measuring all links
-STOPS_S = 30.0  # timeout for a supervisor to start stopping
+STOPS_S = 30.0  # timeout for a supervisor to begin to stop its run
 CHECKS_S = 600.0  # timeout for a resumed run to check its hosts
 GoOn = Callable[[str, bool], int]  # (if_launcher_dies, detach) -> the command's exit code
 Report = Callable[[str], None]
@@ -25,7 +25,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PausedRun:
-    """A run to stop and resume. `start`: restarts the run and follows it unless it is detached."""
+    """A run to stop and resume. `start`: Function that restarts the run, and follows the run until
+    its end unless its second argument, `detach`, is True."""
 
     home: RunHome
     start: GoOn
@@ -33,16 +34,17 @@ class PausedRun:
     ends_with_launcher: bool
 
     def measure(self) -> bool:
-        """Stop the run and have its supervisor write measured.json. Return False if the run ended
-        for another reason. Raises LaunchError, also on a timeout."""
+        """Stop the run and make its supervisor measure it and write measured.json. Return False if
+        the run ended for another reason. Raises LaunchError if the run does not end in time or its
+        state cannot be read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
                 client.ask("measure")
         if not wait_until(lambda: not is_alive(self.home), MEASURES_S):
             raise LaunchError(
-                f"the supervisor of run {self.home.name} has not stopped it and measured its links"
-                f" within {MEASURES_S:.0f} s",
+                f"the supervisor of run {self.home.name} has not stopped the run and measured its"
+                f" links within {MEASURES_S:.0f} s",
                 hint=f"roadtrain launch --logs {self.home.name} shows why",
             )
         return self._was_paused
@@ -54,7 +56,7 @@ class PausedRun:
         return state.phase == "ended" and state.why == PLANNED_ANEW
 
     def report_end(self) -> int:
-        """Report why the run is not resumed. Return the command's exit code."""
+        """Report why the run is not resumed. Return the exit code of the replan command."""
         state, name = self.home.state(), self.home.name
         ended = state.phase == "ended"
         why = state.why if ended else "its supervisor was killed"
@@ -65,19 +67,19 @@ class PausedRun:
         return state.code if ended and state.code in (0, 130) else 1
 
     def go_on(self, *, follows: bool) -> int:
-        """Resume the run with the plan in its home. Return the command's exit code. follows: wait
-        until the run ends."""
+        """Resume the run with the plan in its home. Return the exit code of the replan command.
+        `follows`: If True, wait until the run ends."""
         if self.ends_with_launcher and not follows:
             self.report(
-                f"run {self.home.name} ends with its launcher, now this command: it waits for that"
+                f"run {self.home.name} ends with its launcher: this command waits for the run's end"
             )
         follows = follows or self.ends_with_launcher
         code = self.start("stop" if self.ends_with_launcher else "keep", not follows)
         return code if follows or code else self._checked()
 
     def go_on_after(self, error: BaseException) -> None:
-        """Handle a failure of the replan command: resume the run with its old plan if this command
-        stopped it. Report what is done."""
+        """Handle a failure of the replan command: if this command has stopped the run, resume the
+        run with its old plan. Report the outcome."""
         name = self.home.name
         why = str(error).partition("\n")[0] or type(error).__name__
         try:
@@ -102,7 +104,8 @@ class PausedRun:
             self.go_on(follows=False)
 
     def _ends(self) -> bool:
-        """Wait for the run to end, if it has started to within STOPS_S. Return True if it ended."""
+        """Wait for the run to begin to stop, for at most STOPS_S seconds, and then for its end.
+        Return True if the run has ended."""
 
         def has_ended() -> bool:
             return not is_alive(self.home)
@@ -113,7 +116,8 @@ class PausedRun:
         return wait_until(is_stopping, STOPS_S) and wait_until(has_ended, MEASURES_S)
 
     def _checked(self) -> int:
-        """Wait until a detached run has passed its checks or has ended. Return the exit code."""
+        """Wait until a detached run has passed its checks or has ended. Return the exit code of the
+        replan command."""
 
         def is_decided() -> bool:
             return not is_alive(self.home) or StartPhase.CHECKED in self.home.state().stamps
@@ -123,7 +127,7 @@ class PausedRun:
                 f"run {self.home.name} has not checked its hosts within {CHECKS_S:.0f} s",
                 hint=f"roadtrain status {self.home.name} shows its state",
             )
-        alive = is_alive(self.home)  # must precede the read of its state
+        alive = is_alive(self.home)  # must precede the read of the run's state
         state = self.home.state()
         if state.phase != "ended":
             if not alive:

@@ -1,5 +1,5 @@
-"""Descriptions of a run's processes: arguments, files, hosts. Plain values: engines start them
-(launch_engine.py), `launch --dry-run` and `--write` print them."""
+"""Descriptions of a run's processes: arguments, files, hosts. Engines start processes from these
+descriptions (launch_engine.py); `launch --dry-run` and `--write` print them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file that is written to a host before its process starts."""
+    """A file that is written to a host before a process of the host starts."""
 
     path: str  # absolute
     content: str
@@ -34,26 +34,32 @@ class Process:
 
     name: str  # unique in the run: "worker 0", "server spare0 0", "reducer spare1", "switch tor"
     role: Role
-    host: str  # its name in the plan
+    host: str  # the host's name in the plan
     words: tuple[str, ...]  # arguments of the interpreter: ("-m", "roadtrain.cli", "serve", ...)
-    directory: str  # absolute working directory, created if missing
+    directory: str  # absolute working directory, which is created if it is missing
     environment: Mapping[str, str] = field(default_factory=dict)
     files: tuple[HostFile, ...] = ()
-    ports: tuple[int, ...] = ()  # ports on which it listens, at its host's address
+    ports: tuple[int, ...] = ()  # ports on which the process listens, at its host's address
 
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """The workers of an attempt, by rank. They start together, and when one fails the others are
-    ended too."""
+    """The workers of an attempt, in the order of their ranks. The workers start together. When a
+    worker fails, all other workers are ended too."""
 
-    attempt: int  # counts the starts of the workers, from 0
+    attempt: int  # number of this start of the workers; the first start has number 0
     processes: tuple[Process, ...]
 
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
-    """Set OMP_NUM_THREADS of each worker: to `users`, the user's own value, or else to that of its
-    host in `threads`. A value set by the job has precedence."""
+    """Return the workers with OMP_NUM_THREADS in their environment. A value that a worker's
+    environment has already is kept.
+
+    Args:
+        workers: The workers.
+        threads: For each host, the number of threads per worker if `users` is "".
+        users: The user's own value of OMP_NUM_THREADS, or "".
+    """
     processes = []
     for process in workers.processes:
         if count := users or threads.get(process.host):

@@ -1,5 +1,6 @@
-"""put_file(): write a file of a run on this host. `python -m roadtrain.launch.put_file`: a HostFile
-as JSON on stdin, `null` on stdout; on failure exit code 1 and the reason. Does NOT import torch.
+"""put_file(): write a file of a run on this host. `python -m roadtrain.launch.put_file` reads a
+HostFile as JSON from stdin and writes `null` to stdout. If it fails, it prints the reason and exits
+with code 1. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from roadtrain.storage.direct import make_directory, replace_file
 
 
 def put_file(file: HostFile) -> str:
-    """Replace a file atomically. Return the reason of a failure, or ""."""
+    """Write a file, or replace it atomically. Return the reason if that fails, else ""."""
     path = Path(file.path)
     before = os.umask(0o077) if file.secret else None
     try:

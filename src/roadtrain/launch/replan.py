@@ -1,19 +1,20 @@
 """`roadtrain launch --replan NAME`: measure a run's hosts and search for a better plan.
 
-1. Stop the run at a committed step (paused_run.py). Its supervisor measures the links between the
-   hosts before it releases them (measured_run.py).
-2. Put the measured rates into the cluster of its plan.toml (measured_cluster.py).
-3. Search again, also over other orders of hosts and fewer hosts, for plans that can continue this
-   run: those with the same placement, micro-batches, delay and compression. Servers and their order
-   stay, as a store keeps its shape. Snapshots of stages can be loaded by other numbers of stages,
-   provided the hosts with their files take part or all hosts share the run's directory.
-4. If a step gets shorter than with the old plan at the same rates, by at least the share BETTER,
-   replace the run's plan.toml (the old one is kept as plan.before-N.toml), delete measured.json,
-   and resume the run with the new plan.
+1. Stop the run at a committed step (paused_run.py). The run's supervisor measures the links between
+   the hosts before it releases the hosts (measured_run.py).
+2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
+3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
+   Such a plan has the same placement, micro-batches, delay and compression. Servers and their order
+   stay, as a store keeps its shape. The number of stages may change, because any number of stages
+   can load the snapshots, provided that the hosts with the snapshots take part or that all hosts
+   share the run's directory.
+4. Compare the new plan with the old plan at the measured rates. If a step gets shorter by at least
+   the share BETTER, keep the old plan as plan.before-N.toml, replace the run's plan.toml, delete
+   measured.json, and resume the run with the new plan.
 
-A run that cannot be replanned is refused before step 1. After step 1 the run always resumes, with
-the old plan if there is no better one. With --new-run, other placements are tried too, and the
-result is a plan for a new run with stores of its own. Does NOT change a job.
+A run that can never be replanned is refused before it is stopped. A run that was stopped is always
+resumed, with the old plan if no plan is better. With --new-run, other placements are tried too, and
+the result is a plan for a new run with stores of its own. Does NOT change a job.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_seconds
 
-REFUSED = 2  # the exit code of a run that was refused before any of its processes started
+REFUSED = 2  # exit code of a run that was refused before any of its processes started
 BETTER = 0.03  # smallest relative gain per step for which a plan is replaced
-CALIBRATED = ("measured", "lab")  # constants that a plan may be based on, besides the defaults
-SAME = 1e-6  # relative tolerance within which two predictions are the same
+CALIBRATED = ("measured", "lab")  # names of constants, besides the defaults, that a plan may use
+SAME = 1e-6  # largest relative difference of two predictions that count as the same
 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """The best plan found, beside the old one."""
+    """The best plan that the search has found, and the old plan for comparison."""
 
-    plan_file: PlanFile  # with the new plan
-    changes: Mapping[str, str]  # rates that differ from the old plan's cluster, in words
-    arranged: Arranged
+    plan_file: PlanFile  # the plan file with the new plan
+    changes: Mapping[str, str]  # texts on the rates that differ from the old plan's cluster
+    arranged: Arranged  # the arrangement of hosts of the new plan, with its search result
     old: Plan
     old_s: float  # predicted seconds per step of the old plan at the measured rates
-    new_s: float  # the same of the new plan
-    blind: bool = False  # the run has links, but none was measured
+    new_s: float  # predicted seconds per step of the new plan at the measured rates
+    blind: bool = False  # True if the run has links, but no link was measured
 
     @property
     def adopted(self) -> bool:
@@ -82,15 +83,16 @@ class ReplanOptions:
 
     dry_run: bool = False
     write_plan: str = ""  # also write the plan to this file
-    new_run: str = ""  # name of a new run to plan; "": replan this one
-    placements: tuple[str, ...] = ()  # placements to try for a new run; empty: all
-    detach: bool = False  # of the resumed run
-    if_launcher_dies: str = "keep"  # of the resumed run
+    new_run: str = ""  # name of a new run to plan, or "" to replan the existing run
+    placements: tuple[str, ...] = ()  # placements to try for a new run; if empty, try all
+    detach: bool = False  # option of the resumed run
+    if_launcher_dies: str = "keep"  # option of the resumed run
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The inputs from which a run was planned. `needs_links`: its hosts have several addresses."""
+    """The inputs from which a run was planned. `needs_links`: True if the run's hosts have more
+    than one address, so that there are links to measure."""
 
     plan_file: PlanFile
     job: Job
@@ -106,8 +108,16 @@ def replan(
     go_on: GoOn,
     report: Report = print,
 ) -> int:
-    """Carry out --replan. Return the command's exit code. Raises RoadtrainError; a run that was
-    alive is resumed even then. go_on: resumes the run."""
+    """Carry out --replan. Return the exit code of the command.
+
+    Args:
+        home: The home of the run.
+        options: The options of --replan.
+        go_on: Function that resumes the run.
+        report: Function that prints a line for the user.
+
+    Raises RoadtrainError. A run that was alive is resumed also after an error.
+    """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
     run = planned_run(home)
@@ -115,7 +125,7 @@ def replan(
         _search_and_write(home, run, options, report)
         report(f"run {home.name} is not running: see `roadtrain launch --resume {home.name}`")
         return 0
-    report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
+    report(f"stopping run {home.name} after its current step, to measure the links of its hosts")
     paused = PausedRun(home, go_on, report, ends_with_launcher)
     try:
         if not paused.measure():
@@ -151,18 +161,19 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
         )
     if options.detach and ends_with_launcher:
         raise ConfigError(
-            f"--detach cannot be used: run {home.name} ends with its launcher, this command",
+            f"--detach cannot be used: run {home.name} ends with its launcher, now this command",
             hint="leave --detach out",
         )
 
 
 def planned_run(home: RunHome) -> PlannedRun:
-    """Load the plan and the job of a run. Raises ConfigError if the run can never be replanned."""
+    """Load the plan and the job of a run. Raises ConfigError if no plan can replace the plan, for
+    example because the plan file has no cluster."""
     plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
     machines, cluster = plan_file.machines, plan_file.cluster
     if machines is None or cluster is None:
         raise ConfigError(
-            f"{home.plan_path} has no machines or no cluster, so the run cannot be replanned",
+            f"{home.plan_path} lacks machines or a cluster, so the run cannot be replanned",
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with both",
         )
     check_names(machines, cluster)
@@ -173,8 +184,8 @@ def planned_run(home: RunHome) -> PlannedRun:
 
 
 def check_names(machines: Machines, cluster: Cluster) -> None:
-    """Raise ConfigError unless the machines have the names that a search derives from the kinds of
-    the cluster."""
+    """Raise ConfigError if the machines do not have the names that a search derives from the kinds
+    of hosts of the cluster."""
     kinds = {kind.name for kind in cluster.workers}
     every = (*machines.hosts, *machines.spares)
     ours = {host.name for host in every if host.workers or host.kind in kinds}
@@ -188,13 +199,13 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
     ]
     raise ConfigError(
         f"the plan's tables name different hosts with devices: {'; '.join(parts)}",
-        hint="a kind with one host has the host's name; hosts of larger kinds are named after the"
-        " kind with 0, 1, ... appended; roadtrain plan CLUSTER.toml --job JOB.toml writes both",
+        hint="the only host of a kind has the kind's name; hosts of larger kinds have its name with"
+        " 0, 1, ... appended; roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
     )
 
 
 def measured_of(home: RunHome) -> MeasuredRun:
-    """Read measured.json. Raises LaunchError if there is none."""
+    """Read measured.json. Raises LaunchError if the file does not exist or cannot be read."""
     path = home.measured_path
     try:
         return msgspec.json.decode(path.read_bytes(), type=MeasuredRun)
@@ -214,16 +225,22 @@ def search_again(
     leaves_out: bool,
     cluster: Cluster,
 ) -> SearchResult:
-    """Search a cluster for plans that can continue the run or, for a new run, for any plan. Raises
-    ConfigError if no plan can take the batch.
+    """Search a cluster for plans that can continue the run. For a new run, search for any plan.
 
     Args:
-        leaves_out: Whether hosts that had workers may be left out.
+        run: The inputs from which the run was planned.
+        constants: The constants of the simulator.
+        options: The options of --replan.
+        leaves_out: True if a plan may leave out hosts that had workers.
+        cluster: The cluster to search.
+
+    Raises ConfigError if no plan can divide the batch, or if a host that must not be left out is
+    not in the cluster.
     """
     computed = {host.name for host in run.machines.worker_hosts}
     there = {host.name for kind in cluster.workers for host, _ in machines_of_kind(kind)}
     if not leaves_out and (lost := sorted(computed - there)):
-        raise ConfigError(f"{', '.join(lost)} cannot be left out: part of the run's state is there")
+        raise ConfigError(f"{', '.join(lost)} cannot be left out: part of the run's state is on it")
     old, plans = run.plan_file.plan, JobPlans(run.job, cluster)
 
     def fitted(plan: Plan) -> Plan | str:
@@ -254,7 +271,7 @@ def search_again(
 
 
 def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) -> ReplanResult:
-    """Search for the best plan at the measured rates. Raises ConfigError if none fits."""
+    """Search for the best plan at the measured rates. Raises ConfigError if no plan fits."""
     old, machines = run.plan_file.plan, run.machines
     of = constants_of(run.plan_file, run.cluster, run.model)
     now, changes = measured_cluster(
@@ -278,7 +295,8 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
 
 
 def check_stores(old: Machines, new: Machines, name: str) -> None:
-    """Raise ConfigError if a new run would use a store of this one."""
+    """Raise ConfigError if a new run would use a store of the existing run. `name`: The name of the
+    new run."""
     ours, theirs = ({path for h in each.hosts for path in h.directories} for each in (old, new))
     if (same := sorted(ours & theirs)) or name == old.stores_of:
         raise ConfigError(
@@ -288,7 +306,8 @@ def check_stores(old: Machines, new: Machines, name: str) -> None:
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
-    """Return the constants from which the plan was made: those that reproduce its prediction."""
+    """Return the constants with which the plan was made. They are those with which the simulator
+    reproduces the plan's prediction, or the defaults if there are none."""
     if plan_file.predicted is None:
         return Constants()
     for of in (Constants(), *map(constants, CALIBRATED)):
@@ -299,8 +318,8 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 
 def kept(old: Machines, new: Machines) -> Machines:
-    """Combine the new plan's workers, in their order, with the old services, as a store keeps its
-    shape. Hosts that no longer compute become spare hosts."""
+    """Combine the new plan's worker hosts, in their order, with the old services, as a store keeps
+    its shape. A host that no longer has workers or services becomes a spare host."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
@@ -315,7 +334,7 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Describe the measured rates, the predictions and the decision, for the user."""
+    """Return lines for the user on the measured rates, the predictions and the decision."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None
@@ -336,16 +355,17 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
     ]
     if not found.better:
         gain = 1 - found.new_s / found.old_s
-        lines.append(f"it makes a step {gain:.1%} shorter, less than {BETTER:.0%}: the plan stays")
+        lines.append(f"a step gets {gain:.1%} shorter, less than {BETTER:.0%}: the old plan stays")
     elif found.blind:
-        lines.append("no link was measured: the plan stays")
+        lines.append("no link was measured: the old plan stays")
     return lines
 
 
 def _search_and_write(
     home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Search for a plan and write it. Return the copy of the old plan if the plan was replaced."""
+    """Search for a plan and write it. Return the path of the copy of the old plan if the run's plan
+    was replaced, else None."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in describe(found, measured):
@@ -356,8 +376,8 @@ def _search_and_write(
 def _written(
     home: RunHome, found: ReplanResult, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Write the plan to the files of the options and, if adopted, to the run's plan.toml. Return
-    the copy of the old plan if plan.toml was replaced."""
+    """Write the plan to the file that the options name and, if the plan is adopted, to the run's
+    plan.toml. Return the path of the copy of the old plan if plan.toml was replaced, else None."""
     text = found.plan_file.to_toml().encode()
     if options.write_plan or options.new_run:
         path = Path(options.write_plan or f"{options.new_run}.plan.toml")
@@ -369,13 +389,13 @@ def _written(
             " has its own run.dir; the existing run keeps its plan, as a store keeps its shape"
         )
     elif options.dry_run and found.adopted:
-        report("dry run: the plan stays")
+        report("dry run: the old plan stays")
     elif found.adopted:
         names = (home.path / f"plan.before-{n}.toml" for n in itertools.count(1))
         before = next(path for path in names if not path.exists())
         replace_file(before, home.plan_path.read_bytes(), "keeping the old plan")
         replace_file(home.plan_path, text, "writing the run's plan")
-        # Its worker times are relative to predictions of the old plan.
+        # The worker times in measured.json are relative to predictions of the old plan.
         home.measured_path.unlink(missing_ok=True)
         report(f"plan    {home.plan_path} (old plan: {before.name})")
         return before
@@ -383,5 +403,5 @@ def _written(
 
 
 def replan_run(home: RunHome, options: Mapping[str, Any], go_on: GoOn) -> int:
-    """Call `replan` with the fields of ReplanOptions as a mapping, for launch.py."""
+    """Call `replan` for launch.py, which passes the fields of ReplanOptions as a mapping."""
     return replan(home, ReplanOptions(**options), go_on)

@@ -2,14 +2,16 @@
 creates nothing.
 
 PlanFile + Job -> ResolvedRun -> a Process for each server, reducer and switch
-                              -> a WorkerSet for each attempt, on the hosts that are up then
+                              -> a WorkerSet for each attempt, on the hosts that are up
 
-    RUN/                 the job's run.dir, which `train` writes; the same path on every host
-    RUN/launch/job.toml  the job of this attempt's workers
-    RUN/launch/token     the secret shared by the run's processes (mode 600)
-    RUN/launch/reducers.txt  addresses of the reducers, if workers use any
+The files of a run are at the same paths on every host:
 
-Does NOT check whether the hosts can run it (checks.py).
+    RUN/                     the job's run.dir, into which `train` writes
+    RUN/launch/job.toml      the job for the workers of the current attempt
+    RUN/launch/token         the secret shared by the run's processes (mode 600)
+    RUN/launch/reducers.txt  the addresses of the reducers, if workers use reducers
+
+Does NOT check whether the hosts can run the processes (checks.py).
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ class ResolvedRun:
     plan_file: PlanFile
     job: Job  # the user's job, with the keys that the plan determines
     directory: str  # the absolute run.dir, the same path on every host
-    addresses: Mapping[str, str]  # host -> address
-    token: str  # "" in a dry run
-    start: str = ""  # id of this start of the run, the same for all its supervisors
-    shared: bool = False  # all worker hosts see one `directory`, so its files survive a lost host
+    addresses: Mapping[str, str]  # the address of each host
+    token: str  # the secret shared by the run's processes; "" in a dry run
+    start: str = ""  # id of this start of the run, the same for all supervisors of the start
+    shared: bool = False  # True if all worker hosts share `directory`, which survives a lost host
 
     @property
     def machines(self) -> Machines:
@@ -76,7 +78,7 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """True if workers use reducers, including ones that join later."""
+        """True if workers use reducers. They also use reducers on hosts that join later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
@@ -89,15 +91,17 @@ class ResolvedRun:
         return range(0)
 
     def host(self, name: str) -> PlanHost:
-        """Return a host or spare host of the plan. Raises ConfigError if there is none."""
+        """Return the host or spare host of this name in the plan. Raises ConfigError if the plan
+        has no such host."""
         hosts = {host.name: host for host in (*self.machines.hosts, *self.machines.spares)}
         if name not in hosts:
-            hint = f"its hosts are {', '.join(hosts)}"
+            hint = f"the plan's hosts are {', '.join(hosts)}"
             raise ConfigError(f"the plan has no host {name!r}", hint=hint)
         return hosts[name]
 
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
-        """Set the address of a host. A host that is not in the plan is added as a spare host."""
+        """Return the run with a new address of a host. If the host is not in the plan, add it as a
+        spare host that can run `workers` workers."""
         machines = self.machines
         if all(host.name != name for host in (*machines.hosts, *machines.spares)):
             new = PlanHost(name, "", address, workers)
@@ -108,21 +112,21 @@ class ResolvedRun:
         return replace(self, plan_file=plan_file, job=job, addresses=addresses)
 
     def without_spares(self, names: Collection[str]) -> ResolvedRun:
-        """Remove these spare hosts."""
+        """Return the run without these spare hosts."""
         left = tuple(spare for spare in self.machines.spares if spare.name not in names)
         machines = replace(self.machines, spares=left)
         return replace(self, plan_file=replace(self.plan_file, machines=machines))
 
     @property
     def snapshots_at_workers(self) -> bool:
-        """True if state is kept in the run's directory on the workers' hosts. A replacement for a
-        host then needs the same directory."""
+        """True if the run's directory on the workers' hosts has state of the run. If True, a host
+        that replaces a worker host needs the same directory."""
         stages = self.job.parallelism
         served = {placement.stage for placement in stages.placements if placement.servers}
         return stages.used and served != set(range(stages.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
-        """Return the store directories that workers on a host of the plan open themselves."""
+        """Return the directories of the stores that the workers of a host open, without servers."""
         job = self.job
         if not job.parallelism.used:
             return [] if job.servers.addresses else job.store.files
@@ -150,7 +154,7 @@ class ResolvedRun:
         return (*switches, *servers, *reducers)
 
     def reducer(self, host: str) -> Process:
-        """Return the reducer process for a host, even if the plan has no reducer there."""
+        """Return the reducer process for a host, even if the plan has no reducer on the host."""
         found = self.host(host)
         return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
@@ -186,14 +190,16 @@ class ResolvedRun:
         """Return the workers of an attempt.
 
         Args:
-            hosts: Hosts to run on, in rank order; may be fewer than the plan's or include spares.
-            attempt: Number of this start of the workers.
-            reducers: Hosts whose reducers are used. None: the plan's.
-            committed: A step that is known to be committed; -1: none.
-            begins_anew: Whether `run.new_store` of the job still applies: no step was committed.
+            hosts: The hosts to run on, in rank order. Hosts of the plan may be missing, and spare
+                hosts may be included.
+            attempt: The number of this start of the workers.
+            reducers: The hosts whose reducers are used. If None, the plan's reducers are used.
+            committed: A step that is known to be committed, or -1.
+            begins_anew: True if no step was committed, so that the job's `run.new_store` applies.
 
         Raises:
-            ConfigError: The batch or the stages do not divide among these workers.
+            ConfigError: Workers cannot run on these hosts, for example because the batch cannot be
+                divided among them.
         """
         if why := self.can_run_on(hosts):
             raise ConfigError(why, hint="wait until the plan's hosts are up")
@@ -207,7 +213,7 @@ class ResolvedRun:
             "TORCHELASTIC_RUN_ID": f"{self.name}:{self.start}" if self.start else self.name,
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
-        if self.start:  # only under a supervisor, not in files for Slurm and Kubernetes
+        if self.start:  # set only by a supervisor, not for the files for Slurm and Kubernetes
             about[LAUNCHED_AS] = self.name
         places = [(i, local) for i, count in enumerate(each) for local in range(count)]
         meets = self.job.parallelism.used  # workers without stages meet at their servers
@@ -252,7 +258,8 @@ class ResolvedRun:
         return tuple(files)
 
     def hosts_of_stages(self, hosts: Sequence[str]) -> list[str]:
-        """Return the first host of each stage, for workers on these hosts. Raises ConfigError."""
+        """Return the first host of each stage if workers run on these hosts. Raises ConfigError if
+        they cannot."""
         if not hosts or not self.job.parallelism.used:
             return [*hosts[:1]]
         there = self.workers_on(hosts)
@@ -264,7 +271,8 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Return why workers cannot run on these hosts, in one sentence; "" if they can."""
+        """Return the reason why workers cannot run on these hosts, in one sentence, or "" if they
+        can."""
         try:
             self._job_on(hosts)
         except ConfigError as error:
@@ -272,10 +280,11 @@ class ResolvedRun:
         planned = self.worker_hosts
         lost = [name for name in planned if name not in hosts]
         why = self._state_of_workers(lost) if lost else ""
-        return f"{why}, and {', '.join(lost)} had part of it" if why else ""
+        return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
-        """Describe the state that is lost with these hosts; "" if none is."""
+        """Describe the state of the run that is lost with these hosts. Return "" if no state is
+        lost."""
         job = self.job
         serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
@@ -291,18 +300,19 @@ class ResolvedRun:
         return f"the run's snapshots are in {self.directory} on each worker's host"
 
     def _job_on(self, hosts: Sequence[str]) -> Job:
-        """Adapt the job to these hosts. Raises ConfigError."""
+        """Return the job adapted to workers on these hosts. Raises ConfigError if it cannot run on
+        them."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
-            raise ConfigError(f"0 workers can run on {', '.join(idle)}, at least 1 is needed")
+            raise ConfigError(f"0 workers can run on {', '.join(idle)}, but at least 1 is needed")
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
     def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
-        """Return True if the plan's predictions apply: each of its hosts, or a replacement in its
-        place, runs the planned number of workers."""
+        """Return True if the plan's predictions apply to these hosts. They apply if each host of
+        the plan, or a host that replaces it, runs the planned number of workers."""
         planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
         others = {host.name for host in there} - {host.name for host in planned}
         return len(there) == len(planned) and all(
@@ -311,8 +321,9 @@ class ResolvedRun:
         )
 
     def workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
-        """Return the number of workers for each host. A spare host in the place of a planned one
-        runs no more workers than that one. Raises ConfigError for an unknown host."""
+        """Return the number of workers for each host. A spare host that replaces a host of the plan
+        runs at most as many workers as the replaced host. Raises ConfigError if a host is
+        unknown."""
         places = [self.host(name).workers for name in self.worker_hosts]
         most = places if len(places) == len(hosts) else [self.worker_count] * len(hosts)
         spares = {spare.name for spare in self.machines.spares}
@@ -327,12 +338,13 @@ class ResolvedRun:
         return self._path(REDUCERS)
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
-        """Return the content of reducers.txt, which running workers re-read."""
+        """Return the content of reducers.txt, which workers read again while they run."""
         ports = {name: self.host(name).reducer or PORT for name in hosts}
         return "".join(f"{self._reached(name, port)}\n" for name, port in ports.items())
 
     def address(self, host: str) -> str:
-        """Return the address by which other hosts reach a host. Raises ConfigError."""
+        """Return the address by which other hosts reach a host. Raises ConfigError if the host is
+        unknown."""
         return self.addresses.get(host) or self.host(host).address
 
     def _reached(self, host: str, port: int) -> str:
@@ -345,8 +357,18 @@ class ResolvedRun:
 def resolve(
     plan_file: PlanFile, job: Job, *, name: str, addresses: Mapping[str, str], token: str
 ) -> ResolvedRun:
-    """Combine a plan and a job. Raises ConfigError if the plan has no machines, is for another
-    model, lacks services of its placement, or has degrees other than the job's [parallelism]."""
+    """Combine a plan and a job into a run.
+
+    Args:
+        plan_file: The plan.
+        job: The user's job.
+        name: The name of the run.
+        addresses: The addresses of hosts, which have precedence over those in the plan.
+        token: The secret shared by the run's processes.
+
+    Raises ConfigError if the plan has no machines, is for another model, lacks services of its
+    placement, or contradicts the job.
+    """
     machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:
@@ -376,21 +398,22 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
         if mine and mine not in (planned := keys.get(key), default.get(key)):
             raise ConfigError(
                 f"{key} is {mine} in the job, but {planned or 'unset'} in the plan",
-                hint="leave it out of the job, or plan again for this job",
+                hint=f"leave {key} out of the job, or plan again for this job",
             )
     if why := contradicted(plan, job):
         raise ConfigError(why, hint="plan again for this job, or leave the key out of the job")
 
 
 def _text_of(job: Job) -> str:
-    """Return the job.toml for the hosts. Without data.paths in the job each host uses the default
-    text of its own installation; workers check that they have the same text when they meet."""
+    """Return the text of job.toml for the hosts. If the job does not set data.paths, each host uses
+    the default text of its own installation; the workers check when they meet that these texts are
+    the same."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
 
 def absolute_job(job: Job) -> Job:
-    """Make all paths of a job absolute, relative to the current working directory."""
+    """Return a job with absolute paths. Relative paths are relative to the current directory."""
     directory = os.path.abspath(job.run.dir)
     inside = [moved(path, job.run.dir, directory) for path in job.store.files]
     words: dict[str, Any] = {
@@ -407,7 +430,8 @@ def absolute_job(job: Job) -> Job:
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Return the files and folders that workers read besides their text, by their job keys."""
+    """Return the files and folders, other than the text, that workers read. The keys of the result
+    are the keys of the job that name the files."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
@@ -430,9 +454,9 @@ def _absolute_placement(placement: StagePlacement, run: str, directory: str) -> 
 
 def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
     """Raise ConfigError if the machines lack servers, reducers or switches that the placement
-    needs, or have some that it does not use."""
+    needs, or have servers, reducers or switches that the placement does not use."""
     name, hosts = plan.placement.name, machines.hosts
-    # Servers of stages are assigned in the job and not counted here.
+    # If the job assigns servers to stages, they are not counted.
     of_stages = any(placement.servers for placement in job.parallelism.placements)
     servers = 0 if of_stages else sum(len(host.servers) for host in hosts)
     reducers = sum(host.reducer > 0 for host in hosts)
@@ -445,7 +469,7 @@ def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
         if used != (count > 0):
             need = "at least 1" if used else "none"
             raise ConfigError(
-                f"the plan's machines have {count} {kind}, placement {name} uses {need}",
+                f"the plan's machines have {count} {kind}, but placement {name} needs {need}",
                 hint=f"correct the {kind} in machines.hosts, or plan again",
             )
 
@@ -456,6 +480,6 @@ def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
     ranks, workers = plan.parallelism.devices, sum(host.workers for host in machines.hosts)
     if ranks != workers:
         raise ConfigError(
-            f"the plan has {ranks} ranks ({plan.parallelism}), its machines have {workers} workers"
+            f"the plan has {ranks} ranks ({plan.parallelism}), but {workers} workers on its hosts"
         )
     check_model(PlannedModel(0, 0, sum(plan.parallelism.stages)), job)

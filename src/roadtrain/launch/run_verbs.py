@@ -1,5 +1,5 @@
 """Options of `roadtrain launch` that act on an existing run: --stop, --resume, --logs, --leaves and
---comes. --replan is in replan.py."""
+--comes. Does NOT have --replan (replan.py)."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ def stop_run(name: str) -> int:
         print(f"run {name} is not running: {home.state().phase}")
         return 0
     tail = LogTail(home, log_size(home))
-    # A run paused for --replan may resume between these checks, so try until one succeeds.
+    # A run paused for --replan may be resumed between these checks, so repeat them until the run is
+    # asked to stop, stays stopped, or has ended.
     while not ask_to_stop(home) and not stay_stopped(home) and is_alive(home):
         time.sleep(POLL_S)
     record = home.record()
 
     def has_ended() -> bool:
-        # Checked before reading the last lines. A later start of the run is not waited for.
+        # Must precede the read of the last lines. A later start of the run is not waited for.
         alive = is_alive(home) and home.record().launched == record.launched
         for line in tail.lines():
             print(line)
         return not alive
 
     if not wait_until(has_ended, STOPS_S):
-        raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being stopped")
+        raise LaunchError(f"run {name} was told to stop, but has not ended within {STOPS_S:.0f} s")
     report_end(home, record)
     return 0
 
 
 def stay_stopped(home: RunHome) -> bool:
     """If the run is paused for --replan (paused_run.py), keep it from being resumed and return
-    True. Raises LaunchError if it is being started right now."""
+    True, else return False. Raises LaunchError if another command is starting the run."""
     with home.starting():
         state = home.state()
         if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
@@ -70,8 +71,16 @@ def resume_run(
     *,
     paused: bool = False,
 ) -> int:
-    """Resume a run that has ended. paused: it was stopped for --replan, and is not resumed if a
-    user has asked for its end since."""
+    """Resume a run that has ended, and follow it. Return the exit code of the command.
+
+    Args:
+        name: The name of the run.
+        if_launcher_dies: "keep" or "stop", as in `launch`.
+        detach: If True, do not follow the run.
+        ray_address: The HOST:PORT of the Ray cluster's head. If "", it is not changed.
+        paused: True if the run was stopped for --replan. If the user has asked for the run's end
+            since then, the run is not resumed.
+    """
     home = existing_run(name)
     with home.starting():
         if paused and home.state().why == USER_ASKED:
@@ -82,8 +91,8 @@ def resume_run(
 
 
 def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecord:
-    """Write the files for another start of a run. ray_address: of the cluster's head; "": as
-    before. Raises ConfigError if the run is still running."""
+    """Write the files for another start of a run, and return its record. The arguments are those of
+    `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
         raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")
@@ -95,8 +104,8 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
         ray_address=ray_address or record.ray_address,
     )
     state = home.state(print)
-    home.measured_path.unlink(missing_ok=True)  # may be of another plan
-    # Once a step was seen, the step must be at least 0, so `run.new_store` no longer applies.
+    home.measured_path.unlink(missing_ok=True)  # its times may be those of another plan
+    # If a step was seen, the step must be at least 0, so that `run.new_store` does not apply.
     step = max(0, state.step) if StartPhase.STEPPED in state.stamps else state.step
     stamps: dict[str, float] = {StartPhase.LAUNCHED: record.launched}
     home.write_state(RunState(attempt=state.attempt, step=step, stamps=stamps))
@@ -112,7 +121,8 @@ def show_logs(name: str) -> int:
 
 
 def tell_host(verb: str, run_and_host: str, *words: str) -> int:
-    """Announce to a run's engine that a host leaves or comes, and print the reply."""
+    """Announce to a run's engine that a host leaves or comes, and print the engine's reply. Return
+    the exit code of the command."""
     name, _, host = run_and_host.partition(":")
     if not host:
         raise ConfigError(f"--{verb} {run_and_host} names no host", hint=f"--{verb} NAME:HOST")

@@ -1,6 +1,7 @@
-"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. It waits until
-the supervisor is gone. If the run had not ended, the standby becomes its supervisor: the processes
-of the old one have ended with it, so the standby starts them all from the committed step.
+"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. The standby
+waits until the supervisor is gone. If the run has not ended by then, the standby becomes the
+supervisor. All processes of the run have ended with the old supervisor, so the standby starts them
+again from the committed step.
 
 Does NOT import torch.
 """
@@ -16,8 +17,8 @@ from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.supervise import supervise_locked
 from roadtrain.launch.supervisor import FAILED
 
-TRIES = 6  # retries, as killed processes may keep ports and stores in use for a moment
-AGAIN_S = 1.0  # between retries
+TRIES = 6  # number of tries, as killed processes may keep ports and stores in use for a moment
+AGAIN_S = 1.0  # pause between tries
 
 
 def stand_by(home: RunHome) -> int:
@@ -27,7 +28,7 @@ def stand_by(home: RunHome) -> int:
         if state.phase == "ended":
             return state.code
         with RunLogs(home) as logs:
-            logs.notify("the supervisor was killed, its standby goes on from the committed step")
+            logs.notify("the supervisor was killed; the standby goes on from the committed step")
         return _take_over(home)
 
 
@@ -37,7 +38,7 @@ def _take_over(home: RunHome) -> int:
         if home.state().phase == "ended":
             return code
         time.sleep(AGAIN_S)
-    why = f"its supervisor was killed, and {TRIES} attempts to go on failed"
+    why = f"the supervisor was killed, and {TRIES} attempts to go on failed"
     home.write_ended(FAILED, why)
     return FAILED
 

@@ -1,5 +1,5 @@
-"""StartedProcess: a process of a run in its agent: its pipes, its last error line, its end. Does
-NOT wait for anything (agent.py)."""
+"""StartedProcess: a process of a run, as the agent that started it sees it: pipes, last error line,
+end. Does NOT wait for anything (agent.py)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from roadtrain.launch.agent_messages import LineSplitter
 from roadtrain.launch.descendants import MARK, dies_with_parent, kill_marked
 from roadtrain.units import KIB, MIB
 
-LINE_LIMIT = 8 * KIB  # bytes kept of a line of output
+LINE_LIMIT = 8 * KIB  # largest number of bytes that are kept of a line of output
 READ = 64 * KIB  # bytes per read
-LAST_READ = 4 * MIB  # most bytes read per pipe after the process has ended
-OURS = "roadtrain: "  # prefix of the command line's own error messages
+LAST_READ = 4 * MIB  # bytes per pipe after which reading stops when the process has ended
+OURS = "roadtrain: "  # prefix of the error messages of roadtrain's command line
 
 
 class StartedProcess:
-    """A child process. `on_line` gets each line of its output. Invariant: the buffered output is
-    bounded.
+    """A child process. Invariant: the buffered output is bounded.
 
-    Raises OSError if it cannot be started.
+    Args:
+        words: The arguments of the Python interpreter.
+        mark: The mark of the process and its descendants (descendants.py).
+        on_line: Function that gets each line of the output.
+        directory: The working directory.
+        environment: Extra environment variables.
+
+    Raises OSError if the process cannot be started.
     """
 
     def __init__(
@@ -57,13 +63,14 @@ class StartedProcess:
         self._on_line = on_line
         self._last_error = self._last_own_error = ""
         self.kill_at: float | None = None
-        """Monotonic time at which it will be killed, once it was asked to end."""
+        """Monotonic time at which the process is killed, or None if it was not asked to end."""
         self.give_up_at: float | None = None
-        """Monotonic time at which waiting for its end stops, once it was killed."""
+        """Monotonic time at which waiting for the process stops, or None if it was not killed."""
 
     @property
     def last_line(self) -> str:
-        """The last roadtrain error message on its stderr or, without one, the last line there."""
+        """The last error message of roadtrain on stderr or, if there is none, the last line on
+        stderr."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:
@@ -71,14 +78,14 @@ class StartedProcess:
             os.kill(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """Kill it, its process group and its descendants."""
+        """Kill the process, its process group and its descendants."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         kill_marked(self.mark)
 
     def read(self, pipe: int) -> int:
-        """Pass on the lines in a pipe. Return the number of bytes read, 0 at the end of the stream,
-        -1 if there was nothing to read."""
+        """Pass the lines in a pipe to `on_line`. Return the number of bytes read, 0 at the end of
+        the stream, or -1 if there was nothing to read."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -88,8 +95,9 @@ class StartedProcess:
         return len(data)
 
     def finish(self, code: int) -> None:
-        """Pass on the rest of its output and close its pipes, after it has ended."""
-        self._popen.returncode = code  # keeps Popen from waiting for it
+        """Pass the rest of the output to `on_line`, and close the pipes. To be called after the
+        process has ended with this exit code."""
+        self._popen.returncode = code  # keeps Popen from waiting for the process
         for pipe in self.pipes:
             nbytes = 0
             while nbytes < LAST_READ and (n := self.read(pipe)) > 0:

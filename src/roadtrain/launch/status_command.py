@@ -1,5 +1,5 @@
-"""`roadtrain status`: show the processes and the progress of a launched run; other targets are
-handled by training/status.py. Does NOT import torch."""
+"""`roadtrain status`: show the processes and the progress of a launched run. Passes other targets
+to training/status.py. Does NOT import torch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def command(
     report: Callable[[str], None] = print,
 ) -> int:
     """Show a run's step, loss, rates, bytes written so far and the remaining life of the SSD. For a
-    run with servers, also show each server and what it is waiting for. For a launched run, also
-    show each process; the exit code is 1 if any process is down.
+    run with servers, also show each server and what the server is waiting for. For a launched run,
+    also show each process. The exit code is 1 if a process of a launched run is down.
 
     `run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
-    Raises ConfigError if it is none of them.
+    Raises ConfigError if `run` is none of these.
 
     Args:
         endurance_tbw: rated endurance of the SSD, terabytes written (assumed: 600)
@@ -54,6 +54,7 @@ def command(
 
 
 def launched(name: str) -> RunHome | None:
+    """Return the home of the launched run of this name, or None if there is none."""
     try:
         home = RunHome.of(name)
     except ConfigError:
@@ -65,7 +66,7 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
     record = home.record()
     if not home.is_supervised():
         if is_alive(home):
-            report(f"run {home.name} on {record.engine}: its supervisor is being restarted")
+            report(f"run {home.name} on {record.engine}: the supervisor is being restarted")
             return 1
         return _without_supervisor(home, record, report)
     try:
@@ -87,16 +88,17 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
 
 
 def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[str], None]) -> int:
-    """Show a run that has ended or whose supervisor was killed. Return the exit code."""
+    """Show a run that has ended or whose supervisor was killed. Return the exit code of the
+    command."""
     state = home.state(report)
     if state.phase != "ended":
         report(
-            f"run {home.name} on {record.engine}: its supervisor was killed, no process is running;"
-            f" `roadtrain launch --resume {home.name}` resumes it"
+            f"run {home.name} on {record.engine}: the supervisor was killed, no process is running;"
+            f" `roadtrain launch --resume {home.name}` resumes the run"
         )
         return 1
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
-    if not ENGINES[record.engine].supervise:  # its run directory is on this host
+    if not ENGINES[record.engine].supervise:  # the run's directory is on this host
         job = load_job(home.job_path)
         directory = Path(record.directory, job.run.dir)
         if (directory / "job.toml").is_file():
@@ -105,7 +107,7 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
 
 
 def rows(processes: Sequence[ProcessRow]) -> list[tuple[str, ...]]:
-    """Return the process table: a header and a row per process."""
+    """Return a table of the processes, with a header and a row per process."""
     now = time.time()
     return [
         ("process", "host", "state", "restarts", "since"),

@@ -1,13 +1,13 @@
-"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run: creates the engine,
-checks the hosts, and runs until the run has ended.
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. It creates the
+engine, checks the hosts, and runs until the run has ended.
 
-    supervisor   holds the run's lock and restarts its standby when that ends
+    supervisor   holds the run's lock, and restarts the standby if the standby ends
     standby      the process of standby_main.py: waits for the lock, which the kernel grants when
                  the supervisor is gone, and takes over the run
 
-The processes of a supervisor end with it. A supervisor that exits normally ends its standby before
-it releases the lock. On Ray there is no standby, because Ray itself restarts supervisors. Does NOT
-import torch.
+When a supervisor ends, the processes of its run end too. A supervisor that exits normally ends its
+standby before it releases the lock. On Ray there is no standby, because Ray itself restarts
+supervisors. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def supervise(home: RunHome) -> int:
 
 
 def supervise_locked(home: RunHome) -> int:
-    """Do the work of `supervise`, in a process that holds the run's lock."""
+    """Supervise a run to its end and return its exit code. The process must hold the run's lock."""
     with RunLogs(home) as logs:
         for number in SIGNALS:
             signal.signal(number, not_started)
@@ -56,7 +56,7 @@ def supervise_locked(home: RunHome) -> int:
             os.chdir(record.directory)
             run, engine = prepare(home, record, logs)
         except (RoadtrainError, OSError) as error:
-            if had_begun(home):  # the standby, or Ray, retries
+            if had_begun(home):  # the standby or Ray tries again
                 logs.notify(f"the supervisor cannot resume the run: {error}")
                 return FAILED
             logs.notify("nothing was started")
@@ -81,8 +81,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start had passed the checks. A failure is then
-    not a refusal of the launch, and services may still be running."""
+    """Return True if an earlier supervisor of this start has passed the checks. If True, an error
+    does not mean that the launch is refused, and services may still be running."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -90,7 +90,7 @@ def had_begun(home: RunHome) -> bool:
 
 
 def not_started(number: int, _: object) -> None:
-    """Handle a signal that arrives while hosts are checked."""
+    """Handle a signal that arrives before the checks have ended, by raising LaunchError."""
     raise LaunchError(f"signal {number} arrived before any process was started")
 
 
@@ -98,19 +98,19 @@ def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
     """Record that the launch was refused."""
     try:
         home.write_ended(REFUSED, why)
-    except (LaunchError, StoreError) as error:  # then only the log has the reason
-        logs.notify(f"{why}; also, state.json could not be written: {error}")
+    except (LaunchError, StoreError) as error:  # only the log has the reason
+        logs.notify(f"{why}; in addition, state.json could not be written: {error}")
 
 
 def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
-    """Create the engine, check its hosts and write the run's state. Raises RoadtrainError if
-    anything is wrong; nothing is left running then."""
+    """Create the engine, check its hosts and write the run's state. Raises RoadtrainError if there
+    is a problem; the engine is closed before."""
     plan_file = load_plan_file(home.plan_path)
     job = load_job(home.job_path)
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
     with undone_on_error(engine.close):
         addresses = {seen.name: seen.address for seen in engine.hosts()}
-        if engine.resumed:  # a host may be down for now
+        if engine.resumed:  # a host may be down at the moment, so keep its earlier address
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
@@ -138,7 +138,8 @@ def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[Resolve
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """Call `write`. A full disk refuses a new launch, but does not stop a run that had begun."""
+    """Call `write`, and log a full disk instead of raising FullError if `goes_on` is True. So a
+    full disk refuses a new launch, but does not end a run that has begun."""
     try:
         write()
     except FullError as error:
@@ -148,15 +149,16 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
 
 
 class Standby:
-    """The standby process. `notify` logs a line for the user."""
+    """The standby process of a supervisor. `notify`: Function that logs a line for the user."""
 
     def __init__(self, home: RunHome, notify: Callable[[str], None]) -> None:
         self._home, self._notify = home, notify
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at = 0.0  # monotonic time of the next start at the earliest
+        self._start_at = 0.0  # earliest monotonic time of the next start
 
     def keep(self, now: float) -> None:
-        """Start or restart the standby if it is not running. Failures do not end the run."""
+        """Start the standby if it is not running. If it cannot be started, log the reason and try
+        again in a later call."""
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S
@@ -166,7 +168,7 @@ class Standby:
                 words, stdin=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
-            self._notify(f"the standby could not be started, which is retried: {error}")
+            self._notify(f"the standby could not be started, another try follows: {error}")
 
     def close(self) -> None:
         if self._process is not None:

@@ -1,9 +1,10 @@
-"""Supervisor: the main loop of a launched run. It feeds the engine's events to the state machine
-(launch/protocol/run_state.py), has the engine carry out the resulting actions, serves requests from
-the control socket, and writes logs and state to the run's home.
+"""Supervisor: the main loop of a launched run. It passes the engine's events to the state machine
+(launch/protocol/run_state.py), makes the engine carry out the resulting actions, serves requests
+from the control socket, and writes logs and state to the run's home.
 
-One thread. The committed step is read from worker 0's host only when a process has ended and for
-`roadtrain status`. Does NOT decide about restarts, and does NOT import torch.
+One thread. The committed step is read from worker 0's host only when a process has ended, when
+workers restart, and for `roadtrain status`. Does NOT decide about restarts, and does NOT import
+torch.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.storage.direct import replace_file
 
-TURN_S = 0.2  # between polls of the control socket
-HELLO_S = 60.0  # timeout for the hello of a launcher with which the run ends
-WRITE_AGAIN_S = 10.0  # between attempts to write state.json after a failure
-STEP = "step "  # prefix of worker 0's line for a step
-GRACE_STEPS = 4  # predicted steps for which workers that must end are given time
-END_TRIES = 6  # attempts to write the final state.json, as the disk may be full
-REFUSED, FAILED = 2, 1  # exit codes for workers whose start was refused, or failed, here
+TURN_S = 0.2  # interval of the polls of the control socket
+HELLO_S = 60.0  # timeout for the launcher's hello, if the run ends with its launcher
+WRITE_AGAIN_S = 10.0  # pause between tries to write state.json after a failure
+STEP = "step "  # prefix of the line that worker 0 prints for a step
+GRACE_STEPS = 4  # workers that must end get at least the predicted time of this many steps
+END_TRIES = 6  # number of tries to write the final state.json, as the disk may be full
+REFUSED, FAILED = 2, 1  # exit codes of workers that cannot start: a user's mistake, another error
 STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 PUT_FILE = ("-m", "roadtrain.launch.put_file")
@@ -49,8 +50,14 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """Collect the facts on a run for the state machine. committed: the last committed step, -1 if
-    unknown."""
+    """Return the facts on a run that the state machine needs.
+
+    Args:
+        run: The run.
+        first_attempt: The number of the first attempt of this start of the run.
+        committed: The last committed step, or -1 if it is unknown.
+        can_run_on: Function that returns the reason why workers cannot run on given hosts, or "".
+    """
     machines, replicated = run.machines, run.job.servers.replicas > 1
     grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
     return m.RunFacts(
@@ -78,10 +85,14 @@ class Supervisor:
     """The supervisor of one start of a run.
 
     Args:
-        home: Must have a state.json; its attempt and step are continued.
-        ends_with_launcher: Whether the run ends when its launcher does ("hello" in
+        run: The run.
+        engine: The engine that runs the processes.
+        home: The home of the run. It must have a state.json, with the attempt and the step from
+            which the supervisor continues.
+        logs: The open logs of the run.
+        ends_with_launcher: If True, the run ends when its launcher ends ("hello" in
             control_socket.py).
-        each_turn: Called several times a second with the monotonic time.
+        each_turn: Function that is called several times a second with the monotonic time.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class Supervisor:
     ) -> None:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
-        # With `run.new_store`, committed steps belong to an older run until this one has a step.
+        # With `run.new_store`, the committed step is of an older run until this run has a step.
         seen = before.step >= 0 or StartPhase.STEPPED in before.stamps
         self._begins_anew = run.job.run.new_store and not seen
         self._step = before.step  # the last step known to be committed
@@ -104,24 +115,24 @@ class Supervisor:
             facts_of(run, before.attempt + 1, self._step, lambda hosts: self._run.can_run_on(hosts))
         )
         self._stamps = dict(before.stamps)
-        self._workers = WorkerSet(before.attempt, ())  # of the last attempt
+        self._workers = WorkerSet(before.attempt, ())  # workers of the last attempt
         self._line_at = 0.0  # wall-clock time of worker 0's latest line, before its first step
-        self._failed: deque[m.RunEvent] = deque()  # events for actions that failed
+        self._failed: deque[m.RunEvent] = deque()  # events that report failed actions
         self._ended: m.EndRun | None = None
-        self._written: RunState | None = None
-        self._write_at = 0.0  # monotonic time of the next attempt after a failed write; 0: none
+        self._written: RunState | None = None  # the state in state.json
+        self._write_at = 0.0  # monotonic time of the next try after a failed write, else 0
         self._ends_with_launcher = ends_with_launcher
         self._each_turn = each_turn
         self._began = time.monotonic()
-        # The reason of the stop request, which an earlier supervisor may have received; "": none.
+        # The reason of a stop request, or "". An earlier supervisor may have received the request.
         self._stops = before.stops
-        self._stop_asked = before.stops  # the same, until it is passed to the state machine
-        self._measures = before.stops == PLANNED_ANEW  # measure links once the run has stopped
-        self._user_stops = ""  # the user's reason, if a user asked for the end
+        self._stop_asked = before.stops  # reason of a request that the state machine has not got
+        self._measures = before.stops == PLANNED_ANEW  # measure links after the run has stopped
+        self._user_stops = ""  # the user's reason, if a user has asked for the end
 
     def run(self) -> int:
-        """Run until the run has ended and return its exit code. All processes of the engine are
-        ended in any case."""
+        """Supervise the run until its end, and return the run's exit code. End all processes of the
+        engine, also after an error."""
         try:
             with ControlSocket(self._home) as control:
                 self._ask_step(self._run.worker_hosts)
@@ -134,7 +145,7 @@ class Supervisor:
             if self._measures:
                 self._measure()
         except BaseException as error:
-            self._logs.notify(f"the supervisor failed, all its processes are ended: {error!r}")
+            self._logs.notify(f"the supervisor failed and ends all processes: {error!r}")
             self._ended = m.EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
@@ -146,7 +157,7 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Write the final state.json, without which the supervisor would seem to be killed."""
+        """Write the final state.json. Without it, the supervisor would seem to have been killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return
@@ -163,7 +174,7 @@ class Supervisor:
             self._answer(request)
         now = time.monotonic()
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
-            self._stop_asked = f"its launcher did not connect within {HELLO_S:.0f} s"
+            self._stop_asked = f"the launcher did not connect within {HELLO_S:.0f} s"
         self._feed_stop()
         self._feed(m.TimePassed())
         if self._each_turn is not None:
@@ -190,7 +201,8 @@ class Supervisor:
         self._feed(event)
 
     def _add_host(self, event: m.HostJoined) -> m.HostJoined:
-        """Add a host to the run. A spare host that cannot run workers is added with none."""
+        """Add a host to the run, and return the event for the state machine. If the host is a spare
+        host that cannot run workers, the event gives it 0 workers."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(host.name == event.host for host in self._run.machines.spares)
@@ -217,7 +229,8 @@ class Supervisor:
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
-        """Read the committed step from worker 0's host: a new step resets the count of failures."""
+        """Read the committed step from worker 0's host. A new committed step resets the counts of
+        failures."""
         if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
         request = {"directory": self._run.directory}
@@ -285,7 +298,8 @@ class Supervisor:
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
-        """Write reducers.txt on all hosts with workers. The engine reports unreachable hosts."""
+        """Write reducers.txt on all hosts with workers. If a host cannot be reached, only log it,
+        as the engine reports the loss of the host."""
         file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
@@ -313,15 +327,17 @@ class Supervisor:
                 self._stop_asked, self._measures = PLANNED_ANEW, True
                 return {}
             case "gone":
-                self._stop_asked = "its launcher ended"
+                self._stop_asked = "the launcher ended"
                 return {}
             case "tell":
                 return {"said": self._engine.run_verb(request.words)}
-        raise LaunchError(f"no verb {request.verb!r}", hint="status, stop, measure, tell or hello")
+        raise LaunchError(
+            f"unknown verb {request.verb!r}", hint="use status, stop, measure or tell"
+        )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the state, the run's status from worker 0's host, and a table for each stage from
-        the stage's first host."""
+        """Return the state and the run's status. The status is read from worker 0's host, and the
+        table of a stage from the first host of the stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -340,8 +356,9 @@ class Supervisor:
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
     def _measure(self) -> None:
-        """Measure the links, once all processes have ended and while the engine still has its
-        hosts. Failures are only logged: the replan command then resumes with the old plan."""
+        """Measure the links after all processes have ended, while the engine still has its hosts.
+        Only log a failure; the replan command resumes the run with the old plan if there are no
+        measurements."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
@@ -382,8 +399,9 @@ class Supervisor:
         )
 
     def _write_state(self, now: bool = False) -> bool:
-        """Write state.json if the state has changed. Return True if the file is up to date. A
-        failed write is retried later, as a full disk must not end a run."""
+        """Write state.json if the state has changed. Return True if the file is up to date. If the
+        write fails, a later call tries again, as a full disk must not end a run. If `now` is True,
+        try even if the last failure is recent."""
         state = self._state()
         if state == self._written:
             return True
@@ -395,7 +413,7 @@ class Supervisor:
             if not self._write_at:
                 why = str(error).partition("\n")[0]
                 self._logs.notify(
-                    f"the run goes on, but state.json cannot be written, which is retried: {why}"
+                    f"the run goes on, but writing state.json failed and is retried: {why}"
                 )
             self._write_at = time.monotonic() + WRITE_AGAIN_S
             return False

@@ -1,7 +1,7 @@
 """Start a run's supervisor process, connect to it, and ask it to stop.
 
-Usually the supervisor is a process of this host in a session of its own, which outlives the
-command. An engine with `EngineKind.supervise` starts it elsewhere.
+The supervisor is a process of this host in a session of its own, which outlives the command. An
+engine with `EngineKind.supervise` starts its supervisor itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from roadtrain.launch.waiting import POLL_S, wait_until
 from roadtrain.retry import undone_on_error
 
 USER_ASKED = "the user asked for it"  # `RunState.why` of a run that the user stopped
-REFUSED = 2  # the exit code of a run that was refused before any of its processes started
+REFUSED = 2  # exit code of a run that was refused before any of its processes started
 STARTS_S = 30.0  # timeout for the supervisor process to take the run's lock
-CHECKS_S = 600.0  # timeout for a supervisor to check its hosts and listen
+CHECKS_S = 600.0  # timeout for a supervisor to check its hosts and to listen for requests
 
 
 def start(home: RunHome, record: LaunchRecord) -> None:
-    """Start the supervisor. If that fails, record the end of the run and raise RoadtrainError."""
+    """Start the supervisor of a run. If the supervisor cannot be started, record the end of the run
+    and raise RoadtrainError."""
     supervise = ENGINES[record.engine].supervise
     try:
         if supervise:
@@ -35,7 +36,7 @@ def start(home: RunHome, record: LaunchRecord) -> None:
             start_supervisor(home)
     except RoadtrainError as error:
         if not home.is_supervised() and home.state().phase == "starting":
-            home.write_ended(REFUSED, f"its supervisor could not be started: {error}")
+            home.write_ended(REFUSED, f"the supervisor could not be started: {error}")
         raise
 
 
@@ -51,19 +52,21 @@ def start_supervisor(home: RunHome) -> None:
             stderr=file,
             start_new_session=True,
         )
-    with undone_on_error(process.kill):  # also on Ctrl-C: the user must not get a run unawares
+    with undone_on_error(process.kill):  # after Ctrl-C, no run may go on in the background
         begun = wait_until(
             lambda: home.is_supervised() or process.poll() is not None, STARTS_S, 0.02
         )
         if not begun:
             raise LaunchError(f"the supervisor did not start within {STARTS_S:.0f} s: see {log}")
-        if process.returncode is not None and home.state().phase != "ended":  # else it refused
+        # A supervisor that has refused the run has ended too, but with phase "ended".
+        if process.returncode is not None and home.state().phase != "ended":
             raise LaunchError(f"the supervisor ended (code {process.returncode}): see {log}")
 
 
 @contextmanager
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
-    """Connect to a supervisor, waiting while it checks hosts. Yields None if it has ended."""
+    """Connect to a supervisor, and wait for it while it checks hosts. Yield the connection, or None
+    if the supervisor has ended. Raises LaunchError if it does not answer within CHECKS_S."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:

@@ -1,10 +1,10 @@
-"""Workers under torchrun, for `launch --write` (write_slurm.py, write_kubernetes.py), and other
-code shared by the two.
+"""Code shared by write_slurm.py and write_kubernetes.py, for `launch --write`: workers under
+torchrun, checks, and notes for the user.
 
 torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
-port, so ranks are those of the plan. It does not restart its workers: torchruns count restarts
-independently, so their restart counts would diverge. Instead, the script that starts the torchruns
-ends and restarts them all together. Does NOT write files.
+port, so that ranks are those of the plan. torchrun does not restart its workers, because the
+torchruns of different hosts count restarts independently. Slurm's script, or Kubernetes, restarts
+all torchruns of the run. Does NOT write files.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from roadtrain.launch.resolve import ResolvedRun
 
 TORCHRUN = ("-m", "torch.distributed.run")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-SHUTDOWN_S = 100  # after which torchrun kills its workers; must be less than the 120 s of notice
+SHUTDOWN_S = 100  # time after which torchrun kills its workers; must be less than NOTICE_S, 120 s
 
 
 def first_worker(run: ResolvedRun) -> Process:
-    """Return the worker of rank 0, whose arguments and files are the same for all workers; torchrun
-    sets their environment. Raises ConfigError if --write does not support the run."""
+    """Return the worker of rank 0. All workers have the same arguments and files, and torchrun sets
+    their environment. Raises ConfigError if --write does not support the run."""
     check_for_files(run)
     return run.workers(run.worker_hosts, 0).processes[0]
 
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-    """Return the interpreter's arguments up to those of the worker. start: id of this start of the
-    workers."""
+    """Return the arguments of the interpreter that come before those of the worker.
+
+    Args:
+        run: The run.
+        node_rank: The rank of the host among the hosts with workers.
+        workers: The number of workers of the host.
+        start: The id of this start of the workers.
+    """
     return (
         *TORCHRUN,
         f"--nnodes={len(run.worker_hosts)}",
@@ -63,16 +69,18 @@ def check_for_files(run: ResolvedRun) -> None:
 
 
 def with_device(run: ResolvedRun) -> ResolvedRun:
-    """Set run.device to `cuda` if the job leaves it open and all workers have accelerators, so that
-    workers that see none fail instead of computing on processors (Rule 6)."""
+    """Return the run with run.device set to `cuda` if the job does not set it and all workers have
+    accelerators. A worker that sees no accelerator then fails, and does not silently compute on
+    processors (Rule 6)."""
     if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
         return run
     return replace(run, job=run.job.changed({"run.device": "cuda"}))
 
 
 def gpus_of(run: ResolvedRun) -> dict[str, int]:
-    """Return the number of accelerators that each host needs, one per worker; hosts that need none
-    are omitted. Decided by the job's device or, if it is open, by the plan's cluster."""
+    """Return the number of accelerators that each host needs, which is one per worker. Hosts that
+    need no accelerators are omitted. The job's run.device decides whether workers need
+    accelerators; if the job does not set run.device, the plan's cluster decides."""
     workers = [run.host(name) for name in run.worker_hosts]
     if stated := run.job.run.device:
         return {host.name: host.workers for host in workers if stated.startswith("cuda")}
@@ -83,20 +91,20 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
 
 
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
-    """Raise ConfigError if a file in `out` that would be replaced was not written by us: neither of
-    its first two lines starts with `mark`."""
+    """Raise ConfigError if `out` has a file with one of these names that --write has not written.
+    One of the first two lines of a file of --write starts with `mark`."""
     for path in (out / name for name in names):
         if path.exists() and not any(
             line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
         ):
             raise ConfigError(
-                f"{path} would be replaced, but was not written by --write",
+                f"{path} exists and was not written by --write, so it is not replaced",
                 hint="choose another directory for --out",
             )
 
 
 def hosts_of(run: ResolvedRun) -> tuple[str, ...]:
-    """Return the plan's hosts with any process, in the plan's order."""
+    """Return the plan's hosts that run a process, in the plan's order."""
     used = {service.host for service in run.services()} | {*run.worker_hosts}
     return tuple(host.name for host in run.machines.hosts if host.name in used)
 
@@ -108,8 +116,8 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
 
 
 def notes_for_user(run: ResolvedRun) -> list[str]:
-    """Return notes on devices that are not requested, and on functions of a supervisor that a
-    written run does not have."""
+    """Return notes on devices that are not requested, and on features that need a supervisor, which
+    a run of --write does not have."""
     notes = []
     if run.plan_file.cluster is None and not run.job.run.device:
         notes.append(
@@ -117,4 +125,4 @@ def notes_for_user(run: ResolvedRun) -> list[str]:
         )
     if spares := [host.name for host in run.machines.spares]:
         notes.append(f"spare hosts are not used: {', '.join(spares)}")
-    return [*notes, "if a host is lost, the run waits until it is back"]
+    return [*notes, "if a host is lost, the run waits until the host is back"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-POLL_S = 0.2
+POLL_S = 0.2  # interval of polls
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, poll_s: float = POLL_S) -> bool:
-    """Poll until the condition is true. Return False on a timeout."""
+    """Poll until the condition is true, and return True. Return False if the condition is not true
+    within `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

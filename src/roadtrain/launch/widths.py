@@ -1,8 +1,9 @@
 """job_on(): adapt a job to another number of workers than planned.
 
-The number of micro-batches per step, over all workers, stays the same, and with it the losses:
-workers at servers accumulate over more or fewer passes, stages get more or fewer replicas.
-Arithmetic only. Does NOT know where state is kept, nor whether it fits into memory.
+All workers together still compute the same number of micro-batches per step, so that the losses
+stay the same. Workers at servers accumulate over more or fewer passes; stages get more or fewer
+replicas. Arithmetic only. Does NOT know where state is kept, and does NOT know whether the state
+fits into memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class WorkerHost(NamedTuple):
 
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
-    """Adapt a job for `planned` workers to the workers of `hosts`. Raises ConfigError if the
-    micro-batches or the stages do not divide among them."""
+    """Return a job for `planned` workers adapted to the workers of `hosts`. Raises ConfigError if
+    the micro-batches or the stages cannot be divided among the workers of `hosts`."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)
@@ -33,7 +34,7 @@ def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
         return job
     if any(switch.workers for switch in job.servers.switches):
         raise ConfigError(
-            f"the tree of {len(job.servers.switches)} switches is set up for {planned} workers,"
+            f"the tree of {len(job.servers.switches)} switches is set up for {planned} workers, but"
             f" there are {workers}"
         )
     total = job.optimizer.accumulate * planned

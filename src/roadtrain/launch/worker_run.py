@@ -1,5 +1,5 @@
-"""WorkerRun: the workers of a running attempt: those still running, and the first that failed. Does
-NOT end processes (agents.py)."""
+"""WorkerRun: a record of the workers of an attempt: which workers are still running, and which
+worker failed first. Does NOT end processes (agents.py)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ from dataclasses import dataclass, field
 
 from roadtrain.launch.protocol.run_events import WorkersEnded
 
-ALL_END_S = 600.0  # time between the first successful end and the last; covers their evaluations
+# Largest time between the first successful end of a worker and the last end. Must be longer than
+# the evaluation after the last step.
+ALL_END_S = 600.0
 
 
 @dataclass
 class WorkerRun:
+    """The workers of one attempt."""
+
     attempt: int
 
     hosts: dict[str, str]
-    """Worker -> host, of the workers that have not ended."""
+    """The host of each worker that has not ended, by the worker's name."""
 
+    # True if the workers were asked to end. If True and a worker fails, the other workers are not
+    # killed, so that they can finish their step.
     stopping: bool = False
-    """They were asked to end. A failure then does not kill the others: they finish their step."""
 
+    # Monotonic time at which all remaining workers are killed. None if no worker has ended
+    # successfully yet.
     late_at: float | None = None
-    """Monotonic time at which the rest is killed, once a worker has ended successfully."""
 
     _first: tuple[str, int, str] | None = None
-    """The first that failed: name, code, last line on stderr."""
+    """Name, exit code and last line on stderr of the first worker that failed."""
 
     _ended: list[str] = field(default_factory=list)
 
     def end(self, name: str, code: int, last_line: str, at: float) -> bool:
-        """Record the end of a worker. Return True if the others must be killed now."""
+        """Record the end of a worker. Return True if the remaining workers must be killed."""
         self.hosts.pop(name)
         self._ended.append(name)
         if code == 0:
@@ -41,8 +47,8 @@ class WorkerRun:
         return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
-        """Return the reason if the remaining workers must be killed now because they are too late,
-        else ""."""
+        """If the remaining workers must be killed because they have not ended in time, return the
+        reason, else ""."""
         if self.late_at is None or at < self.late_at or not self.hosts:
             return ""
         self.late_at = None
@@ -52,7 +58,7 @@ class WorkerRun:
         return why
 
     def ended(self) -> WorkersEnded | None:
-        """Return the result of the attempt; None while workers are running."""
+        """Return the result of the attempt, or None if workers are still running."""
         if self.hosts:
             return None
         name, code, last_line = self._first or (self._ended[-1], 0, "")

@@ -1,15 +1,15 @@
 """`roadtrain launch --write kubernetes`: write run.yaml, for `kubectl apply -f`, to run the plan.
 
-    Secret        the token
-    ConfigMap     job.toml, reducers.txt
-    Service       headless, over all pods; StatefulSets require one
-    StatefulSet   for each server, reducer and switch: restarts on its node, at most one instance
-    Job           for each host's workers: torchrun; its pod restarts until all workers are done
+    Secret        has the token
+    ConfigMap     has job.toml and reducers.txt
+    Service       is headless and covers all pods; StatefulSets require a Service
+    StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
+    Job           runs torchrun for the workers of one host; its pod restarts until all are done
 
-A pod runs on the node that the plan names and uses the node's network and shared memory, because
-the plan is made for the hosts' links, and its addresses, ports and directories are the hosts'. So
-every host name, path and port in the file comes from the plan or the job, and the cluster's DNS is
-not used. Such pods need a namespace that allows hostNetwork, hostIPC and hostPath.
+A pod runs on the node that the plan names and uses the node's network and shared memory. The plan
+is made for the links of the hosts, and has their addresses, ports and directories. So each host
+name, path and port in the file comes from the plan or the job, and the cluster's DNS is not used.
+Such pods need a namespace that allows hostNetwork, hostIPC and hostPath.
 
 There is one Job per host, because an indexed Job cannot assign its pods to nodes in order. Host
 names must be node names. Does NOT contact Kubernetes, and does NOT build an image.
@@ -48,9 +48,9 @@ from roadtrain.transport.address import write_token
 Tree = dict[str, Any]
 PYTHON = "python"  # the image's interpreter
 MARK = "# Written by `roadtrain launch --write kubernetes`"
-NOTICE_S = 120  # from SIGTERM to SIGKILL
-MOST_STARTS = 100  # starts of a host's workers before Kubernetes gives up
-LONGEST_NAME = 52  # of an object: Kubernetes appends up to 11 characters
+NOTICE_S = 120  # time between SIGTERM and SIGKILL
+MOST_STARTS = 100  # largest number of times that Kubernetes restarts the workers of a host
+LONGEST_NAME = 52  # largest length of an object's name, as Kubernetes appends up to 11 characters
 GLOB = re.compile(r"[*?\[]")
 
 
@@ -61,7 +61,7 @@ def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
     check_ours(out, ["run.yaml"], MARK)
     make_directory(out)
     with typed_errors(out / "run.yaml", "writing"):
-        write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
+        write_token(out / "run.yaml", as_yaml(objects).encode())  # run.yaml contains the token
     return [
         f"{len(hosts_of(run))} hosts; start the run with: kubectl apply -f {out / 'run.yaml'}",
         "servers keep running when the workers are done, until kubectl delete -f",
@@ -92,14 +92,15 @@ _BlockDumper.add_representer(str, _text)
 
 
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
-    """Return the objects of a run. Raises ConfigError if Kubernetes cannot run it."""
+    """Return the Kubernetes objects of a run. Raises ConfigError if Kubernetes cannot run the
+    plan."""
     return _RunObjects(with_device(run), image).all()
 
 
 def name_of(text: str) -> str:
-    """Derive a valid object name or label from `text`. Service names have the strictest rule (RFC
-    1035): they begin with a letter. A hash is appended if anything but spaces was changed, so that
-    different texts have different names."""
+    """Return a valid name or label of an object, derived from `text`. The name follows the rule for
+    Services, which is the strictest (RFC 1035): it begins with a letter. A hash is appended if more
+    than spaces had to be changed, so that different texts have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -214,8 +215,16 @@ class _RunObjects:
         made: Iterable[str],
         read: Iterable[str] = (),
     ) -> Tree:
-        """Return a pod template. made, read: directories of the node to mount at the same path, to
-        be created if missing (made) or required to exist (read)."""
+        """Return a pod template that mounts directories of the node at the same paths.
+
+        Args:
+            process: The name of the process, for the labels.
+            host: The node's name.
+            container: The container, without its mounts.
+            files: The files of the process.
+            made: Directories of the node that are created if they do not exist.
+            read: Directories of the node that must exist.
+        """
         made = [self.run.directory, *made]
         roots = _roots([*made, *read])
         on_node = {f"path-{number}": path for number, path in enumerate(roots)}
@@ -224,7 +233,8 @@ class _RunObjects:
         mounts.append({"name": "files", "mountPath": handed_out, "readOnly": True})
         volumes: list[Tree] = []
         for name, path in on_node.items():
-            # A missing directory is created if the run writes to it, else the pod does not start.
+            # Kubernetes creates a missing directory that the run writes to. If another directory is
+            # missing, the pod does not start.
             kind = "DirectoryOrCreate" if path in made else "Directory"
             volumes.append({"name": name, "hostPath": {"path": path, "type": kind}})
         volumes.append({"name": "files", "projected": {"sources": self._sources(files)}})
@@ -241,7 +251,8 @@ class _RunObjects:
         return {"metadata": {"labels": self._labels(process)}, "spec": spec}
 
     def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
-        """Return volume sources for the files of a process. Kubernetes updates them on a change."""
+        """Return volume sources for the files of a process. When an object changes, Kubernetes
+        updates the files in running pods."""
         sources: list[Tree] = []
         for kind, secret in (("secret", True), ("configMap", False)):
             names = [PurePosixPath(file.path).name for file in files if file.secret == secret]
@@ -264,8 +275,8 @@ def _port(protocol: str, port: int, key: str) -> Tree:
 
 
 def _ports(process: Process) -> list[Tree]:
-    """Return the container ports of a process. A switch also has UDP ports, one per job, above its
-    TCP port."""
+    """Return the container ports of a process. Above its TCP port, a switch also has one UDP port
+    per job."""
     tcp = [_port("tcp", port, "containerPort") for port in process.ports]
     if process.role != Role.SWITCH:
         return tcp
@@ -274,7 +285,7 @@ def _ports(process: Process) -> list[Tree]:
 
 
 def _roots(paths: Iterable[str]) -> list[str]:
-    """Drop duplicates and paths inside other paths."""
+    """Return the paths without duplicates and without paths inside other paths."""
     distinct = [PurePosixPath(path) for path in dict.fromkeys(paths)]
     return [str(path) for path in distinct if not any(p in path.parents for p in distinct)]
 
@@ -286,21 +297,21 @@ def _stores_of(job: Job) -> list[str]:
 
 
 def _read_by(job: Job) -> list[str]:
-    """Return the directories that workers read on their nodes. The default text, which is part of
-    the Python installation, is in the image too and left out."""
+    """Return the directories of a node that its workers read. The default text is left out, because
+    it is part of the Python installation and so also in the image."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:
-    """Return a directory that contains all matches of a glob, or the parent of a plain path, which
-    may be a file. Raises ConfigError for a path directly in /."""
+    """Return a directory that contains all matches of a glob. For a path without wildcards, which
+    may be a file, return its parent. Raises ConfigError if the path is directly in /."""
     parts = PurePosixPath(path).parts
     fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
     if fixed < 2:
         raise ConfigError(
-            f"{path} of the job is directly in /, and a pod cannot mount its node's /",
-            hint="move it into a directory",
+            f"{path} of the job is directly in /, but a pod cannot mount its node's /",
+            hint=f"move {path} into a directory",
         )
     return str(PurePosixPath(*parts[:fixed]))

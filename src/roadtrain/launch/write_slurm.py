@@ -1,13 +1,14 @@
 """`roadtrain launch --write slurm`: write a directory from which Slurm runs the plan.
 
-    run.sbatch   the hosts and their processes (generated here), followed by the script that keeps
-                 them running (run.sbatch of this package)
-    job.toml token reducers.txt   copied to all hosts by run.sbatch
+    run.sbatch                    lists the hosts and their processes, which this file generates,
+                                  followed by the script that keeps the processes running
+                                  (run.sbatch of this package)
+    job.toml token reducers.txt   are copied to all hosts by run.sbatch
 
 The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on
-its host. A step gets only GPUs that it requests, and can request only what its job has. So if hosts
-need different numbers of GPUs (including 0), the job is heterogeneous, with a component for each
-number. The plan's host names must be Slurm's. Does NOT contact Slurm.
+its host. A step gets only the GPUs that it requests, and cannot request more GPUs than its job has.
+So if hosts need different numbers of GPUs (including 0), the job is heterogeneous, with a component
+for each number. The host names in the plan must be Slurm's node names. Does NOT contact Slurm.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from roadtrain.launch.torchrun import (
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.transport.address import write_token
 
-PYTHON = "python"  # of the environment in which sbatch is called
+PYTHON = "python"  # the interpreter of the environment in which sbatch is called
 MARK = "# Written by `roadtrain launch --write slurm`"
-HOST_VARIABLES = ("$rank", "$workers", "$start")  # in torchrun's arguments, expanded on each host
+# Shell variables in the arguments of torchrun, which the shell of each host expands.
+HOST_VARIABLES = ("$rank", "$workers", "$start")
 NOTICE_S = 120  # seconds of notice before the time limit or the loss of a spot host
 
 
@@ -64,8 +66,9 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if a file that we did not write would be replaced. Only run.sbatch and TOML
-    files have our mark; the other files count as ours if run.sbatch does."""
+    """Raise ConfigError if a file that --write has not written would be replaced. Only run.sbatch
+    and TOML files have the mark of --write. The other files count as written by --write if
+    run.sbatch exists."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -82,8 +85,8 @@ def slurm_script(run: ResolvedRun) -> str:
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Group the hosts by the number of GPUs that each needs. Slurm runs the script on the first
-    host of the first group."""
+    """Return the hosts grouped by the number of GPUs that a host needs. Slurm runs the script on
+    the first host of the first group."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -156,8 +159,8 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield for each host its component and the GPUs that its workers request. All workers of a
-    component are one step, so that one signal reaches them all."""
+    """Yield shell variables with the component of each host and the GPUs that its workers request.
+    All workers of a component are one Slurm step, so that one signal reaches all of them."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
@@ -177,5 +180,6 @@ def _service(process: Process) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """Quote a word: in double quotes if it ends with a variable that the host's shell expands."""
+    """Return a word quoted for the shell. A word that ends with a variable of HOST_VARIABLES is in
+    double quotes, so that the shell expands the variable."""
     return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

@@ -1,11 +1,12 @@
-"""Orders and subsets of a cluster's hosts to try in addition to the order of the file, if hosts
-with devices differ.
+"""Other orders and subsets of a cluster's hosts than the order of the cluster file, for clusters
+whose hosts with devices differ.
 
-Ranks are numbered host by host, so the order decides which hosts are on both sides of a stage
-boundary and which form a data-parallel group. A host with a slow network card or device is best at
-the end of a pipeline, or left out. Hosts of one kind stay together, and kinds that differ only in
-their name are treated as equal. At most MOST arrangements are tried: all orders if there are few
-kinds; otherwise only orders that move an unusual host to an end. Pure; does not score arrangements.
+Ranks are numbered host by host. So the order decides which hosts are on both sides of a stage
+boundary, and which hosts form a data-parallel group. A host with a slow network card or device is
+best at the end of a pipeline, or left out. Hosts of one kind stay together, and kinds that differ
+only in their name are treated as equal. At most MOST arrangements are tried. If there are few
+kinds, all orders are tried, otherwise only orders that move an unusual host to an end. Pure; does
+not score arrangements.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from roadtrain.config.cluster import Cluster, Host
 from roadtrain.errors import ConfigError
 from roadtrain.planner.search import SearchResult
 
-MOST = 24  # arrangements that are tried
-FEW = 4  # kinds of hosts with devices up to which all orders are tried
+MOST = 24  # largest number of arrangements that are tried
+FEW = 4  # largest number of kinds of hosts with devices for which all orders are tried
 NAMES = {"name", "addresses"}  # fields of a host that do not affect its speed
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A cluster whose hosts are in the order of ranks. `left_out`: kinds of hosts with devices that
-    are not used."""
+    """A cluster whose hosts are in the order of their ranks. `left_out`: The kinds of hosts with
+    devices that are not used."""
 
     cluster: Cluster
     left_out: tuple[Host, ...] = ()
 
     @property
     def whole(self) -> Cluster:
-        """The cluster with the unused hosts after those that compute, so they get no rank."""
+        """The cluster with the unused hosts after the hosts that compute, so that unused hosts get
+        no rank."""
         hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
         return self.cluster.model_copy(update={"hosts": hosts})
 
@@ -48,7 +50,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Arranged:
-    """The best arrangement, its search result, and how many arrangements were tried."""
+    """The best arrangement, its search result, and the number of arrangements that were tried."""
 
     arrangement: Arrangement
     answer: SearchResult
@@ -56,9 +58,9 @@ class Arranged:
 
 
 def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
-    """Yield the order of the file first, then other arrangements without duplicates."""
+    """Yield at most MOST different arrangements, with the order of the cluster file first."""
     kinds, seen = cluster.workers, set[tuple[Hashable, ...]]()
-    # alternate, so that both kinds of arrangements are among the first MOST
+    # subsets and orders alternate, so that both are among the first MOST arrangements
     others = chain.from_iterable(zip_longest(_without(kinds), _orders(kinds), fillvalue=()))
     fresh = (order for order in chain([kinds], others) if order and not _is_repeated(order, seen))
     for order in islice(fresh, MOST):
@@ -68,10 +70,12 @@ def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
 
 
 def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResult]) -> Arranged:
-    """Find the arrangement whose pick has the best score; the order of the file wins ties.
+    """Return the arrangement whose pick has the best score. If scores are equal, the arrangement
+    that is tried first is returned, which begins with the order of the cluster file.
 
-    `searched`: searches a cluster, and raises ConfigError if no plan is possible there. Raises the
-    ConfigError of the first arrangement if no arrangement allows a plan."""
+    `searched`: Function that searches a cluster, and raises ConfigError if no plan is possible on
+    the cluster. If no arrangement allows a plan, the ConfigError of the first one is raised.
+    """
     best: tuple[Arrangement, SearchResult] | None = None
     first: ConfigError | None = None
     tried = 0
@@ -96,11 +100,12 @@ def _score(answer: SearchResult) -> float:
 
 
 def _likeness(host: Host) -> Hashable:
+    """Return a value that is equal for hosts that differ only in name and addresses."""
     return host.model_dump_json(exclude=NAMES)
 
 
 def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Whether an equal order of hosts is in `seen`; adds it."""
+    """Return True if `seen` has an order of equal hosts. Add the order to `seen`."""
     signature = tuple(_likeness(host) for host in order)
     repeated = signature in seen
     seen.add(signature)
@@ -108,8 +113,9 @@ def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool
 
 
 def _odd(kinds: Sequence[Host]) -> list[Host]:
-    """Return the hosts that differ from the most common kind, slowest network card first; all hosts
-    if every kind is different."""
+    """Return the kinds of hosts that differ from the most common kind, sorted by the rate of their
+    fastest network card, slowest first. If each kind has one host and all kinds differ, return all
+    kinds."""
     alike = Counter[Hashable]()
     for host in kinds:
         alike[_likeness(host)] += host.count
@@ -130,7 +136,7 @@ def _orders(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
 
 
 def _without(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """Yield the hosts without one or several of the unusual ones."""
+    """Yield the kinds of hosts without one or several of the unusual kinds."""
     odd = _odd(kinds)[:FEW]
     for many in range(1, len(odd) + 1):
         for dropped in combinations(odd, many):

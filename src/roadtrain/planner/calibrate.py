@@ -1,14 +1,14 @@
 """`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare them with
 the simulation.
 
-By default one worker runs on this host, with its state in RAM or on files; the rates that the steps
-show (computing, updates) are written to the cluster file as measured. With `--lab`, the cluster of
-the file is emulated (calibrate_lab.py). Its workers then show the speed of this machine and not of
-the devices in the file, so the result goes to another file, NAME.lab.toml or `--out`: figures of a
-user's GPUs are never overwritten unasked.
+Without options, one worker runs on this host, with its state in memory or in files. The rates of
+computing and updating that the steps show are written to the cluster file as measured. With
+`--lab`, the cluster of the file is emulated (calibrate_lab.py). The emulated workers have the speed
+of this machine and not of the devices in the file. So the result is written to another file,
+NAME.lab.toml or `--out`, and the figures of a user's GPUs are never overwritten without a request.
 
-The job runs in temporary directories; the medians of its stage times are printed beside those of
-the simulated plan.
+The job runs in temporary directories. The medians of its measured stage times are printed beside
+the stage times of the simulated plan.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from roadtrain.units import show_seconds
 
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
 SHOWN = ("Forward", "Backward", "Wait", "Read", "Update", "Write")
-ROUNDS, CLOSE = 12, 1e-3  # iterations of fit_rates, and its relative tolerance
+ROUNDS, CLOSE = 12, 1e-3  # most iterations of fit_rates, and its relative tolerance
 
 
 def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
-    """Return the job with temporary directories next to its own, so on the same devices; they are
-    removed when `stack` exits. The job's own run is not touched."""
+    """Return the job with temporary directories instead of its own, which are not touched. The
+    temporary directories are beside the job's own directories, so that they are on the same
+    devices. They are removed when `stack` exits."""
 
     def beside(path: str) -> str:
         home = Path(path).absolute()
@@ -51,10 +52,10 @@ def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
 
 
 def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
-    """Return the cluster with rates of computing and updating that make simulated steps take as
-    long as the measured ones. The rates are fitted iteratively: where both run on the same CPUs
-    they slow each other down in the simulation too, so dividing work by seconds would count that
-    twice."""
+    """Return the cluster with rates of computing and updating with which simulated steps take as
+    long as measured steps. The rates are fitted by iteration. Work divided by seconds would be too
+    low a rate: computing and updating slow each other down on the same CPUs, in the measured step
+    as well as in the simulation, so this effect would count twice."""
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
@@ -86,8 +87,8 @@ def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Clust
 
 
 def stages_of(result: Result) -> dict[str, float]:
-    """Return the seconds per step of each of SHOWN. Wait is the time in which the worker does not
-    compute."""
+    """Return the seconds per step of each stage in SHOWN. Wait is the time in which the worker does
+    not compute."""
     sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
     return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 
@@ -116,8 +117,8 @@ def comparison(found: Measured, before: Result, after: Result) -> str:
 def command(
     cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", lab: bool = False
 ) -> int:
-    """Run a few real steps of a job, print them beside the simulated ones, and write the measured
-    rates to the cluster file.
+    """Run a few real steps of a job, print their times beside the simulated times, and write the
+    measured rates to the cluster file.
 
     Raises RoadtrainError.
 
@@ -130,13 +131,13 @@ def command(
     target = out or (f"{Path(cluster_file).stem}.lab.toml" if lab else cluster_file)
     if not out and not lab and not Path(cluster_file).exists():
         raise ConfigError(
-            f"{cluster_file} is a template and cannot be written", hint="give --out FILE"
+            f"{cluster_file} is a template, which cannot be written", hint="give --out FILE"
         )
     check_file(Path(target))
     if steps < 1 or not cluster.workers:
         raise ConfigError(
-            f"--steps is {steps}, {cluster.name} has {len(cluster.workers)} kind(s) of hosts with a"
-            " device; both must be at least 1",
+            f"--steps is {steps}, and {cluster.name} has {len(cluster.workers)} kind(s) of hosts"
+            " with a device, but both numbers must be at least 1",
             hint="give --steps 1 or more; `roadtrain probe` writes a cluster file with devices",
         )
     job = load_job(job_file)
@@ -150,10 +151,8 @@ def command(
     ):
         raise ConfigError(
             "calibrate runs one worker with its state on this host and without compression",
-            hint=(
-                "remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
-                " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1"
-            ),
+            hint="remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
+            " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1",
         )
     with ExitStack() as stack:
         job = in_temporary_dirs(job, steps, stack)
@@ -166,8 +165,8 @@ def command(
     replace_file(Path(target), better.to_toml().encode(), "writing")
     if lab:
         print(
-            "links and SSDs were emulated at the file's rates and are not measured; latency was"
-            " not emulated"
+            "links and SSDs were emulated with the rates of the cluster file, so their rates were"
+            " not measured; latency was not emulated"
         )
     print(f"wrote the measured rates to {target}")
     return 0

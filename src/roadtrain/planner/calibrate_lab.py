@@ -1,9 +1,10 @@
 """Run steps of a job on a cluster emulated on this machine, for `roadtrain calibrate --lab`.
 
-Each host is a network namespace with the rate of its network card. The worker's SSDs are throttled
-loop devices (small files). Hosts without devices run `roadtrain serve` with the state in memory. A
-worker is a process with its share of this machine's CPUs. Needs root. Devices, latency, and SSDs
-whose reads and writes share one rate are not emulated; the returned cluster describes what was.
+Each host is a network namespace with the rate of its network card. The SSDs of a worker are
+throttled loop devices, which are small files. Hosts without devices run `roadtrain serve` with the
+state in memory. A worker is a process with its share of this machine's CPUs. Needs root. Does not
+emulate devices, latency, or SSDs whose reads and writes share one rate. The cluster that
+`steps_in_lab` returns has only the emulated properties.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ from roadtrain.units import MIB, show_bytes, show_rate
 EMULATED = Constants(efficiency=1.0, network=CARRIED, source="measured in the lab")
 TIMEOUT_S, PORT = 900.0, 7000
 StartWorker = Callable[..., subprocess.Popen[Any]]
-# memory of the emulation in bytes: per parameter for state (both slots), per parameter for a
-# worker, and for each process
+# bytes of memory that the emulation needs: for the state (both slots) per parameter, for a worker
+# per parameter, and for a process
 STATE, WORKER, PROCESS = 32, 12, 400 * MIB
 
 
 def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measured]:
-    """Return the cluster as it was emulated, and what its slowest worker measured.
+    """Run steps of a job in the lab. Return the cluster as it was emulated, and the measurements of
+    the slowest worker.
 
-    `job.run.dir`: a directory for this run only. Raises ConfigError for a job that cannot run in
-    the lab, and BudgetError for a model that is too large, before anything is created.
+    `job.run.dir` must be a directory that only this run uses. Raises ConfigError if the job cannot
+    run in the lab, and BudgetError if the model is too large, before anything is created.
     """
     worker, server = hosts_of(cluster, job)
     home, many = Path(job.run.dir), worker.count
@@ -67,7 +69,7 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
     if need > (free := psutil.virtual_memory().available):
         raise BudgetError(
             f"{params / 1e6:.0f} M parameters and {many} worker(s) in the lab need"
-            f" {show_bytes(need)}, {show_bytes(free)} of memory are free",
+            f" {show_bytes(need)} of memory, but {show_bytes(free)} are free",
             hint="use a smaller model, or fewer hosts",
         )
     sweep()
@@ -111,8 +113,8 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 
 
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
-    """Return the host kinds of the workers and, if the job uses servers, of the servers. Raises
-    ConfigError for what the lab cannot emulate."""
+    """Return the kind of the worker hosts and the kind of the server hosts, which is None if the
+    job does not use servers. Raises ConfigError if the lab cannot emulate the job's hosts."""
     store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
     server = cluster.spares[0] if addresses and cluster.spares else None
     many = worker.count * worker.devices
@@ -128,18 +130,19 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         or (many > 1 and server is None)
     ):
         raise ConfigError(
-            f"the job has {len(addresses)} server(s), {cluster.name} has"
-            f" {len(cluster.workers)} kind(s) of hosts with devices, {many} device(s) in the first,"
-            f" and {len(cluster.spares)} kind(s) without",
+            f"the lab cannot emulate a job with {len(addresses)} server(s) on {cluster.name}, which"
+            f" has {len(cluster.workers)} kind(s) of hosts with devices ({many} device(s) of the"
+            f" first kind) and {len(cluster.spares)} kind(s) without devices",
             hint=(
-                "the lab emulates one kind of worker hosts with one device each: a single host, or"
-                " any number with servers"
+                "the lab emulates one kind of hosts with one device each: a single host if the job"
+                " has no servers, else any number"
             ),
         )
     if (server is not None and server.ssds) or (store.files and len(worker.ssds) != 1):
         raise ConfigError(
-            f"hosts used by the job have {' and '.join(map(str, kinds))} kind(s) of SSDs",
-            hint=("the lab emulates one kind of SSDs in workers, and servers with state in memory"),
+            f"the lab cannot emulate {kinds[0]} kind(s) of SSDs in worker hosts and"
+            f" {sum(kinds[1:])} in server hosts",
+            hint="a worker with a store on files needs 1 kind of SSDs, and a server needs none",
         )
     cards = () if server is None else cluster.common([worker, server])
     rates = [(card.total, CARD_MOST) for card in cards]
@@ -148,7 +151,7 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         rates += [(ssd.count * ssd.read, real.read), (ssd.count * ssd.write, real.write)]
     if beyond := next((pair for pair in rates if pair[0] > pair[1]), None):
         raise ConfigError(
-            f"{show_rate(beyond[0])} cannot be emulated here, at most {show_rate(beyond[1])}",
+            f"{show_rate(beyond[0])} cannot be emulated here, at most {show_rate(beyond[1])} can",
             hint="use slower cards or SSDs in the cluster file, or a run.dir on a faster device",
         )
     return worker, server
@@ -156,8 +159,8 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
-    """Run `roadtrain serve` on hosts s0, s1, ..., with stores in memory and the token in `home`.
-    Yields their addresses."""
+    """Run `roadtrain serve` on the hosts s0, s1, ..., with stores in memory and the token in
+    `home`. Yield the addresses of the servers."""
     write_token(home / "token")
     with ExitStack() as stack:
         where = []
@@ -181,8 +184,15 @@ def workers(
     steps: int,
     throttle: Throttle | None = None,
 ) -> list[Measured]:
-    """Run the workers and return their measurements by rank. `jobs`: for each rank, a function that
-    starts the process, and its job. `throttle`: the I/O limit that all workers share."""
+    """Run the workers and return their measurements in the order of their ranks.
+
+    Args:
+        jobs: For each rank, a function that starts the worker's process, and the worker's job.
+        home: The directory for the workers' files.
+        threads: The number of threads per worker.
+        steps: The number of steps to measure.
+        throttle: The I/O limit that all workers share.
+    """
     running: list[tuple[subprocess.Popen[Any], Path, Path]] = []
     deadline = time.monotonic() + TIMEOUT_S
     try:
@@ -202,7 +212,7 @@ def workers(
             if failed is not None:
                 output = running[failed][2].read_text()[-2000:].strip()
                 raise RoadtrainError(
-                    f"worker {failed} exited with {codes[failed]}: {output or '(no output)'}"
+                    f"worker {failed} exited with code {codes[failed]}: {output or '(no output)'}"
                 )
             if time.monotonic() > deadline:
                 raise DeadlineError(f"workers did not finish {steps} steps in {TIMEOUT_S:.0f} s")

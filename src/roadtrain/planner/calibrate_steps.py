@@ -1,11 +1,11 @@
 """Run a few real steps of a job in this process and time them, for `roadtrain calibrate`.
 
-Steps before the first measured one are not counted. Servers of the job must be running; they are
-asked before and after the measured steps for the time spent on updates, reads and writes.
+The first WARM steps are not measured. The job's servers must be running. They report before and
+after the measured steps how much time they have spent on updates, reads and writes.
 
     python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
 
-writes the `Measured` of one worker to OUT as JSON.
+This command writes the `Measured` of one worker to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from roadtrain.stages.parallelism import Parallelism
 from roadtrain.training.job_options import RETRY_S, servers_of
 from roadtrain.training.placed_job import PlacedJob, place_job, step
 
-# steps before measuring: kernels are compiled, files grow, mixed and separate reads are tried
+# number of steps that are not measured, in which kernels are compiled, files grow, and the store
+# tries mixed and separate reads
 WARM = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the measured steps. `compute_s`: a step without waiting. `stages`: seconds of
-    Forward and Backward without waiting, of Wait, and of the servers' stages (means per server and
-    step). `memory`: bytes of buffers. `plan`, `shape`: the plan and model that ran.
-    """
+    """Medians over the measured steps of one worker, in seconds."""
 
-    step_s: float
-    compute_s: float
+    step_s: float  # a step
+    compute_s: float  # a step without waiting
+    # Forward and Backward without waiting, and Wait; for stages of the servers, the mean over
+    # servers and steps
     stages: dict[str, float]
-    memory: int
-    plan: Plan
-    shape: ModelShape
+    memory: int  # bytes of buffers
+    plan: Plan  # the plan that ran
+    shape: ModelShape  # the model that ran
 
 
 def plan_of(training: PlacedJob) -> Plan:
-    """Describe the job and its workers as a plan for the simulator."""
+    """Return a plan for the simulator that describes the job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
     servers = [] if job.servers.addresses else optimizer.session.servers.running
@@ -92,7 +92,7 @@ def plan_of(training: PlacedJob) -> Plan:
 
 
 def measure(job: Job, steps: int) -> Measured:
-    """Train `job` for WARM + `steps` steps. Raises RoadtrainError."""
+    """Train a job for WARM steps and measure the next `steps` steps. Raises RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
     lines: list[tuple[float, dict[str, Any]]] = []
@@ -123,8 +123,8 @@ def measure(job: Job, steps: int) -> Measured:
 
 
 def served(job: Job) -> dict[str, float]:
-    """Return the total seconds of each server stage so far, averaged over servers. Raises
-    PeerError."""
+    """Return for each stage of the servers the seconds spent since the start, as the mean over
+    servers. Raises PeerError."""
     if not job.servers.addresses:
         return {}
     servers = servers_of(job)

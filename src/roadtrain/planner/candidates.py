@@ -1,5 +1,5 @@
-"""Generate the plans to try on a cluster: placements x parallelisms x batches x options x stage
-sizes.
+"""Generate the plans to try on a cluster: all combinations of placements, parallelisms, batches,
+options and stage sizes.
 
 Lossy or delayed options are candidates only on request (Rule 2). Pure; does not rate plans.
 """
@@ -24,34 +24,36 @@ from roadtrain.stages.host_ranks import suited_parallelisms
 from roadtrain.stages.parallelism import Parallelism, balanced, even
 from roadtrain.switch.options import WINDOW, WINDOWS
 
-MOST_PP, MOST_PARTS = 64, (2, 4)  # pipeline stages, and parts of the model per stage
-# largest micro-batch in samples: of sequences; of images and rows, which are one token each
+# most pipeline stages, and the numbers of interleaved parts of the model per stage to try
+MOST_PP, MOST_PARTS = 64, (2, 4)
+# most samples in a micro-batch of sequences, and of images or rows, which have one token each
 MOST_MICRO_BATCH, MOST_ROWS = 64, 4096
-# most micro-batches per step if no batch is given; for a pipeline, per stage
+# most micro-batches per step if no batch is given: without a pipeline, and per pipeline stage
 MOST_MICROBATCHES, MOST_TURNS = 64, 16
-LONG = 4096  # least tokens of a sequence per context-parallel rank
+LONG = 4096  # fewest tokens of a sequence per context-parallel rank
 MOST_APART = 16  # most devices for which stages of unequal width are tried
-EVERY = 1000  # slots: each block keeps its own from forward to backward
+EVERY = 1000  # number of slots with which each block keeps its slot from forward to backward
 LeftOut = Callable[[str, str, int], None]  # called with a placement, a reason, and a count
 
 
-# Arrangements that are not tried, usually because one number does not divide another: reason -> the
-# numbers. The reason has a `{}` for the numbers, so that many arrangements share one reason.
+# Arrangements that are not tried, usually because one number does not divide another. The keys are
+# reasons with a `{}` for a number, so that many arrangements share a reason; the values count the
+# numbers.
 Undivided = defaultdict[str, Counter[int]]
 
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
-    """Yield each reason, with the nearest batches that are possible, and the number of arrangements
-    it excludes."""
+    """Yield each reason and the number of arrangements that it excludes. If the batch is the
+    reason, the text names the nearest batches that are possible."""
     for why, numbers in undivided.items():
         reason = why.format(", ".join(map(str, sorted(numbers))))
         if batch is not None and why.startswith("batch"):
-            reason += f"; {nearest_batches(batch, math.lcm(*numbers))} would be"
+            reason += f"; {nearest_batches(batch, math.lcm(*numbers))} would be divisible"
         yield reason, numbers.total()
 
 
 def nearest_batches(batch: int, unit: int) -> str:
-    """Name the multiples of `unit` just below and above `batch`."""
+    """Return a text with the multiples of `unit` next to `batch`, below and above it."""
     below = batch // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
@@ -71,13 +73,18 @@ def candidates(
     headroom: float = HEADROOM,
     left_out: LeftOut = lambda placement, why, many: None,
 ) -> Iterator[Plan]:
-    """Yield every plan to try, each using all devices of the cluster.
-
-    A plan with activation checkpointing follows the same plan without it.
+    """Yield every plan to try. Each plan uses all devices of the cluster. A plan with activation
+    checkpointing comes after the same plan without activation checkpointing.
 
     Args:
-        left_out: Called with a placement, the reason why arrangements of it are not tried, and
-            their number.
+        cluster: The cluster.
+        model: The shape of the model.
+        batch: The samples of a step. If None, one large number of micro-batches is tried.
+        placements: The names of the placements to try. If empty, all are tried.
+        late: If True, also yield plans with staleness 1.
+        headroom: The fraction of memory that stays free.
+        left_out: Function that is called with a placement, the reason why arrangements of this
+            placement are not tried, and their number.
     """
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     most = most_samples(model)
@@ -96,7 +103,7 @@ def candidates(
 
 
 def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
-    """Note why the batch cannot be divided into micro-batches for this parallelism."""
+    """Add to `undivided` why this parallelism cannot divide the batch into micro-batches."""
     if parallelism.widths:
         widest = max(parallelism.widths)
         few = "the batch has fewer samples than the {} replicas of the widest stage"
@@ -111,7 +118,8 @@ def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) 
 
 
 def window_for(cluster: Cluster) -> int:
-    """Return the packets in flight for which every switch has slots, at most WINDOW."""
+    """Return the number of packets in flight. It is a power of two, at most WINDOW, for which every
+    switch that sums has slots, but at least the smallest of WINDOWS."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
@@ -119,7 +127,7 @@ def window_for(cluster: Cluster) -> int:
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
     """Yield the plan with each option of its placement, with and without activation checkpointing.
-    `late`: also with staleness 1."""
+    If `late` is True, also yield these plans with staleness 1."""
     for again in (False, True):
         for choice in options(plan.changed(activation_checkpointing=again)):
             yield choice
@@ -135,7 +143,16 @@ def parallelisms(
     place: Placement,
     undivided: Undivided,
 ) -> Iterator[Parallelism]:
-    """Yield the ways to use `total` devices; `inside`: devices of the smallest host."""
+    """Yield the parallelisms to try. Each parallelism uses all devices of the cluster.
+
+    Args:
+        cluster: The cluster.
+        model: The shape of the model.
+        total: The number of devices of the cluster.
+        inside: The number of devices of the smallest host.
+        place: The placement.
+        undivided: Receives the reasons why other parallelisms are not tried.
+    """
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
     # placements that can spread experts and parts of a sequence over devices
     spread = place.parameters in ("device", "split")
@@ -164,8 +181,8 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms with stages of unequal width, each stage on hosts whose fastest network
-    cards share a switch; none if all hosts share one."""
+    """Yield parallelisms with stages of unequal width. The hosts of a stage have their fastest
+    network cards at one switch. If all hosts are at one switch, yield nothing."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -175,7 +192,7 @@ def _unequal(
     if len({switch for _, switch, _ in hosts}) < 2:
         return
     if cluster.device_count > MOST_APART:
-        why = f"stages of unequal width are tried on up to {MOST_APART} devices, there are {{}}"
+        why = f"stages of unequal width are tried on at most {MOST_APART} devices, not on {{}}"
         undivided[why][cluster.device_count] += 1
         return
     for tp in tensor:
@@ -191,12 +208,13 @@ def _unequal(
 def _splits(
     model: ModelShape, total: int, inside: int, place: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
-    """Yield numbers of tensor-parallel ranks and pipeline stages, both 1 if blocks are streamed."""
+    """Yield pairs of a number of tensor-parallel ranks and a number of pipeline stages. If the
+    placement streams blocks, both numbers are 1."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (place.streamed or not model.heads):
             continue
         if tp > 1 and model.heads % tp:
-            undivided[f"{model.heads} heads, not divisible by {{}} tensor-parallel ranks"][tp] += 1
+            undivided[f"{model.heads} heads are no multiple of {{}} tensor-parallel ranks"][tp] += 1
             continue
         divisors = [pp for pp in range(1, total // tp + 1) if total // tp % pp == 0]
         for pp in divisors[:1] if place.streamed else divisors:
@@ -214,7 +232,8 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
-    """Return the indices of the layers among the blocks, and the FLOPs before and after them."""
+    """Return the indices of the layers among the blocks, and the FLOPs of the blocks before and
+    after the layers."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
     before = sum(block.flops for block in model.blocks[:first])
@@ -222,8 +241,8 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
 
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
-    """Divide the layers by the speed of each stage's slowest device; () if an even division is as
-    good."""
+    """Return the number of layers of each stage, divided by the speed of the stage's slowest
+    device. Return () if an even division is as good."""
     pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
@@ -241,15 +260,15 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
 
 
 def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
-    """Return the speed of each stage with all its replicas; unchanged if all stages have the same
-    number."""
+    """Return the speed of each stage with all its replicas together. If all stages have the same
+    number of replicas, return the speeds unchanged."""
     widths = parallelism.widths or (1,) * parallelism.pp
     return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
-    """Divide the layers of a pipeline that does not fit in device memory so that it does, with the
-    fastest such division; None if there is none."""
+    """Return the numbers of layers per stage with which a pipeline fits into device memory. Of
+    several such divisions, return the fastest. Return None if there is none."""
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
@@ -258,7 +277,7 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
         return None
 
     params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
-    fit: dict[Any, bool] = {}  # cache: stages with equal numbers of the same layers are equal
+    fit: dict[Any, bool] = {}  # cached results, as stages with equal numbers of layers are equal
 
     def fits(stage: int, begin: int, stop: int) -> bool:
         first = 0 if begin == 0 else layers[begin]
@@ -276,8 +295,9 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
 def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, passes) whose product is the batch. Without a batch, passes is the
-    largest number tried, since the fixed costs of a step are then shared by most samples."""
+    """Yield pairs (micro-batch, passes) with which the ranks together train the batch. If no batch
+    is given, passes is the largest number that is tried, because most samples then share the fixed
+    costs of a step."""
     widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):
@@ -292,7 +312,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each exact (not lossy) option of its placement."""
+    """Yield the plan with each option of its placement that is exact, which means not lossy."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)

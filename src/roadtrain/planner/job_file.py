@@ -1,5 +1,5 @@
-"""Write a plan as a job file for the user to complete (`roadtrain plan --job-file`), and run real
-steps of it (`--verify`). Does not import torch itself."""
+"""Write a plan as a job file that the user completes (`roadtrain plan --job-file`), and run real
+steps of a plan (`--verify`). Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from roadtrain.storage.direct import replace_file
 
 
 def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
-    """Return the job file that `roadtrain train` needs for the plan; None if it cannot run the
-    placement. `cluster`: the cluster whose switches the job names."""
+    """Return the text of the job file with which `roadtrain train` runs the plan, or None if
+    `roadtrain train` cannot run it. `cluster`: The cluster whose switches the job names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         **step_keys(plan),
@@ -65,9 +65,9 @@ def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
-    """Run real steps of the plan, here or in the lab, and compare them with simulated ones as
-    `roadtrain calibrate` does. Raises ConfigError for a plan that cannot run there, and
-    RoadtrainError."""
+    """Run real steps of the plan on this host, or in the lab if `lab` is True. Compare them with
+    simulated steps as `roadtrain calibrate` does, and return its exit code. Raises ConfigError if
+    the plan cannot run on this host or in the lab, and other RoadtrainErrors."""
     text = job_text(plan)
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     served, many = lab and plan.placement.name == "server", plan.parallelism.devices
@@ -84,7 +84,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         )
     if path.suffix != ".json":
         raise ConfigError(
-            f"{model} is only a shape and cannot be run",
+            f"{model} is only the shape of a model, which cannot be run",
             hint="give --model config.json, the config of a model",
         )
     tree = tomllib.loads(text)

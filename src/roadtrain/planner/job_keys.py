@@ -1,7 +1,7 @@
-"""Derive the job keys that make a job train as a plan says, on the plan's machines.
+"""Derive the keys of a job with which the job trains as a plan says, on the plan's machines.
 
-The result is a nested table with only the keys that the plan needs; other settings of the job
-(clipping, dtype, learning rate) stay as they are. Does not resolve contradictions between job and
+The result is a nested table that has only the keys that the plan decides. Other settings of the job
+(clipping, dtype, learning rate) stay unchanged. Does not resolve contradictions between job and
 plan.
 """
 
@@ -33,28 +33,28 @@ from roadtrain.relay.route import least_relay
 from roadtrain.stages.job_parallelism import DEGREES
 from roadtrain.units import GIB, parse_bytes
 
-RELAY_SLACK = 1.25  # for padding where parameters are cut, and for copies
+RELAY_SLACK = 1.25  # factor on a relay's memory, for copies and for padding of cut parameters
 
 
 def run_name(job: Job) -> str:
-    """Return the run's name, which distinguishes its stores from those of other runs."""
+    """Return the name of the job's run, which distinguishes its stores from those of other runs."""
     return Path(job.run.dir).name
 
 
 def stated_degrees(job: Job) -> dict[str, Any]:
-    """Return the keys of DEGREES that the job sets in [parallelism]; none with
-    `parallelism = "auto"`."""
+    """Return the keys of DEGREES that the job sets in [parallelism], with their values. Return none
+    if the job has `parallelism = "auto"`."""
     section = job.parallelism
     stated = {name: getattr(section, name) for name in DEGREES if name in section.model_fields_set}
     filled = {name for name, value in section if value is not None}
-    # a job file that we wrote has all keys, set by the user or not
+    # a job file that roadtrain has written has all keys, also those that the user has not set
     if filled <= section.model_fields_set:
         stated = {name: own for name, own in stated.items() if own != DEGREES[name]}
     return {} if section.auto else stated
 
 
 def contradicted(plan: Plan, job: Job) -> str:
-    """Describe the first degree for which job and plan differ; "" if there is none."""
+    """Return a text on the first degree in which the job and the plan differ, or ""."""
     ranks = plan.parallelism
     for name, stated in stated_degrees(job).items():
         if stated in (None, []) or isinstance(stated, str):
@@ -77,15 +77,17 @@ def contradicted(plan: Plan, job: Job) -> str:
 def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the job keys that a plan with machines decides.
 
-    `parallelism.auto` is always false; this does not contradict a job with "auto", whose degrees
-    are those of the plan.
+    The result always has `parallelism.auto = false`, also for a job with `parallelism = "auto"`,
+    whose degrees are the plan's.
 
     Args:
-        job: The job, whose run names the directories; its servers.relay is kept.
-        addresses: The address of each host, by its name in the plan.
+        plan_file: The plan. It must have machines.
+        job: The job. Its run.dir is part of the names of directories, and its servers.relay is
+            kept.
+        addresses: The address of each host, by the host's name in the plan.
 
     Raises:
-        ConfigError: A plan with switches or SSDs has no cluster, or the plan cannot be run.
+        ConfigError: The plan cannot be run, or it needs a cluster but has none.
     """
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
     assert machines is not None
@@ -134,7 +136,7 @@ def _parallelism(plan: Plan) -> dict[str, Any]:
 
 
 def degrees(plan: Plan) -> dict[str, Any]:
-    """Return the [parallelism] keys of a job in stages."""
+    """Return the [parallelism] keys of a job that is split into pipeline stages."""
     ranks = plan.parallelism
     width = {"widths": list(ranks.widths)} if ranks.widths else {"dp": ranks.dp}
     stages = {"stages": list(ranks.stages)} if ranks.stages else {}
@@ -168,7 +170,7 @@ def _servers(
         if ports.keys() != tree.switches.keys():
             ours, planned = (", ".join(sorted(names)) or "none" for names in (ports, tree.switches))
             raise ConfigError(
-                f"the plan's machines run the switches {ours}, but its cluster sums in {planned}",
+                f"the machines run the switches {ours}, but {planned} sum in the plan's cluster",
                 hint="set machines.hosts.switch to the name of a switch of the cluster file",
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
@@ -176,8 +178,9 @@ def _servers(
 
 
 def relay_of(job: Job, machines: Machines) -> str:
-    """Return the host memory of a relay: enough for most models, more if the formula for the job's
-    model says so. Without a formula the relay itself reports if it needs more."""
+    """Return the host memory of a relay, which is enough for most models. If the shape of the job's
+    model is known and needs more, return more. If the shape is unknown and the memory is too small,
+    the relay reports it."""
     shape = shape_of(job)
     if shape is None:
         return switches.RELAY
@@ -198,9 +201,9 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Return the directories in which the only host keeps its state. State in memory is kept in
-    files there, so that a restarted worker finds it. If the cluster names no directories, those of
-    the job are used.
+    """Return the [store] keys of a plan on one host, with the directories for its state. State in
+    memory is kept in files in /dev/shm, so that a restarted worker finds it. If the cluster names
+    no directories, return no keys, so that the job's directories are used.
     """
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     run = machines.stores_of or run
@@ -211,7 +214,7 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
     if kind is None:
         raise ConfigError(
             f"host {host.name} has kind {host.kind!r}, which is not in the plan's cluster",
-            hint=f"its kinds are {', '.join(h.name for h in cluster.hosts)}",
+            hint=f"the kinds of the cluster are {', '.join(h.name for h in cluster.hosts)}",
         )
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
@@ -220,8 +223,8 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
 
 
 def batch_of_job(job: Job) -> int | None:
-    """Return the samples of a step, as a single process would train them; None if the job does not
-    set them."""
+    """Return the samples of a step if a single process trains the job, or None if the job does not
+    set its batch."""
     stated = {"batch_size"} & job.data.model_fields_set | (
         {"accumulate"} & job.optimizer.model_fields_set
     )

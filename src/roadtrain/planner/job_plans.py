@@ -1,10 +1,9 @@
-"""Adapt candidate plans to a job: its model, the samples of a step, and each plan as it runs when
-it trains this job.
+"""Adapt candidate plans to a job, and return the shape of a job's model.
 
-A plan keeps the job's settings: dtype, clipping, compression, delay and degrees of [parallelism]. A
-plan that cannot, or that `train` would refuse, is refused with the reason. Streamed blocks are
-recomputed in backward, as in streaming/block_stream.py. Does not search, and does not import torch
-itself.
+An adapted plan has the job's dtype, clipping, compression, delay and degrees of [parallelism]. A
+plan that cannot have them, or that `train` would refuse, is refused with the reason. Streamed
+blocks are recomputed in backward, as in streaming/block_stream.py. Does not search, and does not
+import torch itself.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from roadtrain.stages.networks import ETHERNET, KINDS
 
 
 def shape_of_job(job: Job) -> ModelShape:
-    """Return the shape of the job's model. Raises ConfigError if its config does not define the
-    size."""
+    """Return the shape of the job's model. Raises ConfigError if the model's config does not define
+    its size."""
     length, config = job.data.seq_len, job.model.config
     build = importlib.import_module("roadtrain.training.build")  # imports torch
     if job.model.pretrained:
@@ -48,16 +47,17 @@ def shape_of_job(job: Job) -> ModelShape:
 
 @dataclass(frozen=True)
 class JobPlans:
-    """Adapts the plans of a job on a cluster, and caches why plans are refused."""
+    """The adapter of plans to one job and one cluster. Caches the reasons why plans are refused."""
 
     job: Job
     cluster: Cluster
-    # placement and devices -> the machines, or why the plan cannot be run
+    # for a placement and a number of devices, the machines or the reason why there are none
     machines: dict[Any, Machines | str] = field(default_factory=dict)
-    trained: dict[Any, str] = field(default_factory=dict)  # plan key -> why `train` refuses it
+    trained: dict[Any, str] = field(default_factory=dict)  # reasons why `train` refuses a plan
 
     def fitted(self, plan: Plan) -> Plan | str:
-        """Return the plan as it runs when it trains this job, or the reason why it cannot."""
+        """Return the plan as it runs when it trains the job, or the reason why it cannot train the
+        job."""
         plan = self._stated(self.as_it_runs(plan))
         for why_not in (self._refused, self._unplaced, self._apart, self._unsplit, self._untrained):
             if why := why_not(plan):
@@ -77,8 +77,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Say why its data-parallel groups cannot span these hosts, as `train` checks when ranks
-        connect."""
+        """Return the reason why data-parallel groups of the plan cannot span their hosts, which
+        `train` checks when ranks connect, or "" if they can."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -90,7 +90,8 @@ class JobPlans:
         return refusal(check_ranks, plan.parallelism, places)
 
     def _unsplit(self, plan: Plan) -> str:
-        """Say why the model's layers cannot be split over a tensor-parallel group."""
+        """Return the reason why the model's layers cannot be split over a tensor-parallel group, or
+        "" if they can."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
@@ -100,7 +101,7 @@ class JobPlans:
         return why
 
     def _untrained(self, plan: Plan) -> str:
-        """Say why `train` refuses the job with the plan's keys."""
+        """Return the reason why `train` refuses the job with the plan's keys, or ""."""
         passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
@@ -126,7 +127,8 @@ class JobPlans:
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
-        """Return the plan with the widths and stages that the job sets, if their number fits."""
+        """Return the plan with the widths and stages that the job sets. Widths are set only if
+        they fit the plan's numbers of stages and devices."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
             return plan
@@ -137,13 +139,13 @@ class JobPlans:
             passes = together if wide.widths else together // wide.dp
             plan, ranks = plan.changed(parallelism=wide, num_microbatches=passes), wide
         if "stages" in stated:
-            sizes = stated["stages"]  # text: resolved when the job's ranks start
+            sizes = stated["stages"]  # a text is resolved when the job's ranks start
             stages = () if isinstance(sizes, str) else tuple(sizes)
             plan = plan.changed(parallelism=replace(ranks, stages=stages))
         return plan
 
     def _refused(self, plan: Plan) -> str:
-        """Say which setting of the job this placement does not support."""
+        """Return a sentence on a setting of the job that the plan does not support, or ""."""
         job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
@@ -152,7 +154,7 @@ class JobPlans:
         if section.reducers:
             return "the job sets parallelism.reducers, which the plan decides"
         if job.optimizer.delay == "none":
-            return 'optimizer.delay = "none" cannot be simulated, it has no defined step'
+            return 'optimizer.delay = "none" cannot be simulated, as it does not define a step'
         return "the job has [parallelism]" if section.used and name not in IN_STAGES else ""
 
     def as_it_runs(self, plan: Plan) -> Plan:
@@ -182,7 +184,7 @@ class JobPlans:
         return plan.changed(**changes)
 
 
-# numbers that may differ between a plan and a job, by description
+# the numbers that may differ between a plan and a job, with their descriptions as keys
 COMPARED: Mapping[str, Callable[[Plan], Any]] = {
     "bytes of a parameter": lambda plan: plan.sizes.parameter_bytes,
     "bytes of a gradient in transfer": lambda plan: plan.sizes.gradient_bytes,
@@ -193,8 +195,8 @@ COMPARED: Mapping[str, Callable[[Plan], Any]] = {
 
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """Describe the numbers for which a plan was made and that differ in the job, so that its
-    predictions are for another job; "" if there are none."""
+    """Describe the numbers that the plan assumes and that are different in the job, so that the
+    plan's predictions may be wrong. Return "" if there are none."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
@@ -206,7 +208,7 @@ def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def refusal(check: Callable[..., object], *args: Any) -> str:
-    """Return the first line of the ConfigError that `check` raises; "" if it raises none."""
+    """Return the first line of the ConfigError that `check` raises, or "" if it raises none."""
     try:
         check(*args)
     except ConfigError as error:
@@ -215,7 +217,8 @@ def refusal(check: Callable[..., object], *args: Any) -> str:
 
 
 def _fabric(host: Host) -> str:
-    """Name the host's fastest kind of network card as ranks do when they connect."""
+    """Return the name that ranks give to the host's fastest kind of network card when they
+    connect."""
     card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
     if card is None or card.kind == ETHERNET:
         return ETHERNET

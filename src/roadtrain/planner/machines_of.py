@@ -1,16 +1,17 @@
-"""Assign the processes of a plan to the machines of a cluster, and extract the prediction from its
-simulation.
+"""Assign the processes of a plan to the machines of a cluster, and extract the prediction from the
+plan's simulation. The placement of the plan decides which processes there are besides the workers:
 
-    server, optimizer-node        servers on the machines of the first [[hosts]] without devices,
-                                  one for each directory of their SSDs; in memory without SSDs
-    smartnic                      a server in the memory of each host that computes
+    server, optimizer-node        servers on the machines of the first [[hosts]] without devices;
+                                  one server per directory of their SSDs, or one server with its
+                                  store in memory if the machine has no SSDs
+    smartnic                      a server with its store in memory on each host that computes
     summation, parameter-server   a reducer on each host without devices that has a network card
-    optimizer-node                also the switches, each on its own machine
-    zero1, files                  only workers
-    zero-offload                  only a worker, with its state in files in memory
+    optimizer-node                in addition, the switches, each on its own machine
+    zero1, files                  none
+    zero-offload                  none; the state of the only worker is in files in memory
 
-The simulator uses the same layout (simulator/scene.py). Does not depend on a job or on what starts
-the processes.
+The simulator uses the same layout (simulator/scene.py). Does not depend on a job, and does not
+depend on the program that starts the processes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from roadtrain.planner import switches
 from roadtrain.simulator.run import Result
 
 MEMORY = "/dev/shm"
-# placements that roadtrain cannot run, and why
+# the placements that roadtrain cannot run, with the reasons
 NOT_RUN = {
     "ddp": "`train` splits the state over the ranks, use placement zero1",
     "zero3": "`train` does not split parameters over devices, use placement server or files",
@@ -47,13 +48,13 @@ NOT_RUN = {
 REDUCED = ("summation", "parameter-server")
 IN_STAGES = ("zero1", *REDUCED)  # placements whose jobs have [parallelism]
 ON_ONE_HOST = ("files", "zero-offload")
-# stages that are compared with a real run, as by `roadtrain calibrate`; others overlap
+# stages that `roadtrain calibrate` and status compare with a real run; other stages overlap
 COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Say why `roadtrain launch` cannot run the plan, in one sentence; "" if it can. `cluster`:
-    None for a plan whose machines were written by hand."""
+    """Return the reason why `roadtrain launch` cannot run the plan, in one sentence, or "" if it
+    can. `cluster`: The plan's cluster, or None if the plan's machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "a plan with a placement for each stage can only be simulated"
@@ -67,20 +68,21 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         if plan.staleness or plan.keep is not None:
             return "a job with [parallelism] does not support staleness or compressed gradients"
     if name != "zero1" and (ranks.tp > 1 or ranks.pp > 1):
-        return f"placement {name} only runs data-parallel workers, the plan has {ranks}"
+        return f"placement {name} only runs data-parallel workers, but the plan has {ranks}"
     if name in REDUCED and ranks.dp == 1:
-        return f"placement {name} sums gradients of several workers, the plan has 1"
+        return f"placement {name} sums the gradients of several workers, but the plan has 1 worker"
     many = 0 if cluster is None else len(switches.hosts_of(plan, cluster))
     if name in ON_ONE_HOST and many > 1:
-        return f"placement {name} runs on one host, {ranks} is on {many} hosts"
+        return f"placement {name} runs on one host, but {ranks} needs {many} hosts"
     if name in ON_ONE_HOST and ranks.devices > 1:
-        return f"placement {name} runs one worker, {ranks} has {ranks.devices}"
+        return f"placement {name} runs one worker, but {ranks} has {ranks.devices} workers"
     return ""
 
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
-    """Say why the simulation of a plan does not apply to hosts with different numbers of devices.
-    Not checked for machines that were written by hand."""
+    """Return the reason why the simulation of a plan does not apply, or "". The simulation assumes
+    that all hosts run the same number of workers. Machines that were written by hand are not
+    checked."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -89,15 +91,15 @@ def _uneven(plan: Plan, cluster: Cluster) -> str:
     if len(counts) == 1:
         return ""
     return (
-        f"placement {plan.placement.name} is simulated with equally many workers on each host,"
-        f" {plan.parallelism} has {' and '.join(map(str, sorted(counts)))}"
+        f"placement {plan.placement.name} is simulated with equally many workers on each host, but"
+        f" {plan.parallelism} has hosts with {' and '.join(map(str, sorted(counts)))}"
     )
 
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
-    """Assign the processes of a plan to machines. `run`: the run's name, to be used in the names of
-    its stores. Raises ConfigError for a plan that `roadtrain launch` cannot run, and for SSDs
-    without directories."""
+    """Assign the processes of a plan to machines. `run`: The run's name, which becomes a part of
+    the names of its stores. Raises ConfigError if `roadtrain launch` cannot run the plan, or if the
+    cluster file gives no directories for SSDs that the plan uses."""
     if why := why_not_run(plan, cluster) or _uneven(plan, cluster):
         raise ConfigError(why, hint="`roadtrain plan --job` only tries plans that can be launched")
     workers, spares = _workers(plan, cluster)
@@ -108,7 +110,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
         if machine.name in hosts:
             raise ConfigError(
                 f"2 machines of the cluster are called {machine.name!r}",
-                hint="a [[hosts]] with a count gives NAME0, NAME1, ...: choose another name",
+                hint="the machines of [[hosts]] with a count are NAME0, NAME1, ...: rename a host",
             )
         hosts[machine.name] = machine
 
@@ -135,8 +137,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
 
 
 def predicted_of(result: Result) -> Predicted:
-    """Extract the step and stage times of a simulated plan. Wait is the time of a step in which a
-    stage does not compute."""
+    """Return the step time and the stage times of a simulated plan. Wait is the part of a step in
+    which a pipeline stage does not compute."""
     stages: dict[str, dict[str, float]] = {}
     for (where, name), (seconds, _) in result.stages.items():
         if where.startswith("stage") and name in COMPARED and seconds:
@@ -148,20 +150,20 @@ def predicted_of(result: Result) -> Predicted:
 
 
 def directories_of(host: Host, machine: str) -> list[str]:
-    """Return the directories of all SSDs of one machine; [] if it has no SSDs. Raises ConfigError
-    if they have no directories."""
+    """Return the directories of all SSDs of one machine, or [] if it has no SSDs. Raises
+    ConfigError if an SSD has no directory."""
     if lacking := sum(ssd.count for ssd in host.ssds if not ssd.directories):
         raise ConfigError(
-            f"{lacking} SSDs of host {host.name!r} have 0 directories, to store data on them give"
-            f" {lacking}",
+            f"{lacking} SSDs of host {host.name!r} need {lacking} directories to store data, but"
+            " have 0",
             hint="set `directories` of these `ssds` in the cluster file",
         )
     return [d.replace("{host}", machine) for ssd in host.ssds for d in ssd.directories]
 
 
 def store_in(directory: str, machine: str, run: str = "") -> str:
-    """Return a subdirectory of `directory` for one machine's store. `run`: the run's name, to tell
-    its store from those of other runs on the machine."""
+    """Return a subdirectory of `directory` for one machine's store. `run`: The run's name, which
+    distinguishes the store from stores of other runs on the machine."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{machine}" if run else machine)
     return f"{directory.rstrip('/')}/roadtrain-{name}"
 
@@ -169,7 +171,7 @@ def store_in(directory: str, machine: str, run: str = "") -> str:
 def _serving(placement: str, cluster: Cluster) -> Host:
     if not cluster.spares:
         raise ConfigError(
-            f"placement {placement} needs a host without devices, the cluster has none"
+            f"placement {placement} needs a host without devices, but the cluster has none"
         )
     return cluster.spares[0]
 
@@ -178,14 +180,14 @@ def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
     found = [m for kind in cluster.spares if kind.nics for m, _ in machines_of_kind(kind)]
     if not found:
         raise ConfigError(
-            f"placement {placement} needs a host without devices but with a network card, the"
+            f"placement {placement} needs a host without devices and with a network card, but the"
             " cluster has none"
         )
     return found
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Yield each machine of a kind, with the name that plans give it, and its kind."""
+    """Yield each machine of a kind, named as in plans, together with the kind."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""
@@ -193,8 +195,8 @@ def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
 
 
 def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHost, ...]]:
-    """Return the machines that compute, in the order of ranks, and the remaining machines with
-    devices."""
+    """Return the machines that compute, in the order of their ranks, and the machines with devices
+    that do not compute."""
     left, used, spares = plan.parallelism.devices, [], []
     for machine, kind in (pair for host in cluster.workers for pair in machines_of_kind(host)):
         many = min(kind.devices, left)
@@ -205,7 +207,7 @@ def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHo
             spares.append(replace(machine, workers=kind.devices))
     if left:
         raise ConfigError(
-            f"{plan.parallelism} needs {plan.parallelism.devices} devices, the cluster has"
+            f"{plan.parallelism} needs {plan.parallelism.devices} devices, but the cluster has"
             f" {cluster.device_count}"
         )
     return used, tuple(spares)
@@ -217,7 +219,8 @@ def _servers(host: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple
 
 
 def _snapshot(machine: PlanHost, kind: Host, run: str) -> str:
-    """Return the directory that a store in memory is copied to; "" if the host has none."""
+    """Return the directory to which a store in memory is copied, or "" if the host's SSDs have no
+    directory."""
     found = [d.replace("{host}", machine.name) for ssd in kind.ssds for d in ssd.directories]
     return f"{store_in(found[0], machine.name, run)}.snapshot" if found else ""
 

@@ -1,10 +1,10 @@
-"""Measure the shape of any nn.Module, including on `meta`: its blocks' parameters, FLOPs and
-activations, from one forward.
+"""Measure the shape of any nn.Module with one forward pass: the parameters, FLOPs and activations
+of its blocks. The module may be on the device `meta`.
 
-FLOPs are those counted by torch's FlopCounterMode (products, convolutions, attention). Saved bytes
-are those of the tensors that autograd keeps, each once and without parameters. The root block is
-split into what runs before the first block and after the last. Bytes of models with 4-byte elements
-are scaled to 2-byte elements.
+torch's FlopCounterMode counts the FLOPs (of products, convolutions and attention). Saved bytes are
+the bytes of the tensors that autograd keeps, each tensor counted once, without parameters. The root
+block is split into the part that runs before the first block and the part that runs after the last
+block. Bytes of models with 4-byte elements are scaled to 2-byte elements.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from roadtrain.streaming.split import Split, split
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of one forward, per sample and block. The keys "before" and "after" stand for the
-    parts of the root block before the first block and after the last. `saved`, `inputs`: bytes;
-    `logits`: elements of the output; `hidden`, `tokens`: size of the activations between blocks.
+    """The counts of one forward pass, per sample and block. The keys "before" and "after" stand for
+    the parts of the root block that run before the first block and after the last block.
     """
 
     flops: Mapping[str, float]
-    saved: Mapping[str, float]
-    inputs: Mapping[str, float]
-    logits: float
-    hidden: int
-    tokens: int
+    saved: Mapping[str, float]  # bytes that autograd keeps
+    inputs: Mapping[str, float]  # bytes of the block's inputs
+    logits: float  # number of elements of the output
+    hidden: int  # width of the activations between blocks
+    tokens: int  # number of tokens of a sample between blocks
 
     def blocks(
         self, parts: Split, shape: Callable[[str, str, int], BlockShape]
     ) -> tuple[BlockShape, ...]:
-        """Return the shapes of the part before the first block, the blocks, and the part after the
-        last. `shape` builds one from a name, a key of these counts, and a number of parameters."""
+        """Return the shapes of the part before the first block, of the blocks, and of the part
+        after the last block. `shape`: Function that returns a shape for a name, a key of these
+        counts, and a number of parameters."""
         root, before = self._root(parts)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
@@ -53,7 +53,8 @@ class Counts:
 
     @staticmethod
     def _root(parts: Split) -> tuple[int, int]:
-        """Return the parameters of the root block, and how many of them are embeddings."""
+        """Return the number of parameters of the root block, and the number of those that are in
+        embeddings."""
         own = {id(p): p.numel() for _, p in parts.root.params}
         modules = parts.root.module.modules()
         tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -69,8 +70,18 @@ def count_forward(
     samples: int,
     sized: bool = False,
 ) -> Counts:
-    """Run one forward of `samples` samples and count what it does. `sized`: elements count with the
-    size of their dtype; otherwise fp32 counts as 2 bytes. Raises what the forward raises."""
+    """Run one forward pass of a model and return its counts. An error of the model is raised
+    unchanged.
+
+    Args:
+        model: The model.
+        parts: The blocks of the model.
+        args: The arguments of the model.
+        kwargs: The keyword arguments of the model.
+        samples: The number of samples in the arguments.
+        sized: If True, elements have the size of their dtype. If False, fp32 elements count as
+            2 bytes.
+    """
     hooks = _Counter(model, samples, sized)
     handles: list[Any] = []
     for part in parts.blocks:
@@ -97,8 +108,8 @@ def count_forward(
 
 
 class _Counter:
-    """Counts, from hooks, what a forward does in each block. `hidden`: width and tokens of the
-    activations between blocks."""
+    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: The
+    width and the number of tokens of the activations between blocks."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         self.samples, self.sized = samples, sized
@@ -108,7 +119,7 @@ class _Counter:
         self.inputs: dict[str, float] = {}
         self.running, self.hidden = ["before"], (0, 1)
         self.counter, self.counted = FlopCounterMode(display=False), 0.0
-        self.kept: list[torch.Tensor] = []  # keeps their memory from being reused
+        self.kept: list[torch.Tensor] = []  # references that keep counted memory from being reused
 
     def note(self) -> None:
         total = float(self.counter.get_total_flops())
@@ -153,9 +164,18 @@ def shape_of(
     blocks: Sequence[str] | None = None,
     name: str = "",
 ) -> ModelShape:
-    """Measure the ModelShape of `model(*args)`, a batch of `samples`. `blocks`: as in place().
-    Runs one forward, which takes no memory or time on `meta`. Raises ModelError if the model's
-    forward fails, or returns no tensor that has a gradient."""
+    """Measure the shape of a model with one forward pass `model(*args)`. The pass takes no memory
+    and almost no time on the device `meta`.
+
+    Args:
+        model: The model.
+        args: The arguments of the model, a batch.
+        samples: The number of samples in the batch.
+        blocks: The names of the blocks, as in place().
+        name: The name of the shape. If "", it is the name of the model's class.
+
+    Raises ModelError if the forward pass fails.
+    """
     parts = split(model, blocks)
     try:
         found = count_forward(model, parts, args, {}, samples=samples)

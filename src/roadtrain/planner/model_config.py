@@ -1,15 +1,16 @@
-"""Compute the shape of a Hugging Face config: build its model on `meta` and count, without
-downloading or initializing anything.
+"""Compute the shape of a model from its Hugging Face config. Builds the model on the device `meta`
+and counts, without downloading or initializing anything.
 
-Parameters are those of the modules, each counted once (also tied ones). FLOPs and activations come
-from two forwards on `meta`, one with twice as many tokens, which determine any other length: the
-part that grows with the square of the tokens is attention's scores, which fused kernels do not
-keep, and the rest grows with the tokens. Experts are not run, since it is unknown which tokens they
-get; a token's cost is computed from their weights.
+Each parameter of the modules is counted once, also if it is tied. FLOPs and activations are
+measured in two forward passes on `meta`, the second with half as many tokens, from which those of
+any length are computed. One part grows with the square of the number of tokens: the scores of
+attention, which fused kernels do not keep. The rest grows with the number of tokens. Experts are
+not run, because it is unknown which tokens they get; their cost per token is computed from their
+weights.
 
-Assumes that the model takes token ids or images. Does not guess: a model type that transformers
-does not know, a config without a key that determines the size, and a forward that needs real data
-are refused.
+Assumes that the model takes token ids or images. Does not guess: it refuses a model type that
+transformers does not know, a config without a key that determines the size, and a model whose
+forward pass needs real data.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from roadtrain.units import show_params
 OWN = "give --model MODULE:FUNCTION, a function that returns the model (on `meta`) and a batch"
 # keys that a config must have, because they determine the size
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
-# keys that transformers may fill in; this is noted
+# keys that transformers may fill in with a default, which a note of the shape reports
 GUESSED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
 ACTIVE = (
     "num_experts_per_tok",
@@ -55,39 +56,44 @@ AUTO = (
     "AutoModelForImageClassification",
     "AutoModel",
 )
-MOST_RUN = 512  # tokens of the longer forward; few, because some models loop over tokens
-FAILURES = (Exception,)  # raised by transformers, whose configs validate with their own errors
+MOST_RUN = 512  # most tokens of a forward pass; few, because some models loop over tokens
+FAILURES = (Exception,)  # errors of transformers, whose configs raise many kinds of errors
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block: `params` of all `count` experts. A token uses `active` of them, each
-    with `weights` elements of matrices and `widths` elements of activations."""
+    """The experts of a block."""
 
-    params: int = 0
-    count: int = 1
-    active: int = 0
-    weights: int = 0
-    widths: float = 0
+    params: int = 0  # number of parameters of all experts
+    count: int = 1  # number of experts
+    active: int = 0  # number of experts that a token uses
+    weights: int = 0  # number of elements of an expert's matrices
+    widths: float = 0  # number of elements of an expert's activations per token
 
 
 def shape_of_config(
     config: Mapping[str, Any], *, seq_len: int | None = None, name: str = ""
 ) -> ModelShape:
-    """Compute the shape from the keys of a config.json.
+    """Compute the shape of a model from the keys of its config.json.
 
-    `seq_len`: tokens of a sample; None: a default that is noted (`chosen_length`). Raises
-    ConfigError if transformers is not installed or does not know the model, if a key that
-    determines the size is missing, or if the forward cannot run without data."""
+    Args:
+        config: The content of config.json.
+        seq_len: The number of tokens of a sample. If None, it is a default (`chosen_length`), which
+            a note of the shape reports.
+        name: The name of the shape. If "", it is the model type.
+
+    Raises ConfigError if transformers is not installed or does not know the model, if a key that
+    determines the size is missing, or if the forward pass cannot run without data.
+    """
     kind = str(config.get("model_type") or "")
     made, guessed = _config(kind, config)
     text = made.get_text_config(decoder=True)
-    default = "(not in the config: transformers' default)"
+    default = "(the default of transformers, as the config does not set it)"
     notes = [f"{key} {value} {default}" for key, value in guessed.items()]
     if ahead := config.get("num_nextn_predict_layers"):
         notes.append(
-            f"{ahead} layer(s) that predict further tokens are not counted, transformers does not"
-            " build them"
+            f"{ahead} layer(s) that predict further tokens are not counted, as transformers does"
+            " not build them"
         )
     model = _built(kind, config, made, notes)
     parts = split(model)
@@ -106,12 +112,12 @@ def shape_of_config(
             whole, half = (_count_tokens(kind, model, parts, n) for n in (ran, ran // 2))
         else:
             raise ConfigError(
-                f"a `{kind}` takes {model.main_input_name}, neither token ids nor images",
+                f"a `{kind}` takes {model.main_input_name}, but must take token ids or images",
                 hint=OWN,
             )
     if half is None and seq_len is not None:
         raise ConfigError(
-            f"a `{kind}` takes images, its samples have no length", hint="omit --seq-len"
+            f"a `{kind}` takes images, whose samples have no length", hint="omit --seq-len"
         )
     blocks = _blocks(parts, whole, half, experts, tokens / ran, text)
     idle = [i for i, part in enumerate(parts.blocks, 1) if not blocks[i].flops]
@@ -133,7 +139,8 @@ def shape_of_config(
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return transformers' own config, and the GUESSED keys that it filled in."""
+    """Return the config as an object of transformers, and the values that transformers has filled
+    in for keys of GUESSED."""
     if not kind:
         raise ConfigError(
             "the config has no `model_type`",
@@ -164,8 +171,8 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
-    """Return sizes that transformers' config has but the given keys do not. Raises ConfigError for
-    a missing key of SIZES."""
+    """Return the sizes that transformers has filled in because `config` does not set them. Raises
+    ConfigError if `config` lacks a key of SIZES."""
     text, parts = made.get_text_config(decoder=True), [made.attribute_map]
     inner = [value for value in config.values() if isinstance(value, Mapping)]
     for key in made.sub_configs:
@@ -175,7 +182,7 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
         names = {what, *KEYS.get(what, ()), *(own[what] for own in parts if what in own)}
         if any(tree.get(key) is not None for tree in (config, *inner) for key in names):
             continue
-        # the classes of parts of a model fill it in themselves; vision models have none
+        # classes of parts of a model fill in vocab_size themselves; vision models have none
         optional = what == "vocab_size" and (inner or hasattr(made, "patch_size"))
         if what in SIZES and hasattr(text, what) and not optional:
             raise ConfigError(
@@ -188,15 +195,16 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
     if guessed.get("num_key_value_heads") == heads:
         guessed.pop("num_key_value_heads", None)  # the default is the number of heads
     whole = guessed.get("head_dim", 0) * heads == getattr(text, "hidden_size", 0)
-    # the default value, or not the width of any matrix
+    # head_dim is the default value, or is not the width of any matrix
     if whole or hasattr(text, "qk_rope_head_dim"):
         guessed.pop("head_dim", None)
     return guessed
 
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
-    """Build the model on `meta`, in training mode: with the class that the config names, otherwise
-    with the class that accepts the config and has the most parameters."""
+    """Build the model on the device `meta`, in training mode. Its class is the class that the
+    config names. If transformers does not have it, it is the class with the most parameters among
+    those that accept the config."""
     transformers: Any = importlib.import_module("transformers")
     named = [str(name) for name in config.get("architectures") or ()]
     classes = (getattr(transformers, name, None) for name in named)
@@ -218,7 +226,7 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
             except FAILURES as cause:
                 failure = failure or cause
     if found:
-        # the class with all parts of the model
+        # the largest model has all parts of the model
         model = max(found, key=lambda model: sum(p.numel() for p in model.parameters()))
         if (title := type(model).__name__) not in named:
             listed = ", ".join(named) or "no class"
@@ -231,8 +239,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
 
 
 class _MetaValues(TorchDispatchMode):
-    """Supplies values that `meta` tensors lack: a model that asks whether its mask is all 1 gets
-    True."""
+    """Supplies values for `meta` tensors, which have none. A model that asks whether all elements
+    of its mask are 1 gets True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -242,7 +250,7 @@ class _MetaValues(TorchDispatchMode):
 
 @contextmanager
 def _skip_experts(model: nn.Module) -> Iterator[None]:
-    """Make experts return their input in the body of the `with` statement."""
+    """Within the `with` statement, make experts return their input."""
 
     def same(hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         return hidden * 1
@@ -258,8 +266,8 @@ def _skip_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the modules with the matrices of all experts, and the number of experts that these
-    show (0: unknown)."""
+    """Yield each module that contains all experts of its layer, with the number of experts. The
+    number is taken from the shapes of the matrices, or is 0 if they do not show it."""
     inside = set[int]()
     for module in block.modules():
         title = type(module).__name__.lower()
@@ -274,8 +282,8 @@ def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
-    """Describe the experts of a block. Raises ConfigError if the config does not say how many of
-    them a token uses."""
+    """Return the experts of a block. Raises ConfigError if the config does not say how many experts
+    a token uses."""
     holders = list(_expert_modules(block))
     if not holders:
         return Experts()
@@ -289,8 +297,8 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
     if not 0 < active <= count:
         raise ConfigError(
-            f"a block of this `{kind}` has {count or 'an unknown number of'} experts, of which a"
-            f" token uses {active or 'an unknown number'}",
+            f"a block of this `{kind}` has {count or 'an unknown number of'} experts, and a token"
+            f" uses {active or 'an unknown number'} of them",
             hint=f"set {ACTIVE[0]}; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]
@@ -311,7 +319,7 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
 
 
 def _count_tokens(kind: str, model: Any, parts: Split, tokens: int) -> Counts:
-    """Count a forward of one sample of `tokens` tokens."""
+    """Return the counts of a forward pass over one sample with this number of tokens."""
     with torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -322,11 +330,11 @@ def _count_tokens(kind: str, model: Any, parts: Split, tokens: int) -> Counts:
 
 
 def _count_image(kind: str, model: Any, parts: Split, made: Any, notes: list[str]) -> Counts:
-    """Count a forward of one image."""
+    """Return the counts of a forward pass over one image."""
     side = getattr(made, "image_size", None)
     if not isinstance(side, int | list | tuple):
         side = 224
-        notes.append("images of 224 x 224 (the config does not say)")
+        notes.append("images of 224 x 224 (the config does not set their size)")
     height, width = (side, side) if isinstance(side, int) else side
     with torch.device("meta"):
         image = torch.zeros(
@@ -342,7 +350,7 @@ def _forward(kind: str, model: Any, parts: Split, inputs: Mapping[str, Any]) -> 
     except FAILURES as cause:
         params = sum(p.numel() for p in model.parameters())
         raise ConfigError(
-            f"the forward of a `{kind}` ({show_params(params)} parameters) cannot be run without"
+            f"the forward pass of a `{kind}` ({show_params(params)} parameters) cannot run without"
             f" data: {_first_line(cause)}",
             hint=OWN,
         ) from cause
@@ -356,8 +364,16 @@ def _blocks(
     times: float,
     text: Any,
 ) -> tuple[BlockShape, ...]:
-    """Return the shapes of all blocks. `whole`, `half`: counts with some number of tokens and with
-    half as many; a sample has `times` as many tokens as `whole`."""
+    """Return the shapes of all blocks.
+
+    Args:
+        parts: The blocks of the model.
+        whole: The counts of a forward pass.
+        half: The counts of a forward pass with half as many tokens, or None for images.
+        experts: The experts of each block.
+        times: The number of tokens of a sample divided by the number of tokens in `whole`.
+        text: The config of the text model.
+    """
     heads = getattr(text, "num_attention_heads", None) or 0
     heads = heads if isinstance(heads, int) else 0
     width = getattr(text, "head_dim", None) or (whole.hidden // heads if heads else 0)
@@ -366,8 +382,8 @@ def _blocks(
         kv = latent + (getattr(text, "qk_rope_head_dim", None) or 0)
 
     def grown(of: str, key: str) -> tuple[float, float]:
-        """Split a sample's count into the part that grows with the tokens t and the part that grows
-        with t^2, as in a t + b t^2."""
+        """Return two parts of a sample's count a t + b t^2, where t is the number of tokens: the
+        part a t that grows with t, and the part b t^2 that grows with t^2."""
         found = getattr(whole, of).get(key, 0.0)
         square = 0.0
         if half is not None:

@@ -1,5 +1,6 @@
-"""Render a plan as one HTML page: the report, the timeline of a step, memory by place, and the
-trade-off between time and cost. `page.html.j2` is the template. Does not simulate or search.
+"""Render a plan as one HTML page with the report, the timeline of a step, the memory of each place,
+and the trade-off between time and cost. `page.html.j2` is the template. Does not simulate or
+search.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from roadtrain.simulator.engine import Task
 from roadtrain.simulator.run import Result
 from roadtrain.units import show_bytes, show_seconds
 
-MOST_BARS = 4000  # of a timeline; the longest are drawn
+MOST_BARS = 4000  # most bars of a timeline; if there are more, only the longest are drawn
 COLORS = {
     "Forward": "#4c78a8",
     "Backward": "#1f4e79",
@@ -32,6 +33,8 @@ OTHER_COLOR = "#888"
 
 @dataclass(frozen=True)
 class Bar:
+    """A bar of a chart. `words`: The text of the bar."""
+
     share: float  # length, relative to the axis
     words: str
     name: str = ""
@@ -40,6 +43,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class TimelineRow:
+    """A row of the timeline, with the tasks of one place and stage."""
+
     name: str
     color: str
     bars: list[Bar] = field(default_factory=list)
@@ -47,7 +52,7 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan on the Pareto front, with what a sample costs."""
+    """A plan on the Pareto front, with the time and the cost of a sample."""
 
     seconds: float
     cost: float  # in currency or joules
@@ -55,7 +60,14 @@ class Point:
 
 
 def page(title: str, report: str, traced: Result | None, front: Sequence[Point]) -> str:
-    """Render the page. `traced`: the pick, simulated with a trace; None if no plan fits."""
+    """Return the page as HTML.
+
+    Args:
+        title: The title of the page.
+        report: The text of the report.
+        traced: The result of the pick's simulation with a trace, or None if no plan fits.
+        front: The plans on the Pareto front.
+    """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -82,7 +94,7 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
-    """Return the tasks of the last `seconds` of a trace as rows, one for each place and stage."""
+    """Return the tasks in the last `seconds` of a trace, as one row for each place and stage."""
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]

@@ -1,16 +1,16 @@
-"""`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: find the best plan, explain it, and
-say what would make it faster and why others lost.
+"""`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: find the best plan, and explain why
+it is best, what would make it faster and why other plans lost.
 
-The answer is printed, and written as JSON (with a schema version) and as one self-contained HTML
-page. The exit code is 1 if nothing fits; then the least change that would help is printed.
-`command` does all of it with:
+The answer is printed, and on request also written as JSON (with a schema version) and as one
+self-contained HTML page. If no plan fits, the exit code is 1, and the least change that would help
+is printed. `command` uses these functions and files:
 
-    simulate.load_model, job_plans.shape_of_job   the model
-    search.search                                 candidates, bounds, simulations: the pick
-    job_plans.JobPlans.fitted                     each candidate as it runs when it trains a job
-    plan_report, page                             the answer as text, JSON and HTML
-    machines_of.machines_of                       processes of each machine: plan.toml
-    job_file                                      a job file; real steps beside simulated ones
+    simulate.load_model, job_plans.shape_of_job   return the shape of the model
+    search.search                                 finds the pick among the candidates
+    job_plans.JobPlans.fitted                     adapts each candidate to a job
+    plan_report, page                             describe the answer as text, JSON and HTML
+    machines_of.machines_of                       assigns processes to machines, for plan.toml
+    job_file                                      writes a job file; runs real steps to compare
 
 Does not import torch.
 """
@@ -134,14 +134,14 @@ def command(
 
 
 def batch_to_plan(job: Job, option: int | None) -> int | None:
-    """Return the samples of a step from the job or from --batch. Raises ConfigError if they
-    differ."""
+    """Return the samples of a step, as set by the job or by --batch. Raises ConfigError if the job
+    and --batch differ."""
     own = batch_of_job(job)
     if option is not None and option < 1:
-        raise ConfigError(f"--batch is {option}, must be 1 or more", hint="--batch 64")
+        raise ConfigError(f"--batch is {option}, but must be at least 1", hint="--batch 64")
     if own and option and own != option:
         raise ConfigError(
-            f"--batch is {option}, a step of the job has {own} samples (data.batch_size x passes)",
+            f"--batch is {option}, but a step of the job has {own} samples (batch_size x passes)",
             hint="omit --batch, or batch_size, accumulate and num_microbatches of the job",
         )
     return own or option
@@ -159,8 +159,9 @@ def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
 def launchable(
     found: Found, cluster: Cluster, shape: ModelShape, job: Job | None
 ) -> tuple[PlanFile, str]:
-    """Return the contents of plan.toml, with the job's run in the names of stores, and the reason
-    why it has no machines if it cannot be launched."""
+    """Return the content of plan.toml for a plan, and a reason. If the plan cannot be launched, the
+    content has no machines and the reason says why, else the reason is "". The names of stores
+    contain the name of the job's run, if a job is given."""
     predicted = predicted_of(found.result)
     model = PlannedModel(shape.params, shape.tokens, 0 if job is None else layers_of(job))
     machines, why = None, ""

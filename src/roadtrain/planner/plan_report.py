@@ -1,5 +1,5 @@
 """Report the answer of a search as text and JSON: the pick, why it is best, what would make it
-faster, and why others lost; if nothing fits, the least change that would help."""
+faster, and why other plans lost. If no plan fits, report the least change that would help."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from roadtrain.simulator.memory import kept_free
 from roadtrain.units import show_bytes, show_joules, show_number, show_params, show_seconds
 
 SCORES = {"time": show_seconds, "cost": show_number, "energy": show_joules}
-BETWEEN = ("spares", "separate")  # sums that are needed between hosts only
+BETWEEN = ("spares", "separate")  # ways of summing that are needed only between hosts
 
 
 def words(plan: Plan, cluster: Cluster | None = None) -> str:
     """Describe a plan in one sentence.
 
     Args:
-        cluster: The plan's cluster, which shows whether gradients leave a host.
+        plan: The plan.
+        cluster: The plan's cluster, which shows whether gradients leave a host. If None, the text
+            assumes that they do.
     """
     place, parallelism = plan.placement, plan.parallelism
     rests = {
@@ -80,7 +82,7 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
 
 
 def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
-    """Whether no stage of the plan is on more than one host."""
+    """Return True if each stage of the plan is on one host."""
     hosts = enumerate(switches.hosts_of(plan, cluster))
     slots = [number for number, host in hosts for _ in range(host.devices)]
     ends = itertools.pairwise(plan.parallelism.first_ranks)
@@ -90,7 +92,8 @@ def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
 def answer_text(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> str:
-    """Describe the pick, why it is best, what would make it faster and why others lost."""
+    """Return the text of the report: the pick, why it is best, what would make it faster and why
+    other plans lost."""
     pick = answer.pick
     if pick is None:
         return no_plan_text(answer, cluster, model, of)
@@ -125,7 +128,8 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 
 
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
-    """List the figures that the goal needs and the cluster file lacks; they count as 0."""
+    """Return the figures that the goal needs but the cluster file lacks, with the values that are
+    used instead: 0 for a price, and the idle power for a peak power."""
     if goal == "cost":
         free = (host.name for host in cluster.hosts if not host.price_per_hour)
         return [f"hosts.{name}.price_per_hour 0" for name in free]
@@ -167,8 +171,9 @@ def _fate(family: Family, pick: Found | None) -> str:
 
 
 def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Explain why nothing fits: both numbers and the least change, or the most common reason and
-    what to do."""
+    """Return a text that explains why no plan fits. If memory is the reason, it has the least
+    change that would help, with the needed and the available bytes. Otherwise it has the most
+    common reason and what to do."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]
@@ -189,7 +194,7 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
 def answer_json(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> dict[str, Any]:
-    """Return the answer as plain data, with a schema version."""
+    """Return the answer as plain data for JSON, with a schema version."""
 
     def as_tree(found: Found | None) -> dict[str, Any] | None:
         if found is None:

@@ -1,13 +1,17 @@
 """`roadtrain probe`: measure this host and write a cluster.toml, in under a minute.
 
-Measured: memory bandwidth; the speed of AdamW updates and of gradient sums on all CPUs; reads,
-writes and both at once in each storage directory; matrix products and copies of each device (a
-machine without devices computes on its CPUs, as device `cpu`). Read from the system: memory,
-network cards and their nominal rates, and the topology of devices, cards and disks
-(sums/host_topology.py; written as comments, since no plan needs it). Values that could not be
-measured are listed, and are assumed when the file is read. Links to other hosts, in both
-directions, are measured if these listen (probe_links.py). A host that is lost meanwhile is listed,
-and the rest is written.
+These values are measured: memory bandwidth; the speed of AdamW updates and of gradient sums on all
+CPUs; the rates of reads, of writes, and of both at once in each storage directory; matrix products
+and copies of the first device. A machine without devices computes on its CPUs, as device `cpu`.
+
+These values are read from the system: the size of memory, network cards with their nominal rates,
+and the topology of devices, cards and disks (sums/host_topology.py). The topology is written as
+comments, since no plan needs it.
+
+Values that could not be measured are listed; a default is assumed for them when the file is read.
+With --hosts, the listening hosts and the links between all hosts, in both directions, are measured
+too (probe_links.py). If a host is lost during the measurement, it is listed and the rest is
+written.
 """
 
 from __future__ import annotations
@@ -42,13 +46,15 @@ from roadtrain.transport.address import address_of, own_address, tls_of, token_o
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, show_flops, show_rate
 
-ELEMENTS, REPEATS = 32 * MIB, 5
-BUFFERS, PART = 4, 1 << 19  # gradients to sum; elements per task
-COPIED = 256 * MIB
-SIZES = (1024, 2048, 4096, 8192)  # of square matrices, until a product takes over 0.1 s
+ELEMENTS, REPEATS = 32 * MIB, 5  # number of elements of an array, and of timed repetitions
+BUFFERS, PART = 4, 1 << 19  # number of gradients to sum, and of elements per task
+COPIED = 256 * MIB  # bytes of a copy
+# Rows of the square matrices to multiply. A size after a product that took over 0.1 s is left out.
+SIZES = (1024, 2048, 4096, 8192)
 
 
 def _seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Return the median seconds of `work`, after one call that is not timed."""
     work()
     took = []
     for _ in range(repeats):
@@ -63,10 +69,13 @@ def _fp32(n: int) -> np.ndarray:
 
 
 def processors(threads: int) -> dict[str, float]:
-    """Measure the CPUs in bytes a second.
+    """Measure the CPUs with this number of threads. Return three rates in bytes/s.
 
-    `memory_rate`: a copy, read and written. `updates`: AdamW, 28 bytes a parameter (bf16 gradient
-    in, bf16 copy out). `sums`: a sum of BUFFERS bf16 gradients, counting bytes that arrive."""
+    `memory_rate` is the rate of a copy, which counts the bytes read and written. `updates` is the
+    rate of AdamW with a bf16 gradient and a bf16 copy of the result, which counts 28 bytes per
+    parameter. `sums` is the rate of a sum of BUFFERS bf16 gradients, which counts the bytes of the
+    gradients.
+    """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
     grad = np.zeros(ELEMENTS, np.uint16)
@@ -104,7 +113,7 @@ def processors(threads: int) -> dict[str, float]:
 def products(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
 ) -> dict[int, float]:
-    """Return size -> FLOP/s of a product of two square matrices."""
+    """Return for each size the FLOP/s of a product of two square matrices of this size."""
     out: dict[int, float] = {}
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -128,7 +137,7 @@ def _settle(*devices: torch.device) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the bytes a second of a copy."""
+    """Return the rate of a copy in bytes/s."""
 
     def run() -> None:
         target.copy_(source, non_blocking=True)
@@ -138,22 +147,23 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
-    """Return the bytes a second of copies to and from the device (from pinned memory), and of the
-    device's own memory, read and written."""
+    """Return two rates of a device in bytes/s. The first is the rate of copies between pinned host
+    memory and the device, in the slower direction. The second is the bandwidth of the device's
+    memory, counting the bytes read and written."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
 
 
 def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
-    """Return the bytes a second of copies from the first device to each other one, one at a time;
-    the slowest, because collectives wait for it."""
+    """Return the rate in bytes/s of the slowest copy from the first device to another device, as
+    collectives wait for the slowest copy. Only one copy runs at a time."""
     source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
     return min(_copy(source, target) for target in targets)
 
 
 def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
-    """Measure and describe this host."""
+    """Measure this host and return a report on it. `dirs`: The storage directories to measure."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     ssds, uplink = _ssds(dirs, missing)
     rates, whole = processors(threads), psutil.virtual_memory().total
@@ -214,7 +224,8 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
 
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Return the `ssds` entries of these directories, and the bytes a second of all of them."""
+    """Measure the SSDs of these directories. Return their `ssds` entries of the cluster file, and
+    their total rate in bytes/s. Add to `missing` what could not be measured."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -240,14 +251,14 @@ def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]]
 
 
 def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOptions) -> bool:
-    """Add to `own` the reports of the listening `hosts` and the measured links. Returns False if a
-    host or a link could not be measured."""
+    """Add the reports of the listening `hosts` and the measured links to the report `own`. Return
+    False if a host or a link could not be measured."""
     trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
     own.topology = [f"{trees['here']['name']}: {line}" for line in own.topology]
     for host in hosts:
         try:
             report = links.ask(host, links.DESCRIBE, "", options)
-            # validate before use, since it comes from another host
+            # validate the report before its use, since it comes from another host
             before = make_cluster(report.tree, "its report").hosts[0].name
         except (PeerError, ConfigError) as error:
             lost.append(f"host {host}: {error}")
@@ -278,7 +289,8 @@ def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOption
 
 
 def comment(words: str) -> str:
-    """Remove control characters and line breaks, so that the text fits into a comment."""
+    """Return the text without control characters and line breaks, so that it fits into a
+    comment."""
     return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
 
@@ -293,12 +305,12 @@ def command(
     key: str | None = None,
     ca: str | None = None,
 ) -> int:
-    """Measure this host (memory, updates, sums, storage, devices) and write a cluster.toml; list
+    """Measure this host (memory, updates, sums, storage, devices) and write a cluster.toml. List
     what was not measured.
 
-    The exit code is 1 if another host or a link to it could not be measured. Raises ConfigError,
-    StoreError if a directory cannot be written, and PeerError if a host does not listen at the
-    start.
+    The exit code is 1 if another host or a link to another host could not be measured. Raises
+    ConfigError; StoreError if a directory cannot be written; and PeerError if one of the hosts does
+    not listen at the start.
 
     Args:
         dirs: storage directories to measure, separated by commas
@@ -318,7 +330,7 @@ def command(
     )
     check_file(Path(out))
     if absent := next((path for path in directories if not Path(path).is_dir()), None):
-        raise ConfigError(f"{absent} is not a directory", hint="name existing ones in --dirs")
+        raise ConfigError(f"{absent} is not a directory", hint="name directories in --dirs")
     own = partial(describe, directories, len(os.sched_getaffinity(0)))
     if listen:
         if others:

@@ -1,14 +1,15 @@
-"""Measure links between hosts. Each listening host measures itself and its links to others on
-request.
+"""Measure links between hosts. A listening host measures itself and its links to other hosts when
+the probing host requests it.
 
-    roadtrain probe --listen 10.0.0.2:7100 --token-file T        on every other host, until Ctrl-C
-    roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T
+    roadtrain probe --listen 10.0.0.2:7100 --token-file T        on each listening host
+    roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T    on the probing host
 
-A link's rate is measured by sending frames for FLOOD_S over one TCP connection, its latency is half
-of the fastest of PINGS round trips. A listening host sends frames back over the connection of the
-request, so the requesting host needs no open port. Listeners beyond this machine require the token
-(Rule 8). There are three requests (describe yourself, measure your link to another host, measure
-your link to me), and an answer sends at most FLOOD_S or FRAMES. Every wait has a timeout (Rule 5).
+The rate of a link is measured by sending frames over one TCP connection, for at most FLOOD_S
+seconds and at most FRAMES frames. The latency is half the time of the fastest of PINGS round trips.
+A listening host sends its frames over the connection of the request, so the probing host needs no
+open port. A listener that other machines can reach requires the token (Rule 8). There are three
+requests: to describe the host, to measure its link to another host, and to measure its link to the
+probing host. Every wait has a timeout (Rule 5).
 """
 
 from __future__ import annotations
@@ -32,20 +33,19 @@ from roadtrain.transport.tcp import TcpOptions, connect, listen
 from roadtrain.units import MIB, show_rate, show_seconds
 
 PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, REPORT = range(1, 8)  # kinds of frames
-PINGS, FLOOD_S, FRAMES, AHEAD, WAIT_S = 20, 0.5, 1 << 15, 8, 90.0  # FRAMES of 1 MiB
-Pair = tuple[str, str]
+# round trips; seconds and frames (of 1 MiB) of a rate test; unsent frames; timeout of a wait
+PINGS, FLOOD_S, FRAMES, AHEAD, WAIT_S = 20, 0.5, 1 << 15, 8, 90.0
+Pair = tuple[str, str]  # sender and receiver of a link
 
 
 class ProbeReport(msgspec.Struct, omit_defaults=True):
-    """The answer of a host. `tree`: its cluster.toml; `missing`: what it could not measure;
-    `topology`: lines of text; `link`: bytes a second, and seconds of latency; `error`: why the
-    request failed."""
+    """The answer of a host to a request."""
 
-    tree: dict[str, Any] = {}
-    missing: list[str] = []
-    topology: list[str] = []
-    link: tuple[float, float] = (0.0, 0.0)
-    error: str = ""
+    tree: dict[str, Any] = {}  # the content of a cluster.toml with this host
+    missing: list[str] = []  # the values that could not be measured
+    topology: list[str] = []  # lines of text on the topology of the host
+    link: tuple[float, float] = (0.0, 0.0)  # rate in bytes/s, and latency in seconds
+    error: str = ""  # why the request failed, or ""
 
 
 Describe = Callable[[], ProbeReport]
@@ -59,8 +59,8 @@ LANGUAGE = language_of(
 
 
 class LinkEnd:
-    """One end of a link, a Receiver. `describe`: describes this host; None if it does not
-    listen."""
+    """One end of a link, a Receiver. `describe`: Function that returns a report on this host, or
+    None if this host does not answer requests."""
 
     def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
         self.options, self.describe = options, describe
@@ -70,7 +70,8 @@ class LinkEnd:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != FLOOD or nbytes > MIB:
-            raise WireError(f"a probe received a frame of kind {kind} with {nbytes} bytes")
+            allowed = f"{MIB if kind == FLOOD else 0} are allowed"
+            raise WireError(f"a frame of kind {kind} has {nbytes} bytes of payload, {allowed}")
         return self._scratch[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -83,7 +84,7 @@ class LinkEnd:
                 target=self._answer, args=(kind, header), name="probe", daemon=True
             ).start()
         elif kind != FLOOD:
-            raise WireError(f"a probe received a frame of kind {kind}")
+            raise WireError(f"a probe received a frame of kind {kind}, which it does not know")
 
     def _answer(self, kind: int, header: bytes) -> None:
         assert self.describe is not None
@@ -102,8 +103,8 @@ class LinkEnd:
         self.answers.put(error)
 
     def receive(self, what: str) -> bytes:
-        """Wait for the next answer. `what`: the request, for errors. Raises DeadlineError and
-        LostError."""
+        """Wait for the next answer and return it. `what`: A text on the request, for messages.
+        Raises DeadlineError and LostError."""
         try:
             answer = self.answers.get(timeout=WAIT_S)
         except queue.Empty:
@@ -115,8 +116,8 @@ class LinkEnd:
         return answer[1]
 
     def measured(self) -> tuple[float, float]:
-        """Measure (bytes a second, seconds of latency) from here to the other end. Raises
-        PeerError."""
+        """Measure the link from this host to the other end. Return the rate in bytes/s and the
+        latency in seconds. Raises PeerError."""
         trips = []
         for _ in range(PINGS):
             begin = time.perf_counter()
@@ -146,21 +147,22 @@ def _linked(address: str, options: TcpOptions) -> Iterator[LinkEnd]:
 
 
 def reach(address: str, options: TcpOptions) -> None:
-    """Check that a host listens at `address` and accepts our token. Raises PeerError."""
+    """Raise PeerError if no host listens at `address` or the host does not accept the token."""
     with _linked(address, options):
         pass
 
 
 def measure(address: str, options: TcpOptions) -> tuple[float, float]:
-    """Measure (bytes a second, seconds of latency) from here to the host that listens at `address`.
-    Raises PeerError."""
+    """Measure the link from this host to the host that listens at `address`. Return the rate in
+    bytes/s and the latency in seconds. Raises PeerError."""
     with _linked(address, options) as end:
         return end.measured()
 
 
 def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
-    """Request a report from a host: on itself (DESCRIBE), on its link to the host `words`
-    (MEASURE), or on its link to this host (BACK). Raises PeerError."""
+    """Request a report from the host that listens at `address`, and return it. `kind`: DESCRIBE for
+    a report on the host, MEASURE for its link to the host whose address is `words`, and BACK for
+    its link to this host. Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
@@ -168,7 +170,7 @@ def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport
         except msgspec.MsgspecError as error:
             raise WireError(
                 f"{address} sent an invalid report ({error})",
-                hint="run the same version of roadtrain there",
+                hint="run the same version of roadtrain on both hosts",
             ) from error
     if report.error:
         raise LostError(f"{address}: {report.error}")
@@ -176,7 +178,8 @@ def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport
 
 
 def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
-    """Listen for the requests of other hosts. Raises ConfigError."""
+    """Start to answer the requests of other hosts at `address`. Return the listener. Raises
+    ConfigError."""
 
     def accept(link: Link, hello: bytes) -> LinkEnd:
         end = LinkEnd(options, describe)
@@ -187,7 +190,7 @@ def listening(address: str, options: TcpOptions, describe: Describe) -> Listener
 
 
 def serve(address: str, options: TcpOptions, describe: Describe) -> None:
-    """Listen and answer until interrupted. Raises ConfigError."""
+    """Answer the requests of other hosts until this process is interrupted. Raises ConfigError."""
     listener = listening(address, options, describe)
     try:
         print("probe: listening at {}:{}".format(*listener.address), flush=True)
@@ -199,9 +202,12 @@ def serve(address: str, options: TcpOptions, describe: Describe) -> None:
 def matrix(
     hosts: Sequence[str], options: TcpOptions
 ) -> tuple[dict[Pair, tuple[float, float]], list[str]]:
-    """Measure (from, to) -> (rate, latency) for every pair of hosts, one after the other; this host
-    is `here`. Also returns a line for each link that was not measured, with the reason. A lost host
-    is not contacted again."""
+    """Measure the links between all hosts, one link at a time. A lost host is not contacted again.
+
+    Returns:
+        The rate and the latency of each link by (sender, receiver), and a line with the reason for
+        each link that was not measured. The name of this host is "here".
+    """
     found, missing, lost = dict[Pair, tuple[float, float]](), list[str](), set[str]()
     for source, target in permutations(("here", *hosts), 2):
         if lost & {source, target}:

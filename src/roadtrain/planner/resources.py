@@ -1,5 +1,5 @@
-"""Kinds of resources of a cluster by name: clusters with more of one kind, and how much of it a
-plan uses."""
+"""Kinds of resources of a cluster, such as network or SSDs. `scaled` returns clusters in which one
+kind is faster or slower; `busy_share` returns how busy a kind is."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ENDS = {
     "host sums": ("sums",),
     "host memory": (" memory",),
     "SSD uplink": ("uplink in", "uplink out"),
-}  # resource -> suffixes of the names of simulated resources
-# resource -> part of a cluster or a host -> its rates
+}  # for each kind, the suffixes of the names of simulated resources
+# for each kind, the parts of a cluster or a host that belong to it, and the rates of each part
 RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "computing": {"device": ["flops"]},
     "network": {"nics": ["rate"], "links": ["rate"], "switches": ["rate"]},
@@ -36,7 +36,8 @@ RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """Return, for each kind of resource, the cluster with that kind `factor` times as fast."""
+    """Return for each kind of resource a cluster in which this kind is `factor` times as fast. A
+    kind that the cluster does not have is omitted."""
     absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
     if not any(host.ssds for host in cluster.hosts):
         absent |= {"SSDs", "SSD uplink"}
@@ -67,8 +68,8 @@ def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float)
 
 
 def busy_share(result: Result, name: str) -> float:
-    """Return the fraction of a step in which the resource `name` is busy, at most."""
-    # communication of devices in a host may be counted as the device's
+    """Return an upper bound of the fraction of a step in which the kind `name` is busy."""
+    # the simulation may count communication between devices of a host as work of the device
     ranks = result.plan.parallelism
     if name not in ENDS or (name == "device links" and ranks.devices > ranks.dp):
         return 1.0

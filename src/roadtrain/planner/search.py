@@ -1,12 +1,13 @@
-"""Search for the best plan on a cluster, and explain it. Candidates: placements x parallelisms x
-batches x options x stage sizes.
+"""Search for the best plan on a cluster, and explain it. candidates.py generates the candidates.
 
-A candidate that does not fit into memory is refused. The others get a lower bound in closed form
-(each resource's bytes over its capacity, without waiting), and are simulated in the order of the
-bounds until no bound is better than the best simulated score. So the pick is the best of all
-candidates by the simulator, although few are simulated. Lossy or delayed options are candidates
-only on request (Rule 2). If no batch is given, many micro-batches per step show the best possible
-score per sample, and the smallest batch that comes close to it is chosen. Pure.
+A candidate that does not fit into memory is refused. Each other candidate gets a lower bound of its
+score in closed form: the work of each resource over its rate, without waiting. The candidates are
+simulated in the order of their bounds, until no bound is better than the best simulated score. So
+the pick is the candidate with the best simulated score, although few candidates are simulated.
+
+Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
+with many micro-batches per step finds the best possible score per sample, and the smallest batch
+whose score is close to it is chosen. Pure.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ from roadtrain.simulator.memory import Need
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import Scene
 
-# bound of a sample's score, number, the plan's scene, whether the bound is complete
+# a waiting candidate: bound of its score per sample, a unique number, its scene, and True if the
+# bound considers all resources or False if it considers only computing
 Queued = tuple[float, int, Scene, bool]
 Fitted = Callable[[Plan], Plan | str]
-CLOSE = 0.05  # the chosen batch's score per sample is within this fraction of the best
-SMALLER, MORE = 0.5, 1.1  # factors on a resource's rate, to see what it would change
-NO_MEMORY = "memory of "  # prefix of the reason of a plan that does not fit into memory
-LITTLE = 1e-3  # busy fraction of a step below which a resource's rate changes nothing
+CLOSE = 0.05  # largest relative difference between the chosen batch's score and the best score
+SMALLER, MORE = 0.5, 1.1  # factors on the rate of a kind of resource, for `flips` and `gains`
+NO_MEMORY = "memory of "  # prefix of the reason if a plan does not fit into memory
+LITTLE = 1e-3  # busy fraction of a step below which the rate of a resource does not matter
 
 
 @dataclass(frozen=True)
 class Found:
-    """A simulated plan. `score`: seconds, currency or joules per sample."""
+    """A simulated plan. `score`: The seconds, the cost or the joules per sample, depending on the
+    goal of the search. The smallest score is best."""
 
     plan: Plan
     result: Result
@@ -62,11 +65,15 @@ class Family:
     """The candidates of one placement.
 
     Attributes:
-        refused: Reason -> number of candidates that are refused for it.
-        hints: Reason -> what to change, if known.
-        left_out: Reason -> number of arrangements that were not tried.
-        nearest: The smallest shortfall of a plan that does not fit into memory.
-        pruned: Number of candidates whose bound was worse than the pick.
+        tried: The number of candidates.
+        simulated: The number of candidates that were simulated.
+        pruned: The number of candidates that were not simulated because of their bound.
+        refused: For each reason, the number of candidates that were refused.
+        hints: For a reason, what to change.
+        left_out: For each reason, the number of arrangements that are no candidates.
+        nearest: Of the plans that do not fit into memory, the plan that lacks the smallest share,
+            and its need.
+        best: The simulated candidate with the best score.
     """
 
     tried: int = 0
@@ -77,7 +84,7 @@ class Family:
     left_out: dict[str, int] = field(default_factory=dict)
     nearest: tuple[Need, Plan] | None = None
     best: Found | None = None
-    least: float = float("inf")  # smallest bound of a candidate's score per sample
+    least: float = float("inf")  # smallest bound of the score of a pruned candidate
 
     def refuse(self, why: str | ConfigError) -> None:
         reason = str(why).partition("\n")[0]
@@ -88,17 +95,18 @@ class Family:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The answer of a search. `front`: the simulated plans that no other plan beats in both time
-    and cost (or energy, without prices)."""
+    """The answer of a search."""
 
-    pick: Found | None
-    runner_up: Found | None
-    families: dict[str, Family]
+    pick: Found | None  # the best plan; None if no plan fits
+    runner_up: Found | None  # the best plan with another placement or parallelism than the pick
+    families: dict[str, Family]  # by the name of the placement
+    # the simulated plans that no other plan beats in both time and cost; energy counts as the cost
+    # if there are no prices
     front: list[Found]
-    gains: dict[str, float]  # resource -> fraction of the pick's score that MORE of it saves
+    gains: dict[str, float]  # for a kind of resource, the share of the score that MORE of it saves
     flips: list[str]  # changes of rates with which the runner-up would win
-    batch: int = 0  # samples per step; 0: nothing fits, and none was given
-    chosen: str = ""  # why this batch was chosen, if it was not given
+    batch: int = 0  # samples per step; 0 if no batch was given and no plan fits
+    chosen: str = ""  # why this batch was chosen; "" if it was given
 
 
 @value
@@ -106,12 +114,12 @@ class SearchOptions:
     """The goal of a search, and the plans to try."""
 
     goal: Literal["time", "cost", "energy"] = "time"
-    # samples of a step; None: the smallest batch whose score per sample is within CLOSE of the best
-    # with any number of micro-batches
+    # samples of a step; if None, the smallest batch whose score per sample is within CLOSE of the
+    # best score with any batch
     batch: Count | None = None
-    placements: Sequence[str] = ()  # names to try; empty: all
-    late: Flag = False  # also try staleness 1
-    # fraction of each device's and host's memory that plans leave free
+    placements: Sequence[str] = ()  # names of the placements to try; if empty, all are tried
+    late: Flag = False  # if True, plans with staleness 1 are also tried
+    # fraction of the memory of each device and host that a plan leaves free
     headroom: Number = Field(default=HEADROOM, lt=1)
 
 
@@ -124,11 +132,20 @@ def search(
     fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Search for the best plan.
+    """Search for the best plan. If no plan fits, the answer has no pick, and its families have the
+    reasons.
 
-    `options`: fields of SearchOptions. `fitted`: turns a candidate into the plan to try, or returns
-    the reason why it is refused. Raises ConfigError for bad input. If nothing fits, the answer has
-    no pick, and its families have the reasons."""
+    Args:
+        cluster: The cluster.
+        model: The shape of the model.
+        constants: The constants of the simulator.
+        explain: If True, find the gains and flips of the answer, which takes more simulations.
+        fitted: Function that returns the plan to try for a candidate, or the reason why the
+            candidate is refused.
+        options: The fields of SearchOptions.
+
+    Raises ConfigError if the input is not valid, or if no parallelism divides the batch.
+    """
     settings = SearchOptions(**options)
     goal, batch = settings.goal, settings.batch
     if not cluster.device_count:
@@ -140,10 +157,10 @@ def search(
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
     ):
-        raise ConfigError("goal is cost, but no host has a price", hint="set `price_per_hour`")
+        raise ConfigError("the goal is cost, but no host has a price", hint="set `price_per_hour`")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
         raise ConfigError(
-            "goal is energy, but no device has a power draw", hint="set `peak_watts` of devices"
+            "the goal is energy, but no device has a power draw", hint="set `peak_watts` of devices"
         )
     searcher = _Search(cluster, model, constants, settings, fitted)
     if batch is not None:
@@ -153,26 +170,26 @@ def search(
         return most
     batch, score = searcher.least_batch(most.pick)
     why = (
-        f"no batch was given; with micro-batches of 1 to {most_samples(model)} samples and up to"
-        f" {MOST_MICROBATCHES} of them, this is the smallest within {CLOSE:.0%} of the best"
-        f" {goal} per sample"
+        f"no batch was given; with micro-batches of 1 to {most_samples(model)} samples and at most"
+        f" {MOST_MICROBATCHES} micro-batches, this is the smallest batch within {CLOSE:.0%} of the"
+        f" best {goal} per sample"
     )
     samples, less = most.pick.plan.samples, max(0.0, 1 - most.pick.score / score)
-    tried = f" ({samples} samples need {less:.1%} less)"
-    why += tried if batch < samples else "; it is the largest that was tried"
+    tried = f" (a batch of {samples} samples needs {less:.1%} less per sample)"
+    why += tried if batch < samples else "; it is the largest batch that was tried"
     return replace(searcher.best(batch, explain), batch=batch, chosen=why)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The arguments of a search, as in `search`, and its steps."""
+    """A search with the arguments of `search`. The methods are its steps."""
 
     cluster: Cluster
     model: ModelShape
     constants: Constants
     options: SearchOptions
     fitted: Fitted | None = None
-    # placement and ranks -> why hosts cannot reach each other; None if they can
+    # for a placement and ranks, why hosts cannot reach each other, or None if they can
     networks: dict[Any, ConfigError | None] = field(default_factory=dict)
 
     def scene(self, plan: Plan) -> Scene:
@@ -180,13 +197,13 @@ class _Search:
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan. `cluster`: another cluster than that of the search."""
+        """Simulate a plan. If `cluster` is None, simulate it on the cluster of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
-        """Return a lower bound of the score per sample for a step of `seconds`."""
+        """Return a lower bound of the score per sample if a step takes `seconds`."""
         samples = scene.plan.samples
         if self.options.goal == "cost":  # without the cost of energy
             return scene.price_per_s() * seconds / samples
@@ -195,7 +212,8 @@ class _Search:
         return seconds / samples
 
     def best(self, batch: int | None, explain: bool) -> SearchResult:
-        """Search all candidates with one batch."""
+        """Search all candidates with this batch. If the batch is None, each candidate has the
+        largest number of micro-batches that is tried."""
         families, waiting = self._screened(batch)
         found = self._simulated_in_order(waiting, families)
         if not found:
@@ -213,8 +231,8 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Find the smallest batch with which the best plan's parallelism has a score within CLOSE
-        of its own; returns the samples and the score."""
+        """Return the smallest batch with which the parallelism of the best plan has a score within
+        CLOSE of the best score, and its score."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -237,8 +255,8 @@ class _Search:
         return best.plan.samples, best.score
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
-        """Generate all candidates by placement; return those that fit into memory with a first
-        bound."""
+        """Generate all candidates. Return the families by placement, and the candidates that fit
+        into memory with a first bound."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -264,8 +282,8 @@ class _Search:
         return families, waiting
 
     def _candidates(self, batch: int | None, families: dict[str, Family]) -> Iterator[Plan]:
-        """Yield the possible candidates without duplicates; `families` get the reasons of
-        others."""
+        """Yield the possible candidates without duplicates. Add to `families` the reasons why other
+        candidates are not possible."""
         seen: set[Plan] = set()
 
         def left_out(name: str, why: str, many: int) -> None:
@@ -290,8 +308,9 @@ class _Search:
                 yield made
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
-        """Return the plan's scene, with other pipeline stages if only those fit; None if it does
-        not fit, with the reason in `family`."""
+        """Return the plan's scene. If the plan fits into memory only with other sizes of pipeline
+        stages, the scene has these. If the plan does not fit, return None and add the reason to
+        `family`."""
         try:
             scene = self.scene(plan)
             self._check_networks(scene)
@@ -301,7 +320,8 @@ class _Search:
         worst = max(scene.needs, key=_over)
         if not worst.fits and (stages := stages_that_fit(scene)) is not None:
             other = plan.changed(parallelism=replace(plan.parallelism, stages=stages))
-            if self.fitted is None or self.fitted(other) == other:  # not if the job sets the stages
+            # the job may set the stages, so that they cannot be changed
+            if self.fitted is None or self.fitted(other) == other:
                 plan, scene = other, self.scene(other)
                 worst = max(scene.needs, key=_over)
         if worst.fits:
@@ -312,8 +332,8 @@ class _Search:
         return None
 
     def _check_networks(self, scene: Scene) -> None:
-        """Raise ConfigError if hosts of the plan cannot reach each other, or hosts that it uses for
-        summing have nothing to sum."""
+        """Raise ConfigError if hosts of the plan cannot reach each other, or if hosts that the plan
+        uses for summing have nothing to sum."""
         ranks = scene.plan.parallelism
         key = scene.plan.placement, ranks.replicas_of, ranks.tp
         if key not in self.networks:
@@ -326,7 +346,8 @@ class _Search:
             raise why
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
-        """Return a lower bound from computing alone. `passes`: cache of seconds per micro-batch."""
+        """Return a lower bound of the score that considers only computing. `passes`: A cache of the
+        seconds per micro-batch."""
         if self.options.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
@@ -338,8 +359,9 @@ class _Search:
     def _in_order(
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Iterator[tuple[float, Scene]]:
-        """Yield bounds and scenes, smallest first. A scene whose bound is from computing alone is
-        built only when it comes first, because building is slow."""
+        """Yield scenes with their bounds, smallest bound first. If a bound considers only
+        computing, the scene is not built yet, because building is slow. Such a scene is built when
+        its bound is the smallest, and gets a complete bound."""
         heapify(waiting)
         while waiting:
             least, number, scene, built = heappop(waiting)
@@ -357,8 +379,9 @@ class _Search:
     def _simulated_in_order(
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> list[Found]:
-        """Simulate plans as long as the next bound is better than the best simulated score; return
-        them best first. The others are counted as pruned and stay in `waiting`."""
+        """Simulate plans as long as the next bound is better than the best simulated score. Return
+        the simulated plans, best first. The remaining plans count as pruned and stay in
+        `waiting`."""
         found: list[Found] = []
         best = float("inf")
         for least, scene in self._in_order(waiting, families):
@@ -380,8 +403,8 @@ class _Search:
     def _pruned_runner_up(
         self, pick: Found, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Found | None:
-        """Simulate the plan with the best bound among those that differ from the pick in placement
-        or parallelism; its bound already shows that it is worse."""
+        """Simulate the plan with the best bound among the pruned plans that differ from the pick in
+        placement or parallelism. Return None if there is none."""
         for _, scene in self._in_order(waiting, families):
             if _differs(scene.plan, pick.plan):
                 return self.simulated(scene.plan)
@@ -398,8 +421,8 @@ class _Search:
         return dict(sorted(gains.items(), key=lambda pair: -pair[1]))
 
     def _score_with(self, found: Found, name: str, other: Cluster) -> float:
-        """Return the plan's score on the cluster `other`, in which resource `name` has another
-        rate; the score is unchanged if the plan hardly uses it."""
+        """Return the plan's score on the cluster `other`, in which the kind of resource `name` has
+        another rate. If the plan hardly uses this kind, return the score without a simulation."""
         if busy_share(found.result, name) < LITTLE:
             return found.score
         return self.simulated(found.plan, other).score
@@ -419,7 +442,8 @@ class _Search:
 
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
-    """Return the least seconds of one micro-batch, forward and backward, on the fastest device."""
+    """Return a lower bound of the seconds in which the fastest device computes one micro-batch,
+    forward and backward."""
     found = []
     for host in cluster.workers:
         assert host.device is not None
@@ -431,9 +455,10 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 
 def _turns(plan: Plan) -> float:
-    """Return how many passes of a micro-batch through the whole model a step of a pipeline takes at
-    least. Stage s starts when the first micro-batch has passed all stages before it, so at best its
-    part takes (1 - 1 / num_microbatches) times as long as the part of the stage before.
+    """Return a lower bound of the time of a step, in passes of a micro-batch through the whole
+    model. A stage of a pipeline starts when the first micro-batch has passed all earlier stages. So
+    at best, its part takes (1 - 1 / num_microbatches) times as long as the part of the previous
+    stage.
     """
     if widths := plan.parallelism.widths:
         return max(1.0, plan.num_microbatches / sum(widths))  # shared by all devices
@@ -442,11 +467,12 @@ def _turns(plan: Plan) -> float:
 
 
 def _over(need: Need) -> float:
+    """Return the needed bytes divided by the available bytes."""
     return need.nbytes / max(need.room, 1.0)
 
 
 def _differs(a: Plan, b: Plan) -> bool:
-    """Whether two plans differ in more than their batch."""
+    """Return True if two plans differ in their placement or their parallelism."""
     return (a.placement, a.parallelism) != (b.placement, b.parallelism)
 
 
@@ -462,14 +488,15 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Return the need that is closest to its room among all plans that do not fit, and the plan."""
+    """Return the plan that is closest to fitting into memory, with its largest need. Return None if
+    no plan was refused for its memory."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
-    """Return the reason for which most placements have no plan, and what to change; None if only
-    memory is missing."""
+    """Return the most common reason why placements have no plan, and what to change. Return None if
+    a plan lacks only memory, or if there is no reason."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

@@ -1,9 +1,9 @@
 """`roadtrain simulate CLUSTER.toml`: predict the step time, busy resources, memory, energy and cost
-of a plan on a cluster, which need not exist.
+of a plan on a cluster. The cluster need not exist.
 
-The simulation runs the state machines of real processes on a virtual clock (simulator/). Nothing
-here imports torch at import time. The trace uses the stage names of a real run's metrics and opens
-in ui.perfetto.dev.
+The simulation runs the state machines of real processes on a virtual clock (simulator/). torch is
+imported only when a model's modules are counted. The trace can be opened in ui.perfetto.dev and has
+the stage names of a real run's metrics.
 """
 
 from __future__ import annotations
@@ -39,16 +39,23 @@ from roadtrain.units import (
 )
 
 SCHEMA = 1
-UNSET = (None, "")  # values of an option that was not given; 0 is a value
-# suffixes of resources whose traffic is reported: hosts' network cards and links of switches
+UNSET = (None, "")  # values that an option has if it was not given
+# suffixes of the names of network cards and of links between switches, whose traffic is reported
 CARDS = (*(f" {kind} {way}" for kind in KINDS for way in ("out", "in")), " link")
 
 
 def load_model(name: str, seq_len: int | None = None) -> ModelShape:
-    """Load a model's shape: a named shape, a Hugging Face config.json or a directory with one, or
-    MODULE:FUNCTION that returns a model (on `meta` if it is large) and its arguments, a batch of
-    samples first. `seq_len`: tokens of a sample; None: a default that the shape's `notes` state.
-    Raises ConfigError and ModelError."""
+    """Return the shape of a model.
+
+    Args:
+        name: The name of a shape, a Hugging Face config.json, a directory with a config.json, or
+            MODULE:FUNCTION. The function returns a model, on the device `meta` if it is large, and
+            the arguments of the model, of which the first is a batch of samples.
+        seq_len: The number of tokens of a sample. If None, it is a default, which the shape's
+            `notes` state.
+
+    Raises ConfigError and ModelError.
+    """
     if not name:
         raise ConfigError(
             "no model is given", hint="give --model NAME, or the path of a Hugging Face config.json"
@@ -57,7 +64,7 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
     if function and "/" not in name:
         if seq_len is not None:
             raise ConfigError(
-                f"{name} provides its own samples, --seq-len {seq_len} has no effect",
+                f"{name} provides its own samples, so --seq-len {seq_len} would have no effect",
                 hint="omit --seq-len",
             )
         return _from_function(module, function)
@@ -71,28 +78,28 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
     except OSError as cause:
         raise ConfigError(f"cannot read {path}: {cause.strerror}") from cause
     except ValueError as cause:
-        raise ConfigError(f"{path} is not JSON: {cause}") from cause
+        raise ConfigError(f"{path} cannot be parsed as JSON: {cause}") from cause
     if not isinstance(config, dict):
         raise ConfigError(
             f"{path} is not a model's config: {str(config)[:40]!r}",
             hint="give a Hugging Face config.json",
         )
-    # count the model's modules; without transformers use the formula, if it is exact
+    # count the model's modules; if transformers is not installed, use the formula if it is exact
     installed = importlib.util.find_spec("transformers") is not None
     found = (counted_modules if installed else from_config)(config, seq_len=seq_len)
     return replace(found, name=path.resolve().parent.name or str(path))
 
 
 def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
-    """Compute the shape of a Hugging Face config from its modules (model_config.py, imports
-    torch)."""
+    """Return the shape of a Hugging Face config, counted from the modules of its model
+    (model_config.py). Imports torch."""
     counting = importlib.import_module("roadtrain.planner.model_config")
     counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
 
 
 def _from_function(module: str, function: str) -> ModelShape:
-    """Measure the model that MODULE:FUNCTION returns. Imports torch, as does `counted_modules`."""
+    """Return the shape of the model that MODULE:FUNCTION returns. Imports torch."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:
@@ -107,12 +114,13 @@ def _from_function(module: str, function: str) -> ModelShape:
 
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
-    """Build a plan with all devices data-parallel in placement zero3, changed by `overrides`."""
+    """Return a plan with placement zero3 in which all devices are data-parallel ranks, changed by
+    `overrides`, which has the keys of a plan file."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
     ranks = math.prod(degrees)
-    if "dp" not in parallelism and min(degrees) > 0:  # otherwise make_plan reports the wrong one
+    if "dp" not in parallelism and min(degrees) > 0:  # make_plan reports a degree below 1
         if cluster.device_count % ranks:
             raise ConfigError(
                 f"the cluster's {cluster.device_count} devices are not divisible by tp x pp x cp ="
@@ -126,8 +134,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """Return all values that a prediction assumes: name -> value (rates in bytes a second) and its
-    text."""
+    """Return all values that a prediction assumes. The result has for each name the value, with
+    rates in bytes/s, and the value as text."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
@@ -148,7 +156,7 @@ def assumptions(
 
 
 def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
-    """Return the seconds of the shortest forward of a block that computes something."""
+    """Return the seconds of the shortest forward pass of a block, among the blocks that compute."""
     found = [
         of.of_host(host.name).forward_of(block, plan, host.device)
         for host in cluster.workers
@@ -159,17 +167,19 @@ def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan
 
 
 def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
-    """Return lines that list the assumptions."""
+    """Return lines for the user that list the assumptions."""
     own, every = guesses(cluster), assumptions(cluster, model, of, plan)
-    texts = [f"{name} {words}" for name, (_, words) in every.items()]  # the cluster's come first
+    # the assumptions on the cluster are the first ones
+    texts = [f"{name} {words}" for name, (_, words) in every.items()]
     of_cluster = ", ".join(texts[: len(own)]) or "nothing of the cluster"
     lines = [of_cluster, ", ".join(texts[len(own) :]), *model.notes]
     return [f"assumed {line}" for line in lines]
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Return lines on what the prediction leaves out: an output layer in a later stage has its own
-    copy of tied embeddings."""
+    """Return lines for the user on effects that the prediction leaves out. There is only one such
+    effect: if embeddings are tied, the last stage of a pipeline has a copy of the first stage's
+    embeddings, and the two stages exchange the gradients of the embeddings."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:
@@ -179,7 +189,7 @@ def not_counted(plan: Plan, model: ModelShape) -> list[str]:
 
 
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Format the result for the user."""
+    """Return the text of the report on a simulated plan."""
     plan, parallelism = result.plan, result.plan.parallelism
     flops = model.step_flops(plan.activation_checkpointing) * plan.samples
     flops_per_s = flops / result.seconds / parallelism.devices
@@ -207,7 +217,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
         parts = {what: both for (where, what), both in result.stages.items() if where == stage}
         busy = result.busy.get(f"{stage} device")
         if busy is None and not any(seconds for seconds, _ in parts.values()):
-            continue  # communication between replicas of a stage, which a single one does not have
+            continue  # communication between replicas of a stage that has only one replica
         waits = "" if busy is None else f"the device waits {1 - busy:.0%}; "
         entries = []
         for what, (seconds, work) in parts.items():
@@ -273,8 +283,8 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """Return the assumptions as plain data. `assumed`: keys of the cluster file; `assumed_values`:
-    all assumed values by name; `notes`: notes on the model."""
+    """Return the assumptions as plain data. `assumed` has the assumed keys of the cluster file,
+    `assumed_values` all assumed values by name, and `notes` the notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
     return {"assumed": cluster.assumed, "assumed_values": values, **more}
@@ -285,8 +295,8 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return trace events in microseconds: one process per stage or server, one thread per stage
-    name, and counters for memory."""
+    """Return the trace of a result for Perfetto, with times in microseconds. It has a process per
+    pipeline stage or server, a thread per kind of work, and counters of memory."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}
@@ -340,8 +350,8 @@ def command(
     json: str = "",
     trace: str = "",
 ) -> int:
-    """Predict a plan on a cluster that need not exist: step time, busy resources, memory, energy
-    and cost.
+    """Predict the step time, busy resources, memory, energy and cost of a plan on a cluster. The
+    cluster need not exist.
 
     Raises ConfigError, BudgetError.
 

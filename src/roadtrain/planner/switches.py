@@ -1,5 +1,5 @@
-"""Summing switches in reports and jobs: for a plan on a cluster, the switches that sum, the job's
-keys for them, and the commands that start them. Does not model their cost."""
+"""The switches that sum gradients in a plan, as a tree, as lines of a report, as keys of a job, and
+as the commands that start them. Does not model the cost of switches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RELAY = "4GiB"  # memory of a relay, the process that communicates for the worke
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Return the hosts that compute, each repeated by its count."""
+    """Return the hosts that compute, with an item for each machine."""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
@@ -25,7 +25,8 @@ def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
 
 
 def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
-    """Return the tree of switches of a plan; None if no switch sums. Raises ConfigError."""
+    """Return the tree of the switches that sum in a plan, or None if no switch sums. Raises
+    ConfigError."""
     places = [place for place in plan.placements if place.sum == "switch"]
     if not places:
         return None
@@ -34,7 +35,8 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Describe the switches that sum and the number format on the wire (Rule 2)."""
+    """Return lines for the user on the switches that sum and the number format of gradients in
+    packets (Rule 2)."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []
@@ -54,8 +56,9 @@ def _address(name: str) -> str:
 def job_keys(
     plan: Plan, cluster: Cluster, address: Callable[[str], str] = _address
 ) -> dict[str, Any]:
-    """Return the [servers] keys of a job whose gradients are summed by switches. `address`: maps a
-    switch to its address; by default its name and a placeholder."""
+    """Return the [servers] keys of a job whose gradients are summed by switches. `address`:
+    Function that returns the address of a switch. The default returns the switch's name with a
+    placeholder for the port."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return {}
@@ -68,8 +71,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the switches with the ranks below each: ranks of hosts, since a relay stands for all
-    workers of a host."""
+    """Return the `switches` entries of a job. The `workers` of a switch are numbers of hosts, since
+    a relay stands for all workers of a host."""
     if not tree.parents:
         return [address(tree.root)]
     return [
@@ -83,7 +86,7 @@ def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
 
 
 def commands(plan: Plan, cluster: Cluster) -> Sequence[str]:
-    """Return the commands to run on the server and on each switch that is a machine."""
+    """Return the commands that start the server and the switches."""
     tree = tree_of(plan, cluster)
     if tree is None or not any(place.fans_in for place in plan.placements):
         return ()

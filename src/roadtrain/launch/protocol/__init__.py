@@ -1,1 +1,1 @@
-"""The state machine of a launched run: events in, actions out (Rule 7)."""
+"""The state machine of a launched run. It takes events and returns actions (Rule 7)."""

@@ -1,12 +1,13 @@
 """Events and actions of the state machine that keeps a launched run going (run_state.py). Pure.
 
-    services (servers, reducers, switches)   restarted one by one when they end
-    workers                                  when one fails, all restart from the committed step
-    hosts                                    when one is lost, its ranks move to a spare host, or
-                                             the others continue without it, or all wait for it
+    services (servers, reducers, switches)   a service that ends is restarted on its own
+    workers                                  when a worker fails, all workers restart from the
+                                             committed step
+    hosts                                    when a host is lost, its ranks move to a spare host, or
+                                             workers continue without it, or workers wait for it
 
-Each action is preceded by a `NotifyUser` that announces it. Does NOT know command lines, files,
-engines or clocks.
+Each action is preceded by a `NotifyUser` that announces the action. Does NOT know command lines,
+files, engines or clocks.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-STEP_GRACE_S = 120.0  # default time for workers to finish a step and commit it
+STEP_GRACE_S = 120.0  # default time for workers to finish and commit a step
 
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A service has ended, by itself or on request. code: its exit code; negative: the signal that
-    killed it."""
+    """A service has ended, by itself or on request. `code`: The exit code of the process. A
+    negative code -N means that signal N killed the process."""
 
     name: str
     code: int
-    last_line: str = ""  # on stderr
+    last_line: str = ""  # last line of the process on stderr
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,23 @@ class ProcessRestarted:
 
 @dataclass(frozen=True)
 class WorkersEnded:
-    """The workers of an attempt have all ended. code: 0 if all succeeded, else the code of `first`,
-    the first worker that failed."""
+    """All workers of an attempt have ended."""
 
     attempt: int
-    code: int
-    first: str
-    last_line: str = ""  # of `first`, on stderr
+    code: int  # 0 if all workers succeeded, else the exit code of `first`
+    first: str  # name of the first worker that failed, or of the last to end if none failed
+    last_line: str = ""  # last line of `first` on stderr
 
 
 @dataclass(frozen=True)
 class WorkersPlaced:
-    """An engine that schedules workers (Ray) has placed worker 0, whose process now starts. Only
-    for start-up statistics: the state machine ignores it."""
+    """Ray has placed worker 0, whose process starts next. The state machine ignores this event; it
+    only serves to measure the phases of a start."""
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """A host no longer answers; its processes count as ended."""
+    """A host no longer answers. The processes on it count as ended."""
 
     host: str
     why: str
@@ -61,16 +61,16 @@ class HostLost:
 
 @dataclass(frozen=True)
 class HostJoined:
-    """A host is up: a lost one is back, or it is one that the plan does not have."""
+    """A host has come up. It is a lost host that is back, or a host that the plan does not have."""
 
     host: str
     address: str
-    workers: int  # number of workers that it can run
+    workers: int  # number of workers that the host can run
 
 
 @dataclass(frozen=True)
 class HostLeaving:
-    """A host will be lost soon: a spot machine, or one that is drained."""
+    """A host will be lost soon, such as a spot machine or a machine that is being drained."""
 
     host: str
     within_s: float
@@ -78,21 +78,21 @@ class HostLeaving:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed, which resets the failure counts."""
+    """A step was committed. The event resets the counts of failures."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The run must end: at the user's request, or because its launcher has ended."""
+    """The run must end, because the user has asked for that or because its launcher has ended."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """A tick of the clock, on which deadlines are checked."""
+    """A tick of the clock, at which the state machine checks deadlines."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,15 @@ RunEvent = (
 
 @dataclass(frozen=True)
 class StartService:
+    """Start a server, reducer or switch."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start all workers. hosts: in rank order: the plan's, with spare hosts in place of lost ones,
-    or without the lost ones."""
+    """Start all workers. `hosts`: The hosts of the workers, in the order of their ranks. A host of
+    the plan that is lost is replaced by a spare host, or is left out."""
 
     attempt: int
     hosts: tuple[str, ...]
@@ -135,7 +137,8 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class StopProcess:
-    """Stop a service or all workers (name "workers"). They are killed after `grace_s` seconds."""
+    """Stop a service, or all workers if the name is "workers". A process that has not ended after
+    `grace_s` seconds is killed."""
 
     name: str
     grace_s: float
@@ -143,7 +146,7 @@ class StopProcess:
 
 @dataclass(frozen=True)
 class SetReducers:
-    """Change the hosts whose reducers the workers use, by rewriting reducers.txt."""
+    """Write reducers.txt, so that workers use the reducers on these hosts."""
 
     hosts: tuple[str, ...]
 
@@ -157,10 +160,10 @@ class NotifyUser:
 
 @dataclass(frozen=True)
 class EndRun:
-    """The run is over. code: 0 done, 130 stopped on request, else failed; why: one sentence."""
+    """The run is over."""
 
-    code: int
-    why: str
+    code: int  # 0 if the run is done, 130 if it was stopped on request, else it failed
+    why: str  # the reason, one sentence
 
 
 RunAction = StartService | StartWorkers | StopProcess | SetReducers | NotifyUser | EndRun
@@ -170,30 +173,31 @@ RunAction = StartService | StartWorkers | StopProcess | SetReducers | NotifyUser
 class RunService:
     """A server, a reducer or a switch of the plan."""
 
-    name: str  # the name of its process, unique in the run
+    name: str  # the name of the service's process, unique in the run
     host: str
-    # Workers run without it: it is omitted from reducers.txt while its host is lost.
+    # True for a reducer. While its host is lost, it is not in reducers.txt and workers run without.
     reducer: bool = False
-    # A server whose chunks another server also has: workers can run without one such server.
+    # True for a server whose chunks another server has too. Workers can run without one of these.
     replicated: bool = False
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The static facts on a run that the state machine needs."""
+    """The facts on a run that the state machine needs and that do not change."""
 
     services: tuple[RunService, ...]  # in the order in which they start
-    workers: Mapping[str, int]  # host -> number of workers, in rank order
-    # Returns why workers cannot run on these hosts, in one sentence, or "". Only called for hosts
-    # other than the plan's.
+    workers: Mapping[str, int]  # number of workers of each worker host, in the order of the ranks
+    # Returns the reason why workers cannot run on these hosts, in one sentence, or "" if they can.
+    # It is not called if the hosts are exactly those of the plan.
     can_run_on: Callable[[Sequence[str]], str]
-    spares: Mapping[str, int] = field(default_factory=dict)  # host -> workers that it can run
-    shrink: bool = True  # True: workers continue without lost hosts; False: they wait for them
-    sums_at_reducers: bool = False  # a joining host can become a reducer without a restart
+    spares: Mapping[str, int] = field(default_factory=dict)  # workers that each spare host can run
+    shrink: bool = True  # if True, workers continue without lost hosts, else they wait for them
+    sums_at_reducers: bool = False  # if True, a host that joins becomes a reducer without a restart
     first_attempt: int = 0  # number of the first attempt of this start of the run
-    committed: int = -1  # the last step known to be committed by earlier starts; -1: none
-    step_grace_s: float = STEP_GRACE_S  # time for workers to finish a step and commit it
+    committed: int = -1  # last step known to be committed by earlier starts, or -1
+    step_grace_s: float = STEP_GRACE_S  # time for workers to finish and commit a step
 
     def workers_of(self, offered: int) -> int:
-        """Return the number of workers to run on a host that can run `offered`."""
+        """Return the number of workers to run on a joined host that can run `offered` workers: at
+        most as many as the plan has on any host."""
         return min(offered, max(self.workers.values(), default=0))

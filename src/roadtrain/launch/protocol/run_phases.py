@@ -1,5 +1,5 @@
-"""The phases of a launched run, of each service, and of its workers as a whole, with the allowed
-transitions. Pure. Does NOT decide when they happen (run_state.py)."""
+"""The phases of a launched run, of a service, and of all workers together, with the allowed
+transitions between phases. Pure. Does NOT decide when a transition happens (run_state.py)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ... restart
+DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # pauses before the first, second, ... restart
 
 
 class ProcessPhase(Enum):
     """The phase of a service, or of all workers together."""
 
-    WAITING = "waiting"  # to be started once it is due and everything that it needs is up
+    WAITING = "waiting"  # will start when its time has come and all that it needs is running
     RUNNING = "running"
-    STOPPING = "stopping"  # it was asked to end
-    ENDED = "ended"  # for good; it will not be restarted
+    STOPPING = "stopping"  # was asked to end
+    ENDED = "ended"  # will not be restarted
 
 
 class RunPhase(Enum):
+    """The phase of a run."""
+
     GOING = "going"
-    ENDING = "ending"  # workers end, then services
+    ENDING = "ending"  # first the workers end, then the services
     ENDED = "ended"
 
 
@@ -42,15 +44,15 @@ NEXT_RUN_PHASES: Mapping[RunPhase, frozenset[RunPhase]] = {
 
 @dataclass(slots=True)
 class ProcessState:
-    """The state of a service, or of all workers together. Times are those of the events."""
+    """The state of a service, or of all workers together. Times are the times of events."""
 
     name: str
     phase: ProcessPhase = ProcessPhase.WAITING
-    since: float = 0.0  # when it entered the phase
+    since: float = 0.0  # time at which the process entered the phase
     due: float = 0.0  # earliest time of the next start
-    starts: int = 0
-    ends: int = 0  # unrequested ends since the last committed step
-    stop_until: float | None = None  # deadline for its end to be reported; only while STOPPING
+    starts: int = 0  # number of starts
+    ends: int = 0  # number of ends without a request since the last committed step
+    stop_until: float | None = None  # while STOPPING, deadline for the engine to report the end
 
     def enter(self, phase: ProcessPhase, at: float) -> None:
         assert phase in NEXT_PROCESS_PHASES[self.phase], (
@@ -66,7 +68,8 @@ class ProcessState:
         return max(0, self.starts - 1)
 
     def ended_by_itself(self, at: float) -> str:
-        """Count an unrequested end and schedule the restart. Return its time as text."""
+        """Count an end without a request and schedule the restart. Return a text that says when the
+        restart is due."""
         delay = DELAYS_S[min(self.ends, len(DELAYS_S) - 1)]
         self.ends, self.due = self.ends + 1, at + delay
         return f"in {delay:g} s" if delay else "at once"

@@ -1,17 +1,17 @@
-"""RunStateMachine: keeps a launched run going. Events and actions: run_events.py. Pure.
+"""RunStateMachine: keeps a launched run going. run_events.py has its events and actions. Pure.
 
-Each event first updates the state; then `_settle` takes every action that is now possible, each
-announced by a NotifyUser. So if a fault affects a host, a service and the workers, the order in
-which they are reported does not matter.
+An event first updates the state. Then `_settle` takes every action that the new state allows, and
+announces each action with a NotifyUser. So if a fault ends a host, a service and the workers, the
+order of these three reports does not matter.
 
-    a service   WAITING -> RUNNING -> WAITING ..       (it ended, or its host is lost)
+    a service   WAITING -> RUNNING -> WAITING ..       (the service ended, or its host is lost)
                             -> STOPPING -> ENDED       (the run ends)
-    the workers WAITING -> RUNNING -> WAITING ..       (one failed)
-                            -> STOPPING -> WAITING ..  (they move to other hosts)
+    the workers WAITING -> RUNNING -> WAITING ..       (a worker failed)
+                            -> STOPPING -> WAITING ..  (the workers move to other hosts)
     the run     GOING -> ENDING -> ENDED
 
-Assumes that the engine reports the end of everything that it started, except for services on a lost
-host. Does NOT decide whether workers can run on other hosts (`RunFacts.can_run_on`).
+Assumes that the engine reports the end of every process that it has started, except for services on
+a lost host. Does NOT decide whether workers can run on other hosts (`RunFacts.can_run_on`).
 """
 
 from __future__ import annotations
@@ -26,50 +26,54 @@ from roadtrain.launch.protocol.run_phases import (
     RunPhase,
 )
 
-ENDS_AT_MOST = 6  # failures of a service, or of the workers, without a committed step in between
+# Number of failures of a service, or of the workers, without a committed step, that ends the run.
+ENDS_AT_MOST = 6
 SERVICE_GRACE_S = 20.0  # time for a service to end on request
-LOST_GRACE_S = 5.0  # the same for workers that lost peers, so cannot finish their step anyway
-# How long to wait for a lost host before continuing without it: fewer workers sum in another order,
-# so losses would agree only up to rounding (Rule 1). There is no wait for a host that announced
-# that it leaves.
+LOST_GRACE_S = 5.0  # time for workers to end that cannot finish their step, as peers were lost
+# How long to wait for a lost host before workers continue without it. Fewer workers sum in another
+# order, so that losses agree only up to rounding (Rule 1). There is no wait for a host whose loss
+# was announced by HostLeaving.
 BACK_S = 15.0
-KILL_S = 60.0  # from the kill of a process until its end must have been reported
-KILLED = -9
-LEFT_OUT_S = 600.0  # pause before restarting a reducer that failed ENDS_AT_MOST times
-USERS_MISTAKE = 2  # the command line's exit code for a mistake of the user
-INTERRUPTED = 130
-WORKERS = "workers"  # the name of all workers together in StopProcess
+KILL_S = 60.0  # time between the kill of a process and the deadline for the report of its end
+KILLED = -9  # exit code of a process that signal 9 killed
+LEFT_OUT_S = 600.0  # pause before the restart of a reducer that failed ENDS_AT_MOST times
+USERS_MISTAKE = 2  # exit code of the command line for a mistake of the user
+INTERRUPTED = 130  # exit code of a run that was stopped
+WORKERS = "workers"  # the name that stands for all workers in StopProcess
 
 
 class RunStateMachine:
+    """The state of one run, and the rules that keep it going."""
+
     def __init__(self, facts: m.RunFacts) -> None:
         self.facts = facts
         self.phase = RunPhase.GOING
         self.now = 0.0  # time of the last event
         self.step = facts.committed  # the last step known to be committed
-        # By name: the plan's services, then the reducers of hosts that joined.
+        # The plan's services and the reducers of hosts that joined, by their names.
         self.places: dict[str, m.RunService] = {place.name: place for place in facts.services}
         self.services = {name: ProcessState(name) for name in self.places}
         self.workers = ProcessState(WORKERS)
-        self.worker_hosts: tuple[str, ...] = ()  # of the last attempt, in rank order
-        self.attempt = facts.first_attempt - 1  # the last attempt that was started
-        self.spares = dict(facts.spares)  # spare and joined hosts -> workers that they can run
-        # Hosts that are up. A leaving host is included until it is lost, but gets no workers.
+        self.worker_hosts: tuple[str, ...] = ()  # hosts of the last attempt, in rank order
+        self.attempt = facts.first_attempt - 1  # number of the last attempt that was started
+        self.spares = dict(facts.spares)  # workers that each spare or joined host can run
+        # Hosts that are up. A leaving host stays in the set until it is lost, but gets no workers.
         self.here = {*facts.workers, *facts.spares, *(place.host for place in facts.services)}
         self.leaving: set[str] = set()
-        # Lost host -> time from which workers may continue without it.
+        # For each lost host, the time from which workers may continue without the host.
         self.without_from: dict[str, float] = {}
-        # Reducers that failed too often: workers do not use them until they are restarted.
+        # Names of reducers that failed too often. Workers do not use them until their restart.
         self.left_out: set[str] = set()
-        # Workers were asked to end because a host was lost, so their end counts as a failure.
+        # True if workers were asked to end because a host was lost. Their end counts as a failure.
         self.lost_some = False
         self.reducers = self._reducers()  # hosts of the reducers that workers use
-        self.code, self.why = 0, ""  # of the run's end
+        self.code, self.why = 0, ""  # exit code and reason of the run's end
         self._waits_for = ""  # the last announced reason why workers are not started
         self._out: list[m.RunAction] = []  # actions for the event that is being handled
 
     def handle(self, event: m.RunEvent, now: float) -> list[m.RunAction]:
-        """Process an event and return the actions to take. now: seconds, monotonic."""
+        """Process an event and return the actions to take. `now`: The monotonic time of the event
+        in seconds."""
         if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
         self.now = now
@@ -163,8 +167,9 @@ class RunStateMachine:
             )
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
-        """Handle the end of workers that were stopped to move to other hosts. After the loss of a
-        host it counts as a failure, so that a flapping host cannot keep a run going for ever."""
+        """Handle the end of workers that were stopped to move to other hosts. If they were stopped
+        because a host was lost, their end counts as a failure. Otherwise a host that is lost again
+        and again would keep the run going for ever without progress."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -235,12 +240,12 @@ class RunStateMachine:
     # -- actions --
 
     def _settle(self) -> None:
-        """Take every action that is possible now."""
+        """Take every action that the current state allows."""
         if self.phase is RunPhase.GOING:
             self._start_services()
             self._set_reducers()
             self._run_workers()
-        if self.phase is RunPhase.ENDING:  # may be new since the check above
+        if self.phase is RunPhase.ENDING:  # the methods above may have changed the phase
             self._bring_down()
 
     def _start_services(self) -> None:
@@ -299,8 +304,14 @@ class RunStateMachine:
         self._out.append(m.StartWorkers(self.attempt, hosts))
 
     def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
-        """Stop the workers if any of them run on this host, to restart them on other hosts as soon
-        as possible. Return True if they are stopped."""
+        """If a worker runs on this host, stop all workers, so that they restart on other hosts.
+        Return True if the workers are stopped.
+
+        Args:
+            host: The host.
+            cause: A text that says what happens to the host, for the user.
+            grace_s: Time for the workers to end, in seconds.
+        """
         running = self.workers.phase is ProcessPhase.RUNNING and self.phase is RunPhase.GOING
         if not running or host not in self.worker_hosts:
             return False
@@ -312,7 +323,7 @@ class RunStateMachine:
     def _done(self) -> None:
         if self.phase is RunPhase.GOING:
             self._end(0, "all workers are done")
-        elif self.code == INTERRUPTED:  # done before the stop took effect
+        elif self.code == INTERRUPTED:  # the workers were done before the stop took effect
             self.code, self.why = 0, "all workers are done"
 
     def _end(self, code: int, why: str) -> None:
@@ -327,7 +338,8 @@ class RunStateMachine:
         self.phase = phase
 
     def _bring_down(self) -> None:
-        """Stop the workers, then the services, which workers need to commit their step."""
+        """Stop the workers first and the services afterwards, as workers need the services to
+        commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
         down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
@@ -357,7 +369,7 @@ class RunStateMachine:
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
-        """Give up on a process that is past its deadline to end (Rule 5)."""
+        """Stop waiting for a process that has not ended by its deadline (Rule 5)."""
         assert process.stop_until is not None
         if self.now < process.stop_until:
             return
@@ -371,8 +383,8 @@ class RunStateMachine:
     # -- queries --
 
     def _choose(self) -> tuple[tuple[str, ...], str]:
-        """Choose the best available hosts for the workers, in rank order. Return () and the reason
-        if there are none."""
+        """Return the best available hosts for the workers, in rank order, and "". If workers cannot
+        run now, return () and the reason."""
         planned = tuple(self.facts.workers)
         missing = [host for host in planned if not self._is_usable(host)]
         if not missing:
@@ -406,7 +418,7 @@ class RunStateMachine:
         return host in self.here and host not in self.leaving
 
     def _lacking(self) -> list[str]:
-        """Return the servers and switches that must run before the workers can start."""
+        """Return the servers and switches that do not run although workers need them."""
         lacking = [
             name
             for name, service in self.services.items()
@@ -440,7 +452,8 @@ class RunStateMachine:
         return f"{', '.join(hosts)} ({share})"
 
     def _without(self, host: str) -> str:
-        """Describe the effect of losing a host with servers or switches; "" for other hosts."""
+        """Describe the effect of losing a host with servers or switches. Return "" for a host
+        without them."""
         names = [name for name in self._services_on(host) if not self.places[name].reducer]
         if not names:
             return ""

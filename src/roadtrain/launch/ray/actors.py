@@ -1,15 +1,16 @@
-"""The actors of a launched run. ServedProcess: a server, a reducer or a switch, on its node.
-WorkerMailbox: passes messages between the supervisor and the workers, as actors of Ray Train cannot
+"""The actors of a launched run. A ServedProcess runs a server, a reducer or a switch on its node. A
+WorkerMailbox passes messages between the supervisor and the workers, as actors of Ray Train cannot
 be called by name.
 
-    events           are buffered by the actor and fetched by long polls (`news`), so that a new
-                     supervisor can continue; if lines had to be dropped, their number is reported
-    Ray              restarts a ServedProcess that was killed, and with it its process
-    the supervisor   creates a new actor for a service whose process has ended
-    a service        ends itself if there will never be a supervisor again, because Ray cannot
-                     restart the supervisor's actor: its node is gone for good
+An actor buffers events, and the supervisor fetches them by long polls (`news`), so that a new
+supervisor can continue. If an actor must drop lines, it reports their number.
 
-Arguments contain the run's token: Ray transfers it like all its data (docs/guides/launch.md).
+If a ServedProcess is killed, Ray restarts the actor, which starts its process again. If only the
+process has ended, the supervisor creates a new actor. A ServedProcess ends itself if the supervisor
+is gone for good, because the node of the supervisor's actor is lost and Ray cannot restart it.
+
+The arguments of an actor contain the run's token, which Ray transfers like all its data
+(docs/guides/launch.md).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from roadtrain.launch.processes import Process
 from roadtrain.launch.protocol.run_events import Output
 from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 
-KEPT = 5000  # capacity of the log for lines, and the same for other events
-ORPHAN_S = 300.0  # after this time without a poll, a service checks if it is orphaned
+KEPT = 5000  # largest number of lines, and of other events, that an EventLog keeps
+ORPHAN_S = 300.0  # time without a poll after which a service checks whether it is orphaned
 
 
 @dataclass(frozen=True)
 class WorkerBegun:
-    """A train function of Ray Train runs on its node and now starts a worker's process."""
+    """A train function of Ray Train runs on its node and starts the process of this worker."""
 
     name: str
 
@@ -49,21 +50,21 @@ class EventBatch:
     """The reply to a poll for events."""
 
     life: str  # unique id of this start of the actor
-    then: int  # sequence number from which to continue
+    then: int  # sequence number from which the next poll continues
     events: tuple[ActorEvent, ...]
-    left_out: int = 0  # number of lines in the polled range that were dropped
+    left_out: int = 0  # number of lines that were dropped before they were polled
 
 
 class EventLog:
-    """A bounded log of events for polling. Thread-safe. Lines and other events are bounded
-    separately, so lines never displace other events. Invariant: at most KEPT of each are kept, with
-    their sequence numbers."""
+    """A bounded log of events for polling. Thread-safe. Lines and other events have separate
+    buffers, so that lines never displace other events. Invariant: a buffer keeps at most the last
+    KEPT events, with their sequence numbers."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
         self._lines: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
         self._others: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
-        self._count = 0  # the next sequence number
+        self._count = 0  # sequence number of the next event
         self._changed = threading.Condition()
 
     def add(self, *events: ActorEvent) -> None:
@@ -75,12 +76,14 @@ class EventLog:
             self._changed.notify_all()
 
     def news(self, life: str, after: int, patience_s: float) -> EventBatch:
-        """Return the events from sequence number `after` on, waiting up to `patience_s` for one.
+        """Return the events that have at least sequence number `after`. If there is none, wait for
+        an event for at most `patience_s` seconds.
 
         Args:
-            life: The actor's id in the last reply. Another id means that the actor was restarted;
-                then all events are returned.
-            after: `then` of the last reply. -1: skip all events so far.
+            life: The `life` of the last reply. If the actor was restarted since then, its id is
+                different and all events are returned.
+            after: The `then` of the last reply. If -1, all events before this call are skipped.
+            patience_s: The longest wait in seconds.
         """
         with self._changed:
             if after < 0:
@@ -95,7 +98,7 @@ class EventLog:
 
 
 class ServedProcess:
-    """The actor of a service. Its process starts and ends with it."""
+    """The actor of a service. The process of the service starts and ends with the actor."""
 
     def __init__(self, process: Process, mark: str) -> None:
         self._process, self._mark = process, mark
@@ -112,7 +115,8 @@ class ServedProcess:
         return self._log.news(life, after, patience_s)
 
     def place(self) -> tuple[Process, str, bool]:
-        """Return its process, the id of its node, and whether the process is alive."""
+        """Return the process of the service, the id of the actor's node, and whether the process is
+        alive."""
         return self._process, ray.get_runtime_context().get_node_id(), self._held.alive
 
     def _record(self, event: ProcessEvent) -> None:
@@ -125,7 +129,8 @@ class ServedProcess:
             self.end_if_orphaned(time.monotonic())
 
     def end_if_orphaned(self, now: float) -> None:
-        """End this actor if it is no longer polled and the supervisor is gone for good."""
+        """End this actor if it was not polled for ORPHAN_S seconds and the supervisor's actor is
+        gone."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):
@@ -134,16 +139,17 @@ class ServedProcess:
 
 @dataclass
 class _Attempt:
-    """An attempt of the workers."""
+    """An attempt to run the workers."""
 
     number: int
-    places: dict[str, list[Process]]  # node id -> workers not yet taken by a train function
-    grace_s: float | None = None  # the grace period of a stop request; None: no request
+    places: dict[str, list[Process]]  # by node id, workers that no train function has taken yet
+    grace_s: float | None = None  # grace period of a stop request, or None without a request
 
 
 class WorkerMailbox:
-    """Hands out worker processes to train functions, buffers their events for the supervisor, and
-    passes on its stop requests."""
+    """The actor between the supervisor and the train functions. Hands out worker processes to train
+    functions, buffers the events of workers for the supervisor, and passes on the supervisor's stop
+    requests."""
 
     def __init__(self) -> None:
         self._log = EventLog()
@@ -151,12 +157,12 @@ class WorkerMailbox:
         self._attempt = _Attempt(-1, {})
 
     def offer(self, attempt: int, places: dict[str, list[Process]]) -> None:
-        """Set the workers of an attempt, by node id."""
+        """Begin an attempt. `places`: The workers of each node, by node id."""
         with self._lock:
             self._attempt = _Attempt(attempt, {node: list(of) for node, of in places.items()})
 
     def take(self, attempt: int, node: str) -> Process | None:
-        """Take a worker of this node; None if none is left."""
+        """Return a worker of this node that was not taken yet, or None if there is none."""
         with self._lock:
             left = self._attempt.places.get(node)
             if attempt != self._attempt.number or not left:
@@ -166,7 +172,8 @@ class WorkerMailbox:
             return process
 
     def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
-        """Add events of a worker. Return the grace period if the worker must end, else None."""
+        """Add events of a worker. Return the grace period in seconds if the worker must end, else
+        None."""
         with self._lock:
             if attempt != self._attempt.number:
                 return 0.0  # the attempt is over: end now
@@ -184,22 +191,24 @@ class WorkerMailbox:
 
 
 def actor_name(run: str) -> str:
-    """Return the name of the supervisor's actor, which is the prefix of its services' actors."""
+    """Return the name of the supervisor's actor. The names of the service actors begin with it."""
     return f"roadtrain:{run}"
 
 
 def service_actor(run: str, process: str) -> str:
-    """Return the name of a service's actor. run: the name of the supervisor's actor."""
+    """Return the name of a service's actor. `run`: The name of the supervisor's actor."""
     return f"{run}:{process}"
 
 
 def service_actors(run: str) -> list[str]:
-    """Return the names of a run's service actors that exist."""
+    """Return the names of the existing service actors of a run. `run`: The name of the supervisor's
+    actor."""
     return [name for name in ray.util.list_named_actors() if name.startswith(f"{run}:")]
 
 
 def is_there(actor: str) -> bool:
-    """Return True if an actor of this name is running or restarting, or if that is unknown."""
+    """Return False if there is no actor of this name. Return True if the actor is running or
+    restarting, or if Ray does not answer."""
     try:
         ray.get_actor(actor)
     except ValueError:
@@ -210,12 +219,12 @@ def is_there(actor: str) -> bool:
 
 
 def kill_named(actor: str) -> None:
-    with suppress(ValueError):  # it has ended
+    with suppress(ValueError):  # the actor has ended
         ray.kill(ray.get_actor(actor), no_restart=True)
 
 
 def end_actors(run: str) -> None:
-    """Kill the actors of a run's services, and with them their processes."""
+    """Kill the actors of a run's services, which also ends the processes of the services."""
     with suppress(RayError):
         for service in service_actors(run):
             with suppress(RayError):

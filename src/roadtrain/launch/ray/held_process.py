@@ -1,6 +1,7 @@
-"""HeldProcess: a process of the run with an agent of its own (launch/agent.py), held by a process
-of Ray: an actor or a worker of Ray Train. When the holder is killed, the agent's stdin ends and the
-agent kills its processes. Ray processes are multi-threaded, so they cannot use PR_SET_PDEATHSIG.
+"""HeldProcess: a process of the run that ends with its holder, an actor or a worker of Ray Train.
+The process has an agent of its own (launch/agent.py). When the holder is killed, the agent's stdin
+ends, and the agent kills the process. The holder cannot use PR_SET_PDEATHSIG itself, because Ray's
+processes are multi-threaded.
 
 One thread does all the work. Does NOT restart the process.
 """
@@ -20,15 +21,21 @@ from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import Process
 from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
 
-KILLED = -9
+KILLED = -9  # exit code of a process that signal 9 killed
 END_S = 30.0  # timeout for a killed process to end
-TURN_S = 0.1  # longest delay of an order
+TURN_S = 0.1  # longest delay of a stop request
 ProcessEvent = Output | ProcessEnded
 
 
 class HeldProcess:
-    """A process and its agent. `emit` gets its lines and its end, in order, from the thread of this
-    object; it must return quickly. mark: the run's mark."""
+    """A process and its agent.
+
+    Args:
+        process: The process to run.
+        mark: The mark of the run.
+        emit: Function that gets the lines and the end of the process, in order. It is called in the
+            thread of this object and must return quickly.
+    """
 
     def __init__(self, process: Process, mark: str, emit: Callable[[ProcessEvent], None]) -> None:
         self.process = process
@@ -43,16 +50,17 @@ class HeldProcess:
         return self._thread.is_alive()
 
     def stop(self, grace_s: float) -> None:
-        """Interrupt the process and kill it `grace_s` seconds later; 0 kills it at once."""
+        """Interrupt the process, and kill it after `grace_s` seconds. If `grace_s` is 0, kill it at
+        once."""
         self._orders.put(grace_s)
 
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Run the process. Its end is emitted in any case, as nothing else would report it."""
+        """Run the process. Emit a ProcessEnded in any case, as nothing else reports the end."""
         name = self.process.name
-        ended = ProcessEnded(name, KILLED, "its agent was lost")
+        ended = ProcessEnded(name, KILLED, f"the agent of {name} was lost")
         try:
             ended = self._held() or ended
         except (RoadtrainError, OSError) as error:
@@ -79,7 +87,8 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event, with role and host, to Ray's log of this process, shown in its dashboard."""
+    """Print an event with the names of process and host to Ray's log of this process, which Ray's
+    dashboard shows."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

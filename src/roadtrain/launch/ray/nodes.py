@@ -1,19 +1,19 @@
 """HostMap: assign the nodes of a Ray cluster to the hosts of a plan, and report changes. Pure.
 
-    by name       a node with the label roadtrain-host=NAME or, without one, with that node name,
-                  address or host name is the host NAME
-    by resources  a host without an address gets the node at its earlier address; if it never had a
-                  node, a free one with enough accelerators (or processors, if no node has
-                  accelerators), in a stable order
-    joining       a node that appears later becomes an additional host with its own name. If it
-                  appeared before Ray noticed the death of the node that it replaces, it becomes
-                  that host once Ray does
-    returning     a lost host with workers returns on a node that matches it by name or earlier
-                  address and is large enough. Another free node that was there from the start never
-                  gets its name, but is reported as a host that joined: so it is checked whether
-                  state of the run was on the lost host
+    by name       A node with the label roadtrain-host=NAME is the host NAME. A node without this
+                  label is the host that has its node name, address or host name.
+    by resources  A host without an address gets the node at the host's earlier address. A host that
+                  never had a node gets a free node with enough accelerators, or with enough
+                  processors if no node has accelerators. The order is stable.
+    joining       A node that appears later becomes an additional host with its own name. If the
+                  node replaces a dead node whose death Ray has not noticed yet, it becomes the
+                  host of the dead node when Ray notices the death.
+    returning     A lost host with workers returns on a node that has its name or earlier address
+                  and is large enough. Any other node that was free from the start is reported as a
+                  joined host instead, under its own name. The check of a joined host then finds
+                  out whether state of the run was on the lost host.
 
-A host keeps its node while that is alive. Does NOT call Ray (ray_cluster.py).
+A host keeps its node while the node is alive. Does NOT call Ray (ray_cluster.py).
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ class RayNode:
     name: str
     address: str
     host_name: str
-    label: str  # the value of its label roadtrain-host, or ""
+    label: str  # the value of the node's label roadtrain-host, or ""
     processors: int  # Ray's CPU resource, which may differ from the hardware
     devices: int  # Ray's GPU resource
-    leaves_in_s: float | None = None  # seconds until a drained node is lost; None: not drained
-    head: bool = False
+    leaves_in_s: float | None = None  # seconds until a drained node is lost; None if not drained
+    head: bool = False  # True for the cluster's head node
 
 
 class HostMap:
-    """The assignment of nodes to hosts. Invariant: a node is at most one host, and vice versa.
+    """The assignment of nodes to hosts. Invariant: a node is assigned to at most one host, and a
+    host has at most one node.
 
     Args:
         hosts: The plan's hosts.
         spares: The plan's spare hosts.
-        addresses: Host -> address of its node in earlier starts of the run.
+        addresses: For a host name, the address of the host's node in earlier starts of the run.
     """
 
     def __init__(
@@ -60,23 +61,24 @@ class HostMap:
     ) -> None:
         self._hosts = {host.name: host for host in (*hosts, *spares)}
         self._replaceable = [host.name for host in hosts if host.workers]
-        self._nodes: dict[str, RayNode] = {}  # host -> its node
-        self._addresses = dict(addresses or {})  # host -> address of its current or last node
-        self._before: dict[str, RayNode] = {}  # lost host -> its last node
-        self._lost: set[str] = set()  # hosts reported by HostLost and not back yet
-        self._leaving: set[str] = set()  # ids of nodes reported by HostLeaving
-        self._others: set[str] | None = None  # ids of nodes left over by the first assignment
-        self._instead: dict[str, str] = {}  # lost host -> joined host that was reported for it
+        self._nodes: dict[str, RayNode] = {}  # the node of each host that is up
+        self._addresses = dict(addresses or {})  # address of each host's current or last node
+        self._before: dict[str, RayNode] = {}  # the last node of each lost host
+        self._lost: set[str] = set()  # hosts that HostLost has reported and that are not back yet
+        self._leaving: set[str] = set()  # ids of nodes that HostLeaving has reported
+        self._others: set[str] | None = None  # ids of nodes that stayed free at the first `look`
+        self._instead: dict[str, str] = {}  # for a lost host, the joined host in its place
 
     def address_of(self, host: str) -> str:
-        """Return the address by which the others reach a host that is up. An address in the plan
-        has precedence over Ray's, which may be of another network card."""
+        """Return the address by which other hosts reach a host that is up. The plan's address of
+        the host has precedence over Ray's, which may be of another network card."""
         planned = self._hosts.get(host)
         return (planned.address if planned else "") or self._nodes[host].address
 
     @property
     def hosts(self) -> Mapping[str, RayNode]:
-        """The hosts that are up: those of the plan, then others, named after their nodes."""
+        """The hosts that are up, with their nodes. A host that is not in the plan is named after
+        its node."""
         return self._nodes
 
     def missing(self) -> list[PlanHost]:
@@ -84,7 +86,7 @@ class HostMap:
         return [host for name, host in self._hosts.items() if name not in self._nodes]
 
     def was_at(self, host: str) -> str:
-        """Return the address of a host's current or last node, or ""."""
+        """Return the address of a host's current or last node, or "" if the host never had one."""
         return self._addresses.get(host, "")
 
     def remember(self, host: str, node_id: str) -> None:
@@ -93,8 +95,8 @@ class HostMap:
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def missing_events(self) -> list[RunEvent]:
-        """Report the plan's hosts that the first `look` did not find as lost."""
-        why = "the cluster has no node for it"
+        """Report as lost each host of the plan for which the first `look` found no node."""
+        why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
         return [HostLost(name, why) for name in missing]
@@ -102,8 +104,12 @@ class HostMap:
     def look(
         self, nodes: Sequence[RayNode], why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
-        """Update the assignment and return the changes. nodes: all nodes that are alive; why:
-        returns the reason why a node, given by its id, is dead."""
+        """Update the assignment and return its changes as events.
+
+        Args:
+            nodes: All nodes that are alive.
+            why: Function that returns the reason why the node with a given id is dead, or "".
+        """
         alive = {node.node_id: node for node in nodes}
         events: list[RunEvent] = []
         for host, node in list(self._nodes.items()):
@@ -113,7 +119,7 @@ class HostMap:
             del self._nodes[host]
             self._lost.add(host)
             self._before[host] = node
-            cause = why(node.node_id) or "it has died"
+            cause = why(node.node_id) or "the node has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}"))
         first = self._others is None
         events += self._lose_early()
@@ -127,8 +133,9 @@ class HostMap:
         return events
 
     def _lose_early(self) -> list[RunEvent]:
-        """Free nodes that should be hosts of the plan, but joined under their own names because Ray
-        still considered their predecessors alive. Report those joined hosts as lost."""
+        """Return nodes that joined too early to the free nodes, so that hosts of the plan can get
+        them. Such a node joined under its own name because Ray had not noticed yet that the node
+        which it replaces is dead. Report the host under which the node joined as lost."""
         events: list[RunEvent] = []
         for host in self.missing():
             for name, node in list(self._nodes.items()):
@@ -140,8 +147,9 @@ class HostMap:
         return events
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if a joined node should be this host of the plan. A matching address counts
-        only if no other node has it, as a machine may run several nodes."""
+        """Return True if a node that joined under its own name should be this host of the plan. A
+        matching address counts only if no other node has the same address, as a machine may run
+        several nodes."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
         if _by_label(host, node) or _by_name(host, node):
@@ -164,8 +172,8 @@ class HostMap:
         return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
-        """Assign free nodes, and remove them from `free`. Return the hosts that got a node and the
-        hosts that joined."""
+        """Assign free nodes to hosts, and remove them from `free`. Return the hosts of the plan
+        that got a node and the hosts that joined."""
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
@@ -189,7 +197,8 @@ class HostMap:
         return host
 
     def _give_own(self, free: list[RayNode]) -> list[str]:
-        """Assign nodes that match hosts of the plan by label, name or address."""
+        """Assign each free node that matches a host of the plan by label, name or address to this
+        host. Return the hosts that got a node."""
         new = []
         for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
             for host in self.missing():
@@ -202,8 +211,8 @@ class HostMap:
         return not node.label and not host.address and node.address == self.was_at(host.name)
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if a node is large enough to be a host again. A host's first node is not
-        tested here: checks.py reports what it lacks."""
+        """Return True if a node is large enough for a host that had a node before. The first node
+        of a host is always accepted, because checks.py reports what the node lacks."""
         if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
@@ -217,7 +226,8 @@ class HostMap:
         return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
 
     def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
-        """Let a node that was free from the start join as a new host, one for each lost host."""
+        """For each lost host with workers, let a node that was free from the start join as a new
+        host. Return the names of the new hosts."""
         new = []
         for host in self.missing():
             if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
@@ -230,7 +240,7 @@ class HostMap:
         return new
 
     def places_of_workers(self) -> list[dict[str, int]]:
-        """Return the resources that each of the plan's worker hosts needs from its node."""
+        """Return the resources that each worker host of the plan needs from its node."""
         places = []
         for name in self._replaceable:
             count, node = self._hosts[name].workers, self._nodes.get(name)
@@ -239,7 +249,8 @@ class HostMap:
         return places
 
     def workers_of(self, host: str) -> int:
-        """Return the planned number of workers; for a host outside the plan, its capacity."""
+        """Return the planned number of workers of a host of the plan, or the number of workers that
+        a joined host can run."""
         if host in self._hosts:
             return self._hosts[host].workers
         return _capacity(self._nodes[host], any(n.devices for n in self._nodes.values()))
@@ -267,8 +278,8 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
 
 
 def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
-    """Return a sort key that prefers nodes with the fewest idle accelerators, and the head last,
-    as it also runs Ray's own services."""
+    """Return a sort key that prefers nodes that would have the fewest idle accelerators. The head
+    node comes after equal nodes, as it also runs Ray's own services."""
     return lambda node: (
         max(0, node.devices - host.workers),
         node.head,
@@ -278,5 +289,6 @@ def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]
 
 
 def _capacity(node: RayNode, devices: bool) -> int:
-    """Return the number of workers that a node can run."""
+    """Return the number of workers that a node can run: one per accelerator if `devices` is True,
+    else one per processor."""
     return node.devices if devices else node.processors

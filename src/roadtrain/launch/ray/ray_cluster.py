@@ -1,7 +1,8 @@
-"""Access to a Ray cluster: connect to it, list its nodes and those being drained.
+"""Access to a Ray cluster: connect to the cluster, list its nodes, and request nodes.
 
-Ray (2.60) has no public API for drained nodes (by `ray drain-node`, or by notices of spot machines
-through the autoscaler), so this uses `get_draining_nodes`, like Ray Train itself.
+Nodes are drained by `ray drain-node`, or by the autoscaler after a notice of a spot machine. Ray
+(2.60) has no public API that lists drained nodes, so this module uses `get_draining_nodes`, like
+Ray Train.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.ray.nodes import LABEL, NOTICE_S, RayNode
 from roadtrain.transport.address import address_of
 
-NAMESPACE = "roadtrain"  # of all our actors
-CONNECT_S = 10.0
-NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # a node's process and its argument
-# Passes on the user's OMP_NUM_THREADS, or "", because Ray sets that in its own processes.
+NAMESPACE = "roadtrain"  # Ray's namespace for all actors of roadtrain
+CONNECT_S = 10.0  # timeout of a connection to the cluster's head
+# The name of a node's process, and its argument that gives the address of the head.
+NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="
+# Environment variable with the user's OMP_NUM_THREADS or "". Needed because Ray sets
+# OMP_NUM_THREADS in its own processes.
 USERS_THREADS = "ROADTRAIN_USERS_THREADS"
 HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 def connect(address: str) -> None:
-    """Make this process a driver of the cluster. address: HOST:PORT of its head; "" or "auto": the
-    cluster of this host's node. Raises LaunchError, ConfigError."""
+    """Make this process a driver of a cluster. `address`: The HOST:PORT of the cluster's head. If
+    "" or "auto", the cluster is the one whose node runs on this host. Raises LaunchError,
+    ConfigError."""
     _check_reachable(address)
     try:
         ray.init(
@@ -52,7 +56,7 @@ def connect(address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise LaunchError if nothing listens at `address`; Ray itself would retry for minutes."""
+    """Raise LaunchError if nothing listens at `address`. Ray itself would retry for minutes."""
     if address in ("", "auto"):
         return
     try:
@@ -65,8 +69,8 @@ def _check_reachable(address: str) -> None:
 
 
 def has_node_here(address: str) -> bool:
-    """Return True if this host runs a node of the cluster, even if its head does not answer.
-    address: as in `connect`."""
+    """Return True if this host runs a node of the cluster, even if the cluster's head does not
+    answer. `address`: The same as in `connect`."""
     heads = [
         word.removeprefix(HEADS_ADDRESS)
         for process in psutil.process_iter(["name", "cmdline"])
@@ -80,8 +84,8 @@ def has_node_here(address: str) -> bool:
 
 
 def is_same(address: str, other: str) -> bool:
-    """Return True if two HOST:PORT are the same. A host name that cannot be resolved matches any
-    host."""
+    """Return True if two HOST:PORT have the same port and the hosts have a common address. A host
+    name that cannot be resolved matches any host."""
     (host, port), (other_host, other_port) = address_of(address), address_of(other)
     if port != other_port:
         return False
@@ -90,8 +94,8 @@ def is_same(address: str, other: str) -> bool:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the addresses of a host; empty if it cannot be resolved. For this host, return the
-    addresses of all its network interfaces."""
+    """Return the addresses of a host, or an empty set if its name cannot be resolved. If the host
+    is this host, include the addresses of all its network interfaces."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -101,7 +105,7 @@ def addresses_of(host: str) -> set[str]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Return the strategy that schedules on this node only."""
+    """Return the scheduling strategy that places an actor or a task on this node only."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
@@ -112,16 +116,19 @@ def nodes() -> list[RayNode]:
 
 
 def request_nodes(places: Sequence[Mapping[str, int]]) -> None:
-    """Ask the autoscaler to keep nodes for all these resources, and to replace nodes that die: our
-    actors are bound to their nodes, so they do not trigger that. Empty: withdraw the request. A
-    cluster has only one such request; that of another program is replaced. Without an autoscaler
-    it has no effect."""
+    """Ask the autoscaler to keep nodes for all these resources and to replace nodes that die. Ray
+    does not do so by itself for actors that are bound to nodes, like those of roadtrain.
+
+    An empty sequence withdraws the request. A cluster has only one such request, so this call
+    replaces the request of any other program. In a cluster without an autoscaler the call has no
+    effect.
+    """
     with suppress(RayError, RuntimeError, OSError):
         request_resources(bundles=[dict(place) for place in places])
 
 
 def why_dead(node_id: str) -> str:
-    """Return why a node is dead; "" if Ray does not know."""
+    """Return the reason why a node is dead, or "" if Ray does not know the reason."""
     dead = {node["NodeID"]: node["DeathReasonMessage"] for node in ray.nodes() if not node["Alive"]}
     return str(dead.get(node_id, ""))
 

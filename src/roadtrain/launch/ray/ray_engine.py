@@ -1,13 +1,13 @@
 """RayEngine: the LaunchEngine of a Ray cluster. Its process is a driver of the cluster.
 
-    a server, reducer or switch   a detached actor ServedProcess "roadtrain:RUN:NAME", bound to its
-                                  host's node; Ray restarts it when it is killed
-    the workers                   run by Ray Train (workers.py), owned by this driver: they end
+    a server, reducer or switch   runs in a detached actor ServedProcess "roadtrain:RUN:NAME", which
+                                  is bound to the node of its host and restarted by Ray if killed
+    the workers                   run in Ray Train (workers.py); they belong to this driver and end
                                   with it
-    a host                        a node (nodes.py)
+    a host                        is a node (nodes.py)
 
-A new engine of the same run finds the services that are still running and keeps them. `close` ends
-everything; if the driver is killed, its workers end, but its services keep running.
+`close` ends all services and workers. If the driver is killed, its workers end, but its services
+keep running; a new engine of the same run finds these services and keeps them.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from roadtrain.launch.ray.workers import (
     threads_of,
 )
 
-WORKERS = "workers"  # the name of all workers together in `stop`
+WORKERS = "workers"  # the name that stands for all workers in `stop`
 BEGIN_S = 60.0  # timeout for an actor to start
-LOOK_S = 0.5  # between checks of the nodes
+LOOK_S = 0.5  # interval of the checks of the nodes
 PATIENCE_S = 2.0  # duration of a long poll
-AGAIN_S = 0.5  # before polling an actor again after a failure
+AGAIN_S = 0.5  # pause before an actor is polled again after a failure
 SILENT_S = 60.0  # an actor that answers no poll for this long is replaced
 DRAIN_S = 30.0  # timeout for reading the rest of the mailbox
 NAME_S = 15.0  # timeout for the name of a killed actor to become free
-KILLED = -9
+KILLED = -9  # exit code of a process that signal 9 killed
 
 
 @dataclass
@@ -79,28 +79,28 @@ class _PolledActor:
     """An actor that is polled for events. Invariant: at most one poll is in flight."""
 
     actor: Any
-    process: Process | None  # the service's process; None: the mailbox of the workers
-    life: str = ""  # `life` of its last reply
+    process: Process | None  # the process of a service, or None for the workers' mailbox
+    life: str = ""  # `life` of the actor's last reply
     after: int = 0  # sequence number of the next event to fetch
     poll: Any = None  # the ObjectRef of the poll in flight, or None
-    poll_at: float = 0.0  # monotonic time of the next poll at the earliest
-    silent_since: float | None = None  # when the first unanswered poll was sent
+    poll_at: float = 0.0  # earliest monotonic time of the next poll
+    silent_since: float | None = None  # monotonic time of the first poll without an answer
 
 
 class RayEngine:
-    """A LaunchEngine on Ray. The process must be connected (ray_cluster.connect).
+    """A LaunchEngine on Ray. The process must be connected to the cluster (ray_cluster.connect).
 
     Args:
         hosts: The plan's hosts.
-        mark: Name of the run on the cluster.
+        mark: The name of the run on the cluster.
         spares: The plan's spare hosts.
-        addresses: Host -> address of its node in earlier starts of the run.
-        begun: True if an earlier engine had started the run: its services are kept. False:
-            services with this mark belong to an earlier launch and are ended.
-        directory: Directory for files of Ray Train.
+        addresses: For a host name, the address of the host's node in earlier starts of the run.
+        begun: If True, an earlier engine has started the run, and the services with this mark are
+            kept. If False, they belong to an earlier launch and are ended.
+        directory: The directory for files of Ray Train.
 
     Raises:
-        LaunchError: A host of the plan (spare hosts excepted) has no node, and `begun` is False.
+        LaunchError: `begun` is False and a host of the plan, other than a spare host, has no node.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class RayEngine:
             raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
-        """Report hosts outside the plan that joined under an earlier engine and still have a
-        reducer."""
+        """Report the hosts that joined under an earlier engine and still run a reducer. They are
+        not in the plan."""
         planned = {host.name for host in plan}
         services = {actor.process.host for actor in self._services.values() if actor.process}
         return [
@@ -178,7 +178,7 @@ class RayEngine:
     def _node(self, host: str) -> RayNode:
         if (node := self._map.hosts.get(host)) is None:
             names = ", ".join(self._map.hosts)
-            raise LaunchError(f"host {host} has no node in the cluster", hint=f"up are: {names}")
+            raise LaunchError(f"host {host} has no Ray node", hint=f"hosts with a node: {names}")
         return node
 
     def run_verb(self, words: Sequence[str]) -> str:
@@ -193,13 +193,13 @@ class RayEngine:
                 self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
-            f"Ray has no verb `{' '.join(words)}`", hint="leaves HOST SECONDS, comes HOST"
+            f"unknown verb `{' '.join(words)}`", hint="use leaves HOST SECONDS, or comes HOST"
         )
 
     def start(self, process: Process) -> None:
         running = self._services.get(process.name)
         if running is not None and running.process == process:
-            return  # it was started by an earlier engine
+            return  # an earlier engine has started the process
         actor = self._create(process, self._node(process.host))
         self._services[process.name] = _PolledActor(actor, process)
 
@@ -232,7 +232,7 @@ class RayEngine:
         workers = with_threads(workers, threads_of(workers, nodes), users)
         with suppress(RayError, RuntimeError):
             remove_old_places()
-        self._remove_directory()  # files of the previous attempt
+        self._remove_directory()  # has files of the previous attempt
         self._workers = ray_workers(
             workers, nodes, self._mailbox.actor, self._mark, self._directory
         )
@@ -264,7 +264,7 @@ class RayEngine:
                 return events
 
     def _look(self) -> None:
-        """Check the nodes, and queue events for changes."""
+        """Check which nodes are alive, and queue events for changes."""
         self._looked_at = time.monotonic()
         found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
         for event in found:
@@ -281,7 +281,8 @@ class RayEngine:
                 ray.kill(service.actor, no_restart=True)
 
     def _poll_actors(self, patience_s: float) -> None:
-        """Send polls to actors and handle replies, waiting up to `patience_s` for the first."""
+        """Send polls to actors. Wait for a reply for at most `patience_s` seconds, and handle all
+        replies that have arrived."""
         polls = {}
         for service in (self._mailbox, *self._services.values()):
             if service.poll is None and time.monotonic() >= service.poll_at:
@@ -292,14 +293,14 @@ class RayEngine:
             time.sleep(min(patience_s, AGAIN_S))
             return
         ready, _ = ray.wait(list(polls), num_returns=1, timeout=patience_s)
-        if ready:  # fetch all others that are ready too
+        if ready:  # fetch all other polls that are ready too
             ready, _ = ray.wait(list(polls), num_returns=len(polls), timeout=0)
         for ref in ready:
             service = polls[ref]
             service.poll = None
             try:
                 self._take(service, ray.get(ref))
-            except RayError:  # retried until Ray has restarted it or SILENT_S are over
+            except RayError:  # poll again until Ray has restarted the actor or SILENT_S are over
                 service.poll_at = time.monotonic() + AGAIN_S
         for service in polls.values():  # after all replies were handled
             since = service.silent_since
@@ -311,8 +312,8 @@ class RayEngine:
         service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _drain_mailbox(self) -> None:
-        """Read all remaining events of the workers, which have ended. A poll that is already in
-        flight may miss the last ones, so another poll follows it."""
+        """Read all remaining events of the workers after they have ended. A poll that is already in
+        flight may miss the last events, so a second poll follows."""
         mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
         while in_flight:
             in_flight = mailbox.poll is not None
@@ -328,11 +329,11 @@ class RayEngine:
             self._take(mailbox, batch)
 
     def _actor_silent(self, service: _PolledActor) -> None:
-        """Kill an actor that does not answer, and its process with it (Rule 5). The mailbox is
-        restarted by Ray, a service by the supervisor."""
+        """Kill an actor that does not answer, and its process (Rule 5). Ray restarts the mailbox;
+        the supervisor restarts a service."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
-            self._events.append(Output(WORKERS, "", f"[restarting their mailbox: {why}]"))
+            self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))
             service.silent_since = service.poll = None
             ray.kill(service.actor, no_restart=False)
             return
@@ -373,7 +374,7 @@ class RayEngine:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
-        """End the workers, by ending Ray Train's workers, and the services, with their actors."""
+        """End the workers and the services. Killing the actor of a service ends the service."""
         if self._workers is not None:
             self._workers.stop(0.0)
         for service in (*self._services.values(), self._mailbox):
@@ -385,7 +386,8 @@ class RayEngine:
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
-    """Find the running services of this run: name -> actor, process, node id."""
+    """Return the actor, the process and the node id of each running service of a run, by the name
+    of its process."""
     found = {}
     for actor in service_actors(mark):
         try:
@@ -405,7 +407,7 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Kill all services of a mark. Raises LaunchError if an actor does not end."""
+    """Kill all services with this mark. Raises LaunchError if an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
@@ -419,13 +421,13 @@ def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     where = f" (it was {was_at})" if was_at and not host.address else where
     there = ", ".join(f"{n.label or n.name} ({n.address})" for n in nodes)
     return (
-        f"the Ray cluster has no node for host {host.name}{where} of the plan, its nodes are"
-        f" {there}; `ray start --labels roadtrain-host={host.name}` makes a node that host"
+        f"the Ray cluster has no node for host {host.name}{where} of the plan; its nodes are"
+        f" {there}; `ray start --labels roadtrain-host={host.name}` starts a node for the host"
     )
 
 
 def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
-    """Create the engine of a launch; makes this process a driver of the cluster. Raises
+    """Create the engine of a launch, and make this process a driver of the cluster. Raises
     LaunchError."""
     home = RunHome.of(record.name)
     machines, state = machines_of(plan_file), home.state()

@@ -1,11 +1,13 @@
-"""Start the supervisor of a run on Ray: `python -m roadtrain.launch.supervise`, held by a detached
-actor "roadtrain:RUN" on the node of the launch. So the run survives its launcher: Ray restarts the
-actor when it is killed, and the actor restarts the supervisor.
+"""Start the supervisor of a run on Ray. The supervisor is a process `python -m
+roadtrain.launch.supervise`, held by a detached actor "roadtrain:RUN" on the node on which the user
+launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
+supervisor. So the run survives the end of its launcher.
 
-The supervisor is a Ray driver of its own, which owns the workers and their placement groups, so
-they always end with it. If the actor were the driver, Ray would remove the workers' placement group
-as soon as the launcher ends. A restarted supervisor finds the services and restarts the workers.
-The run's home is on this node, so all commands on the run must be given here.
+The supervisor is a Ray driver of its own. It owns the workers and their placement groups, so that
+they always end with the supervisor. If the actor were the driver, Ray would remove the workers'
+placement group as soon as the launcher ends. A restarted supervisor finds the services and restarts
+the workers. The run's home is on the node of the actor, so all commands on the run must be given on
+that node.
 """
 
 from __future__ import annotations
@@ -28,21 +30,27 @@ from roadtrain.launch.waiting import wait_until
 from roadtrain.retry import retry
 
 STARTS_S = 120.0  # timeout for the supervisor to take the run's lock or refuse the run
-TRIES = 6  # consecutive early ends of the supervisor before it is given up
-SOON_S = 60.0  # an end within this time of the start is an early one
-AGAIN_S = 1.0  # between restarts
+TRIES = 6  # number of consecutive early ends after which the supervisor is not restarted
+SOON_S = 60.0  # the end of a supervisor is early if it has run for less than this time
+AGAIN_S = 1.0  # pause between restarts
 NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that holds the supervisor. It ends with this start of the run. launched: time of
-    the launch, which identifies the start."""
+    """The actor that holds the supervisor. The actor ends with this start of the run.
+
+    Args:
+        path: The directory of the run's home.
+        name: The name of this actor.
+        environment: Environment variables of the supervisor.
+        launched: The time of the launch, which identifies the start of the run.
+    """
 
     def __init__(
         self, path: str, name: str, environment: dict[str, str], launched: float | None
     ) -> None:
         self._home, self._name, self._launched = RunHome(Path(path)), name, launched
-        # There is no role for supervisors. Nothing here reads it.
+        # There is no role for a supervisor, and no code that handles this process reads its role.
         self._process = Process(
             "supervisor",
             Role.SERVER,
@@ -51,19 +59,20 @@ class SupervisedRun:
             path,
             environment,
         )
-        self._last_line = ""  # of the last supervisor's stderr
+        self._last_line = ""  # last line on the last supervisor's stderr
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._supervise()
-        finally:  # a killed supervisor leaves its services and its request to the autoscaler
+        finally:  # a killed supervisor leaves its services and its request for nodes
             end_actors(self._name)
             ray_cluster.request_nodes([])
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended, or give up after TRIES early ends."""
+        """Run the supervisor until the run has ended. Record the run as failed after TRIES early
+        ends of the supervisor in a row."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
@@ -79,12 +88,13 @@ class SupervisedRun:
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
-        """Return True if the run has ended. Raises LaunchError if retries cannot read its state."""
+        """Return True if this start of the run is over. Raises LaunchError if the run's state
+        cannot be read after several tries."""
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
-        """Return True if this start has ended or was replaced by a later start, which has its own
-        actor."""
+        """Return True if this start of the run has ended or was replaced by a later start, which
+        has its own actor."""
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
@@ -95,7 +105,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor and wait until it has started or refused the run. Raises LaunchError."""
+    """Start the supervisor, and wait until it has the run's lock or has refused the run. Raises
+    LaunchError if it does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -120,7 +131,7 @@ def _start(home: RunHome, name: str) -> None:
     actor = supervised.remote(str(home.path), name, environment, launched)
     try:
         _await_supervisor(home)
-    except BaseException:  # also on Ctrl-C: the user must not get a run unawares
+    except BaseException:  # after Ctrl-C, no run may go on without the user's knowledge
         ray.kill(actor, no_restart=True)
         end_actors(name)
         raise
@@ -136,8 +147,8 @@ def _await_name(home: RunHome, name: str) -> None:
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(
-            f"the cluster has an actor {name}: a run of this name is still running there",
-            hint=f"use another --name, or roadtrain launch --stop {home.name} on its launch host",
+            f"the cluster has an actor {name}: a run of this name is still running",
+            hint=f"use another --name, or give launch --stop {home.name} on the run's launch host",
         )
 
 
@@ -146,7 +157,7 @@ def is_alive(home: RunHome) -> bool:
     record = home.record()
     try:
         ray_cluster.connect(record.ray_address)
-    except LaunchError:  # the actor is on this host, and may return while its node is up
+    except LaunchError:  # the actor belongs to this host's node, and may return while that is up
         return ray_cluster.has_node_here(record.ray_address)
     try:
         return is_there(actor_name(record.name))

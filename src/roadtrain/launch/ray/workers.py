@@ -1,17 +1,17 @@
-"""Run the workers with Ray Train: a trainer per attempt, whose train functions each run one `train`
-process.
+"""Run the workers with Ray Train. Each attempt has a trainer, and each train function of the
+trainer runs one `train` process.
 
-Placement: one bundle per worker, bound to a node by its id, so that each host of the plan gets
-exactly its workers. A train function gets its worker from WorkerMailbox, because Ray assigns ranks
-in its own order and treats nodes with the same address as one.
+Each worker has one bundle of resources, which is bound to a node by the node's id, so that each
+host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
+because Ray assigns ranks in its own order and treats nodes with the same address as one node.
 
-The supervisor restarts the workers with a new trainer, not Ray's FailureConfig: the next attempt
-may run on other hosts and has another number, and the supervisor announces both first. So Ray is
-configured to stop at the first failure.
+Ray is configured to stop at the first failure. The supervisor restarts the workers with a new
+trainer, because the next attempt may run on other hosts and has another number, and the supervisor
+must announce both before the restart.
 
-Two private callbacks of Ray Train are disabled. The cleaner of placement groups polls a dashboard
-for 10 s at each end, and the end of this driver does its work; the watcher of preempted nodes does
-the same as nodes.py.
+Two private callbacks of Ray Train are disabled. The cleaner of placement groups would poll a
+dashboard for 10 s at the end of each attempt, and is not needed, as placement groups end with this
+driver. The watcher of preempted nodes would do the same work as nodes.py.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from roadtrain.launch.ray.nodes import RayNode
 from roadtrain.launch.worker_run import WorkerRun
 
 ANSWER_S = 60.0  # timeout of a call to an actor
-TURN_S = 0.5  # between a worker's checks whether it must end
-HEALTH_S = "0.5"  # between Ray Train's health checks of its workers
-START_S = 60  # after which Ray Train gives up on placing the workers
-BEGIN_S = 3.0 * START_S  # after which we give up on Ray Train if the workers have not started
-# Timeout for Ray Train to finish after all workers have ended. Must be shorter than the state
-# machine's patience with workers that were asked to end (run_state.py: KILL_S).
+TURN_S = 0.5  # interval at which a train function asks whether its worker must end
+HEALTH_S = "0.5"  # interval of Ray Train's health checks of its workers
+START_S = 60  # timeout of Ray Train for placing the workers
+BEGIN_S = 3.0 * START_S  # timeout for Ray Train to start the workers
+# Timeout for Ray Train to finish after all workers have ended. Must be shorter than KILL_S of
+# run_state.py, the time after which the state machine stops waiting for the workers' end.
 LET_GO_S = 40.0
-FAILED = 1
-LEFT_OUT = {"PlacementGroupCleanerCallback"}
-# Lets workers that request no GPU from Ray see the GPUs of their node.
+FAILED = 1  # exit code of a worker that Ray Train ended without a reason
+LEFT_OUT = {"PlacementGroupCleanerCallback"}  # class names of the callbacks that are disabled
+# Makes the GPUs of a node visible to workers that request no GPU from Ray.
 SEES_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_S,
@@ -70,13 +70,14 @@ ENVIRONMENT = {
 
 
 class AllDevicesSeen(Backend):
-    """Lets each worker see the devices of all workers on its node; it uses that of LOCAL_RANK."""
+    """Makes the devices of all workers of a node visible to each of these workers. A worker uses
+    the device with the number LOCAL_RANK."""
 
     share_cuda_visible_devices = True
 
 
 class NoGroups(BackendConfig):
-    """Makes Ray create no process group: `train` creates its own."""
+    """Keeps Ray from creating a process group, because `train` creates its own process group."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -84,15 +85,20 @@ class NoGroups(BackendConfig):
 
 
 class WorkerTrainer(DataParallelTrainer):
+    """A trainer of Ray Train without the callbacks in LEFT_OUT."""
+
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
         return [callback for callback in callbacks if type(callback).__name__ not in LEFT_OUT]
 
 
 def run_worker(config: Mapping[str, Any]) -> None:
-    """Run one worker to its end. This is Ray Train's train function. Raises LaunchError if the
-    worker fails, except after a stop request: then Ray Train would kill the other workers, which
-    must finish their step."""
+    """Run one worker to its end. This is the train function that Ray Train calls.
+
+    Raises LaunchError if the worker fails without a stop request. After a stop request, a failure
+    is not raised, because Ray Train would react to the error by killing the other workers, which
+    must finish their step.
+    """
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
@@ -112,7 +118,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post its events until it ends. Return its end and whether it was asked to end."""
+    """Post the events of a worker to the mailbox until the worker ends. Return the end, and whether
+    the worker was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
         events = _drained(pending)
@@ -123,7 +130,7 @@ def _follow(
             if isinstance(event, ProcessEnded):
                 return event, obeyed is not None
         if not held.alive and pending.empty():
-            lost = ProcessEnded(held.process.name, KILLED, "its end was not reported")
+            lost = ProcessEnded(held.process.name, KILLED, "the worker's end was not reported")
             return lost, obeyed is not None
         if grace_s is not None and grace_s != obeyed:
             obeyed = grace_s
@@ -141,8 +148,13 @@ def _drained(pending: queue.SimpleQueue[ProcessEvent]) -> list[ProcessEvent]:
 
 
 class RayWorkers:
-    """The workers of an attempt, in the supervisor. mailbox: the WorkerMailbox actor that hands
-    them out. fit: runs them and returns when all have ended."""
+    """The workers of an attempt, as the supervisor sees them.
+
+    Args:
+        workers: The workers.
+        mailbox: The WorkerMailbox actor that hands out the workers to train functions.
+        fit: Function that runs the workers and returns when all workers have ended.
+    """
 
     def __init__(self, workers: WorkerSet, mailbox: Any, fit: Callable[[], object]) -> None:
         self.attempt = workers.attempt
@@ -153,9 +165,9 @@ class RayWorkers:
         self._first = workers.processes[0].name
         self._not_begun = set(self._run.hosts)  # names of workers that have not started
         self._begin_by = time.monotonic() + BEGIN_S
-        self._let_go_by: float | None = None  # deadline for Ray Train once all must end
+        self._let_go_by: float | None = None  # deadline of Ray Train, set when workers must end
         self._ended: WorkersEnded | None = None
-        self._why = ""  # reason for workers whose end is not reported
+        self._why = ""  # reason to give for workers whose end is not reported
         self._thread = threading.Thread(
             target=self._fit, args=(fit,), name=f"attempt {self.attempt}", daemon=True
         )
@@ -172,13 +184,13 @@ class RayWorkers:
         self._order(grace_s)
 
     def lose(self, host: str) -> None:
-        """Record the end of the workers on a lost host, as nothing else would report it."""
+        """Record the end of the workers on a lost host, as nothing else reports their end."""
         why = f"its host {host} was lost"
         for name in [name for name, where in self._run.hosts.items() if where == host]:
             self.take(ProcessEnded(name, KILLED, why))
 
     def begun(self, name: str) -> bool:
-        """Record the start of a worker. Return True if it is that of rank 0."""
+        """Record the start of a worker. Return True if the worker has rank 0."""
         self._not_begun.discard(name)
         return name == self._first
 
@@ -204,8 +216,8 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if Ray Train has released the workers' resources or is given up (Rule 5). All
-        their events are in the mailbox then."""
+        """Return True if Ray Train has released the workers' resources, or if it did not do so by
+        its deadline (Rule 5). If True, all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
@@ -217,12 +229,13 @@ class RayWorkers:
             self._order(0.0)
         if self._let_go_by is None or at < self._let_go_by:
             return False
-        self._why = self._why or f"Ray Train has not released it within {LET_GO_S:.0f} s"
+        self._why = self._why or f"Ray Train has not released the worker within {LET_GO_S:.0f} s"
         return True
 
     def ended(self) -> WorkersEnded:
-        """Return the result, once `is_over` and all events were handled."""
-        for name in list(self._run.hosts):  # lost with their nodes, or never started
+        """Return the result of the attempt. To be called when `is_over` and all events were
+        handled."""
+        for name in list(self._run.hosts):  # workers that were lost with their nodes or not started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
         self._ended = self._ended or self._run.ended()
         assert self._ended is not None
@@ -236,8 +249,17 @@ def ray_workers(
     mark: str,
     directory: Path | None = None,
 ) -> RayWorkers:
-    """Start the workers. directory: for files of Ray Train. Raises LaunchError if a node has too
-    few processors or devices."""
+    """Start the workers of an attempt.
+
+    Args:
+        workers: The workers.
+        nodes: The node of each host.
+        mailbox: The WorkerMailbox actor.
+        mark: The mark of the run.
+        directory: The directory for files of Ray Train.
+
+    Raises LaunchError if a node has too few processors or devices.
+    """
     places: dict[str, list[Process]] = {}
     for process in workers.processes:
         places.setdefault(nodes[process.host].node_id, []).append(process)
@@ -295,8 +317,9 @@ def trainer_of(
 
 
 def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """Return the number of threads per worker, by host: an equal share of the machine's processors,
-    which several nodes may share. Ray would give each worker one thread, as it requests one CPU."""
+    """Return for each host the number of threads per worker. The workers of a machine share its
+    processors equally, even if several nodes run on the machine. Ray itself would give each worker
+    one thread, as a worker requests one CPU."""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
     return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
@@ -305,8 +328,9 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 
 def remove_old_places() -> None:
-    """Remove placement groups of earlier attempts of this driver. Ray Train keeps those of a
-    controller that died or was given up, and the next attempt would wait for their resources."""
+    """Remove the placement groups of earlier attempts of this driver. If the controller of an
+    attempt died or did not end, Ray Train keeps its placement groups, and the next attempt would
+    wait for their resources."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
@@ -319,6 +343,7 @@ def _last_line(error: Exception) -> str:
 
 
 def set_environment() -> None:
-    """Set Ray Train's environment variables, before it is used. Values set by the user stay."""
+    """Set the environment variables of Ray Train, but keep values that the user has set. Must be
+    called before Ray Train is used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
