@@ -73,7 +73,7 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         return f"placement {name} sums the gradients of several workers, but the plan has 1 worker"
     many = 0 if cluster is None else len(switches.hosts_of(plan, cluster))
     if name in ON_ONE_HOST and many > 1:
-        return f"placement {name} runs on one host, but {ranks} needs {many} hosts"
+        return f"placement {name} runs on one host, but {ranks} is on {many} hosts"
     if name in ON_ONE_HOST and ranks.devices > 1:
         return f"placement {name} runs one worker, but {ranks} has {ranks.devices} workers"
     return ""
