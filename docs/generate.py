@@ -179,6 +179,9 @@ def _first_sentence(path: Path) -> str:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in the tables of options, and list the decisions in their index."""
     markdown = described_files(option_tables(markdown))
+    for name, target in PAPERS.items():
+        up = "../" * page.file.src_uri.count("/")
+        markdown = re.sub(rf"\]\((\.\./)*{re.escape(name)}", f"]({up}{target}", markdown)
     if page.file.src_uri != "decisions/index.md":
         return markdown
     rows = ["", "| | |", "|---|---|"]

@@ -463,7 +463,7 @@ def plain_job_losses() -> tuple[str, ...]:
     return tuple(losses)
 
 
-# a value other than the default for every key of a job
+# A value other than the default for every key that a job had in the second edition, under its name of that time.
 JOB_VALUES: dict[str, Any] = {
     "run.dir": "here",
     "run.steps": 7,

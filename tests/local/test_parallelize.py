@@ -231,7 +231,10 @@ CASES = [
 def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
     work = partial(staged, kind, parallelism, num_microbatches, options)
     near = 1e-6 if options.get("dtype") is None else 1e-2
-    check(run(parallelism.devices, work), alone(kind, num_microbatches), parallelism, near)
+    *steps, (held_out, _) = alone(kind, num_microbatches, STEPS + 1)
+    found = run(parallelism.devices, work)
+    check(found, steps, parallelism, near)
+    assert found[0][1] == pytest.approx(held_out, rel=near), "a step's loss, of what is held out"
 
 
 def check(found, want, parallelism, near=1e-6):

@@ -11,6 +11,9 @@ from roadtrain.errors import ConfigError, WireError
 from roadtrain.sums import formats
 
 ALL = ("bf16", "fp16", "topk:0.1", "topk:0.9", "onebit", "dither:2", "dither:4", "dither:8")
+LEVELS = ("dither:2", "dither:4", "dither:8")  # the largest magnitude and 0 are exact
+FEEDBACK = ("topk:0.1", "onebit", "dither:2", "dither:4")
+NOT_FINITE = ("onebit", "dither:4", "topk:0.1")  # one NaN makes a decoded value NaN
 floats = hnp.arrays(np.float32, st.integers(1, 70), elements=st.floats(-1e4, 1e4, width=32))
 
 
@@ -42,9 +45,9 @@ def test_what_is_decoded_is_near(text, values, seed):  # Rule 2: as near as its 
     assert np.array_equal(out, through(text, values, seed)), "Rule 1"
 
 
-@pytest.mark.parametrize("text", ["dither:2", "dither:4", "dither:8"])
+@pytest.mark.parametrize("text", LEVELS)
 @pytest.mark.parametrize("most", [3e-45, 1e-41, 2e-39])
-def test_dithering_holds_below_the_least_normal_number(text, most):  # Rule 6: no value is lost
+def test_levels_hold_below_the_least_normal_number(text, most):  # Rule 6: no value is lost
     values = np.array([most, 0, -most], np.float32)
     out = through(text, values)
     assert np.array_equal(out, values), "the largest value and zero are levels themselves"
@@ -57,7 +60,7 @@ def test_dithering_has_the_right_mean(text):
     assert np.allclose(mean, values, atol=0.03)
 
 
-@pytest.mark.parametrize("text", ["topk:0.1", "onebit", "dither:2", "dither:4"])
+@pytest.mark.parametrize("text", FEEDBACK)
 def test_nothing_is_lost_with_error_feedback(text):
     """What was sent and what is kept add up to what was to be sent."""
     rng = np.random.default_rng(0)
@@ -73,7 +76,7 @@ def test_nothing_is_lost_with_error_feedback(text):
     assert np.abs(residual).max() < 60, "it does not grow without bound"
 
 
-@pytest.mark.parametrize("text", ["onebit", "dither:4", "topk:0.1"])
+@pytest.mark.parametrize("text", NOT_FINITE)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_shows_and_is_gone_a_step_later(text, wrong):
     values, residual = np.ones(100, np.float32), np.zeros(100, np.float32)
