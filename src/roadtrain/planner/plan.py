@@ -159,9 +159,9 @@ def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
 def launchable(
     found: Found, cluster: Cluster, shape: ModelShape, job: Job | None
 ) -> tuple[PlanFile, str]:
-    """Return the content of plan.toml for a plan, and a reason. If the plan cannot be launched, the
-    content has no machines and the reason says why, else the reason is "". The names of stores
-    contain the name of the job's run, if a job is given."""
+    """Return the content of plan.toml for a plan, and the reason why the plan cannot be launched.
+    If the plan can be launched, the reason is "". If not, the content has no machines. If a job is
+    given, the names of stores contain the name of the job's run."""
     predicted = predicted_of(found.result)
     model = PlannedModel(shape.params, shape.tokens, 0 if job is None else layers_of(job))
     machines, why = None, ""

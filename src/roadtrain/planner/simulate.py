@@ -51,8 +51,8 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
         name: The name of a shape, a Hugging Face config.json, a directory with a config.json, or
             MODULE:FUNCTION. The function returns a model, on the device `meta` if it is large, and
             the arguments of the model, of which the first is a batch of samples.
-        seq_len: The number of tokens of a sample. If None, it is a default, which the shape's
-            `notes` state.
+        seq_len: The number of tokens of a sample. If None, a default is used, and the shape's
+            `notes` state the default.
 
     Raises ConfigError and ModelError.
     """
@@ -114,8 +114,8 @@ def _from_function(module: str, function: str) -> ModelShape:
 
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
-    """Return a plan with placement zero3 in which all devices are data-parallel ranks, changed by
-    `overrides`, which has the keys of a plan file."""
+    """Return a plan with placement zero3 in which all devices are data-parallel ranks. `overrides`:
+    Keys of a plan file, with values that replace those of this plan."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
@@ -134,8 +134,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """Return all values that a prediction assumes. The result has for each name the value, with
-    rates in bytes/s, and the value as text."""
+    """Return all values that a prediction assumes, by name. Each item is the value as a number
+    (rates are in bytes/s) and the same value as a text for the user."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),

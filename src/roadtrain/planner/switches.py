@@ -17,7 +17,8 @@ RELAY = "4GiB"  # memory of a relay, the process that communicates for the worke
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Return the hosts that compute, with an item for each machine."""
+    """Return the hosts that compute. A kind of host with several machines has one item per
+    machine."""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
