@@ -68,8 +68,8 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
 
 
 class LineSplitter:
-    """Splits a byte stream into lines of at most `limit` bytes. Drops the end of a longer line.
-    Invariant: at most `limit` bytes are buffered between calls."""
+    """Splits a byte stream into lines. If a line is longer than `limit` bytes, its remaining bytes
+    are dropped. Invariant: at most `limit` bytes are buffered between calls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -77,7 +77,8 @@ class LineSplitter:
         self._dropped = 0  # bytes dropped from the unfinished line
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
-        """Return the lines that `data` completes, each with the number of bytes dropped from it."""
+        """Return the lines that `data` completes. Each line has the number of bytes that were
+        dropped from it."""
         *ended, rest = data.split(b"\n")
         lines = []
         for piece in ended:
@@ -88,7 +89,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the last line of the stream if no newline ends it, else no line."""
+        """Return the last line of the stream if no newline ends that line. Otherwise return no
+        line."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

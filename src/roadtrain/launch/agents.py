@@ -64,7 +64,8 @@ class HostAgents:
 
     Args:
         hosts: The hosts on which to start agents.
-        mark: A text that identifies the run. It stays the same when the run is launched again.
+        mark: A text that identifies the run. The text stays the same when the run is launched
+            again.
     """
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
@@ -101,7 +102,8 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Block until the command ends. Messages of agents stay queued until the next `events`."""
+        """Run a short command on a host, and block until the command ends. Meanwhile, messages of
+        agents stay queued until the next call of `events`."""
         at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
@@ -194,8 +196,9 @@ class HostAgents:
         return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """Let the agent of a held host restart, cancel the announced loss of a host, or add a new
-        host. Return a reply for the user."""
+        """Make a host available. If `hold_host` has taken the host down, its agent may restart. If
+        the loss of the host was announced, the announcement is cancelled. If the run has not used
+        the host yet, the host is added. Return a reply for the user."""
         if name not in self._places and (new := self._new_host(name)) is not None:
             self._places[name] = _HostState(new, lost=True)  # HostJoined follows the first message
         place = self._place(name)
@@ -205,8 +208,8 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return the host of this name that the run has not used yet, or None if there is none.
-        The lab overrides this method."""
+        """Return the host of this name if it exists and the run has not used it yet, else None. The
+        lab overrides this method."""
         return None
 
     def close(self) -> None:

@@ -81,7 +81,8 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Return True if the run has a supervisor, or if its engine or standby will start one."""
+    """Return True if the run has a supervisor, or if the run's engine or standby will start a new
+    supervisor."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:

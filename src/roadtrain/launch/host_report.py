@@ -2,9 +2,9 @@
 `python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
 HostReport as JSON to stdout.
 
-Changes nothing: a store's lock is taken and released at once, and the file that tests whether a
-directory is writable is unnamed. Does not import torch, so that the command ends within a second.
-Does NOT decide what is a problem: checks.py decides, as it has the reports of all hosts.
+Changes nothing: a store's lock is taken and released at once, and an unnamed file tests whether a
+directory is writable. Does not import torch, so that the command ends within a second. Does NOT
+judge the results: checks.py, which has the reports of all hosts, finds the problems.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(
-            f"worker {rank} has joined the same start {times} times, so this start is over",
+            f"worker {rank} was restarted, but worker 0 was not, so worker {rank} cannot join",
             hint="no action is needed: Kubernetes restarts this pod until worker 0's pod restarts",
         )
     if rank == 0:

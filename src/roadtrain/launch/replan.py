@@ -193,14 +193,15 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
     if ours == theirs:
         return
     parts = [
-        f"{', '.join(sorted(names))} only in {where}"
+        f"only {where} has {', '.join(sorted(names))}"
         for names, where in ((ours - theirs, "[machines]"), (theirs - ours, "[cluster]"))
         if names
     ]
     raise ConfigError(
-        f"the plan's tables name different hosts with devices: {'; '.join(parts)}",
-        hint="the only host of a kind has the kind's name; hosts of larger kinds have its name with"
-        " 0, 1, ... appended; roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
+        "[machines] and [cluster] of the plan must name the same hosts with devices, but"
+        f" {'; '.join(parts)}",
+        hint="if a kind K of [cluster] has one host, [machines] must call it K, else K0, K1, ...;"
+        " roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
     )
 
 
