@@ -1,9 +1,9 @@
 """HostAgents: the LaunchEngine of this host and of the lab. It starts one agent per host (agent.py)
 and restarts an agent that ends.
 
-The end of an agent counts as the loss of its host, even if the host is still up, because all the
-processes of the run on that host have ended. The code runs in the calling thread; between calls
-only the agents' own processes are active. Does NOT create hosts (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host. The host may still be up, but all processes of
+the run on the host have ended. The code runs in the calling thread; between calls only the agents'
+own processes are active. Does NOT create hosts (here.py, lab_engine.py).
 """
 
 from __future__ import annotations

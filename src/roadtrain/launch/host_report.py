@@ -231,7 +231,7 @@ _WHY = {
 
 
 def _has_text(pattern: str) -> bool:
-    """Return True if a pattern matches a file, or is a directory with a file in it."""
+    """Return True if a pattern matches a file or names a directory that has a file in it."""
     inside = os.path.join(glob.escape(pattern), "**", "*") if os.path.isdir(pattern) else pattern
     return os.path.isfile(pattern) or any(
         os.path.isfile(path) for path in glob.iglob(inside, recursive=True)

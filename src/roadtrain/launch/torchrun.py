@@ -31,7 +31,8 @@ def first_worker(run: ResolvedRun) -> Process:
 
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-    """Return the arguments of the interpreter that come before those of the worker.
+    """Return the arguments of the Python interpreter that start torchrun. The arguments of the
+    worker follow them.
 
     Args:
         run: The run.

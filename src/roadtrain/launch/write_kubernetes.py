@@ -98,9 +98,10 @@ def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
 
 
 def name_of(text: str) -> str:
-    """Return a valid name or label of an object, derived from `text`. The name follows the rule for
-    Services, which is the strictest (RFC 1035): it begins with a letter. A hash is appended if more
-    than spaces had to be changed, so that different texts have different names."""
+    """Return a valid name or label of an object, derived from `text`. The name begins with a
+    letter: it follows the rule for Services, which is the strictest (RFC 1035). If characters other
+    than spaces had to be changed, a hash is appended, so that different texts have different
+    names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:

@@ -47,7 +47,7 @@ def shape_of_job(job: Job) -> ModelShape:
 
 @dataclass(frozen=True)
 class JobPlans:
-    """The adapter of plans to one job and one cluster. Caches the reasons why plans are refused."""
+    """Adapts plans to one job and one cluster. Caches the reasons why plans are refused."""
 
     job: Job
     cluster: Cluster

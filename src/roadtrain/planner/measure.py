@@ -166,8 +166,8 @@ def shape_of(
     blocks: Sequence[str] | None = None,
     name: str = "",
 ) -> ModelShape:
-    """Measure the shape of a model with one forward pass `model(*args)`. The pass takes no memory
-    and almost no time on the device `meta`.
+    """Measure the shape of a model with one forward pass `model(*args)`. If the model is on the
+    device `meta`, the pass takes no memory and almost no time.
 
     Args:
         model: The model.

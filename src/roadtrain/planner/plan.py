@@ -134,8 +134,8 @@ def command(
 
 
 def batch_to_plan(job: Job, option: int | None) -> int | None:
-    """Return the samples of a step, as set by the job or by --batch. Raises ConfigError if the job
-    and --batch differ."""
+    """Return the number of samples per step, as set by the job or by --batch. Raises ConfigError if
+    the job and --batch differ."""
     own = batch_of_job(job)
     if option is not None and option < 1:
         raise ConfigError(f"--batch is {option}, but must be at least 1", hint="--batch 64")

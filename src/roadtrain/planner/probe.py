@@ -71,10 +71,10 @@ def _fp32(n: int) -> np.ndarray:
 def processors(threads: int) -> dict[str, float]:
     """Measure the CPUs with this number of threads. Return three rates in bytes/s.
 
-    `memory_rate` is the rate of a copy, which counts the bytes read and written. `updates` is the
-    rate of AdamW with a bf16 gradient and a bf16 copy of the result, which counts 28 bytes per
-    parameter. `sums` is the rate of a sum of BUFFERS bf16 gradients, which counts the bytes of the
-    gradients.
+    `memory_rate` is the rate of a copy in memory. Bytes read and bytes written both count.
+    `updates` is the rate of AdamW with a bf16 gradient and a bf16 copy of the result. Each
+    parameter counts as 28 bytes. `sums` is the rate at which BUFFERS bf16 gradients are summed. The
+    bytes of the gradients count.
     """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3

@@ -1,9 +1,10 @@
 """Search for the best plan on a cluster, and explain it. candidates.py generates the candidates.
 
-A candidate that does not fit into memory is refused. Each other candidate gets a lower bound of its
-score in closed form: the work of each resource over its rate, without waiting. The candidates are
-simulated in the order of their bounds, until no bound is better than the best simulated score. So
-the pick is the candidate with the best simulated score, although few candidates are simulated.
+A candidate that does not fit into memory is refused. For each other candidate, a formula gives a
+lower bound of the score: the time that each resource needs for its work at its rate, without
+waiting. The candidates are simulated in the order of their bounds, until no bound is better than
+the best simulated score. So the pick is the candidate with the best simulated score, although few
+candidates are simulated.
 
 Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
 with many micro-batches per step finds the best possible score per sample, and the smallest batch
@@ -140,7 +141,8 @@ def search(
         cluster: The cluster.
         model: The shape of the model.
         constants: The constants of the simulator.
-        explain: If True, find the gains and flips of the answer, which takes more simulations.
+        explain: If True, also fill in `gains` and `flips` of the answer, which takes more
+            simulations.
         fitted: Function that returns the plan to try for a candidate, or the reason why the
             candidate is refused.
         options: The fields of SearchOptions.

@@ -49,8 +49,8 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
 
     Args:
         name: The name of a shape, a Hugging Face config.json, a directory with a config.json, or
-            MODULE:FUNCTION. The function returns a model, on the device `meta` if it is large, and
-            the arguments of the model, of which the first is a batch of samples.
+            MODULE:FUNCTION. The function returns a model and the arguments of the model. The first
+            argument is a batch of samples. A large model should be on the device `meta`.
         seq_len: The number of tokens of a sample. If None, a default is used, and the shape's
             `notes` state the default.
 
@@ -283,8 +283,9 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """Return the assumptions as plain data. `assumed` has the assumed keys of the cluster file,
-    `assumed_values` all assumed values by name, and `notes` the notes on the model."""
+    """Return the assumptions as plain data. The result has three keys: `assumed` lists the assumed
+    keys of the cluster file, `assumed_values` has all assumed values by name, and `notes` lists the
+    notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
     return {"assumed": cluster.assumed, "assumed_values": values, **more}
@@ -295,8 +296,8 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return the trace of a result for Perfetto, with times in microseconds. It has a process per
-    pipeline stage or server, a thread per kind of work, and counters of memory."""
+    """Return the trace of a result for Perfetto, with times in microseconds. The trace has a
+    process per pipeline stage or server, a thread per kind of work, and counters of memory."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}

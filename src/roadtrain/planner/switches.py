@@ -1,5 +1,5 @@
-"""The switches that sum gradients in a plan, as a tree, as lines of a report, as keys of a job, and
-as the commands that start them. Does not model the cost of switches."""
+"""Describe the switches that sum gradients in a plan: as a tree, as lines of a report, as keys of a
+job, and as commands that start the switches. Does not model the cost of switches."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the `switches` entries of a job. The `workers` of a switch are numbers of hosts, since
-    a relay stands for all workers of a host."""
+    """Return the `switches` entries of a job. The `workers` of an entry are numbers of hosts,
+    because one relay stands for all workers of a host."""
     if not tree.parents:
         return [address(tree.root)]
     return [

@@ -183,7 +183,7 @@ class RunService:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts on a run that the state machine needs and that do not change."""
+    """The facts about a run that the state machine needs. They do not change during the run."""
 
     services: tuple[RunService, ...]  # in the order in which they start
     workers: Mapping[str, int]  # number of workers of each worker host, in the order of the ranks

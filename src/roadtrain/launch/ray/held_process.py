@@ -87,8 +87,8 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event with the names of process and host to Ray's log of this process, which Ray's
-    dashboard shows."""
+    """Print an event, with the names of the process and the host, to Ray's log of this process.
+    Ray's dashboard shows the log."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

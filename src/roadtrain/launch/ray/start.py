@@ -37,7 +37,8 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that holds the supervisor. The actor ends with this start of the run.
+    """The actor that runs the supervisor and restarts it. The actor ends with this start of the
+    run.
 
     Args:
         path: The directory of the run's home.
@@ -71,8 +72,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. Record the run as failed after TRIES early
-        ends of the supervisor in a row."""
+        """Run the supervisor until the run has ended. If the supervisor ends early TRIES times in a
+        row, record the run as failed."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
