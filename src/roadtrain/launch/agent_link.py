@@ -138,7 +138,7 @@ class AgentLink:
 
     def wait(self) -> str:
         """Wait for the agent to end, and kill the agent if it has not ended in time. Return a text
-        that says how it ended."""
+        that says how the agent ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):

@@ -224,8 +224,8 @@ class HostAgents:
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait for messages of agents for at most `timeout_s` and handle them. Then carry out what
-        is due: losses of hosts, starts of agents and kills."""
+        """Wait at most `timeout_s` seconds for messages of agents, and handle the messages. Then do
+        the work that is due: report lost hosts, start agents, and kill processes."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
@@ -314,7 +314,8 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Remove a host's agent and wait for its end. Return a text that says how it ended."""
+        """Remove a host's agent and wait for its end. Return a text that says how the agent
+        ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

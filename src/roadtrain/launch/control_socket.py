@@ -5,7 +5,7 @@ and each reply is one line with a JSON object.
     {"verb": "stop", "words": [WHY]}                   commit the step and end the run
     {"verb": "measure"}                                commit the step, end the run, and measure
                                                        the links between hosts (measured_run.py)
-    {"verb": "tell", "words": ["leaves", HOST, "120"]} pass the words to the engine as a verb
+    {"verb": "tell", "words": ["leaves", HOST, "120"]} pass the words to LaunchEngine.run_verb
     {"verb": "hello"}                                  sent by a launcher: stop the run when this
                                                        connection ends
 

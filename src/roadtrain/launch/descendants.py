@@ -52,8 +52,8 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started it
-    ends. Only for use in the main thread of a single-threaded process."""
+    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started the
+    child ends. Only for use in the main thread of a single-threaded process."""
     return partial(_die_with, os.getpid())
 
 

@@ -50,9 +50,9 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The connection of a launcher to the run's supervisor. It is used if the run shall stop when
-    the launcher ends: the supervisor then notices the end of the connection. If the supervisor was
-    restarted, `say` connects again."""
+    """The connection of a launcher to the run's supervisor. The connection is needed only if the
+    run shall stop when its launcher ends: the supervisor notices that the connection has ended. If
+    the supervisor was restarted, `say` connects again."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home

@@ -36,9 +36,9 @@ class PausedRun:
     ends_with_launcher: bool
 
     def measure(self) -> bool:
-        """Stop the run and make its supervisor measure it and write measured.json. Return False if
-        the run ended for another reason. Raises LaunchError if the run does not end in time or its
-        state cannot be read."""
+        """Stop the run. The run's supervisor measures the links and writes measured.json before it
+        ends. Return False if the run ended for another reason than this request. Raises LaunchError
+        if the run does not end in time or its state cannot be read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
@@ -106,7 +106,7 @@ class PausedRun:
             self.go_on(follows=False)
 
     def _ends(self) -> bool:
-        """Wait for the run to begin to stop, for at most STOPS_S seconds, and then for its end.
+        """Wait at most STOPS_S seconds until the run begins to stop, and then until it has ended.
         Return True if the run has ended."""
 
         def has_ended() -> bool:

@@ -25,8 +25,8 @@ WAIT_S = 120.0  # timeout for rank 0 to write the id after its torchrun has star
 
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
-    """Return the id of this start, which is the same on all ranks and different for each start.
-    Raises LostError if this start is over or rank 0 does not write the id in time."""
+    """Return the id of this start of the workers. The id is the same on all ranks and different for
+    each start. Raises LostError if this start is over or rank 0 does not write the id in time."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(

@@ -116,7 +116,7 @@ def replan(
         go_on: Function that resumes the run.
         report: Function that prints a line for the user.
 
-    Raises RoadtrainError. A run that was alive is resumed also after an error.
+    Raises RoadtrainError. If the run was alive, it is resumed even after an error.
     """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)

@@ -273,7 +273,7 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Return the reason why workers cannot run on these hosts, in one sentence, or "" if they
+        """Return one sentence with the reason why workers cannot run on these hosts, or "" if they
         can."""
         try:
             self._job_on(hosts)
@@ -365,7 +365,7 @@ def resolve(
         plan_file: The plan.
         job: The user's job.
         name: The name of the run.
-        addresses: The addresses of hosts, which have precedence over those in the plan.
+        addresses: The addresses of hosts. They have precedence over the addresses in the plan.
         token: The secret shared by the run's processes.
 
     Raises ConfigError if the plan has no machines, is for another model, lacks services of its
@@ -407,9 +407,9 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
 
 
 def _text_of(job: Job) -> str:
-    """Return the text of job.toml for the hosts. If the job does not set data.paths, each host uses
-    the default text of its own installation; when the workers connect, they check that these texts
-    are the same."""
+    """Return the content of job.toml for the hosts. If the job does not set data.paths, each host
+    trains on the default text of its own installation. When the workers connect, they check that
+    these texts are the same."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
@@ -432,8 +432,8 @@ def absolute_job(job: Job) -> Job:
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Return the files and folders, other than the text, that workers read. The keys of the result
-    are the keys of the job that name the files."""
+    """Return the files and folders, other than the training text, that workers read. The keys of
+    the result are the keys of the job that name the files."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,

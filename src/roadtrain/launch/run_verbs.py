@@ -53,9 +53,9 @@ def stop_run(name: str) -> int:
 
 
 def stay_stopped(home: RunHome) -> bool:
-    """If the run is paused for --replan (paused_run.py), prevent that it is resumed, and return
-    True. If the run is not paused, return False. Raises LaunchError if another command is starting
-    the run."""
+    """If the run is paused for --replan (paused_run.py), keep the replan command from resuming it,
+    and return True. If the run is not paused, return False. Raises LaunchError if another command
+    is starting the run."""
     with home.starting():
         state = home.state()
         if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
@@ -92,8 +92,8 @@ def resume_run(
 
 
 def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecord:
-    """Write the files for another start of a run, and return its record. The arguments are those of
-    `resume_run`. Raises ConfigError if the run is still running."""
+    """Write the files for another start of a run, and return the new launch record. The arguments
+    are those of `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
         raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")

@@ -353,7 +353,7 @@ class RunStateMachine:
             self._out.append(m.EndRun(self.code, self.why))
 
     def _is_down(self, process: ProcessState, grace_s: float) -> bool:
-        """Stop a process unless it is already stopping. Return True if it has ended."""
+        """Stop a process if it is not stopping yet. Return True if the process has ended."""
         if process.phase is ProcessPhase.WAITING:
             process.enter(ProcessPhase.ENDED, self.now)
         elif process.phase is ProcessPhase.RUNNING:

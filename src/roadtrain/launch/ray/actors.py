@@ -1,6 +1,6 @@
 """The actors of a launched run. A ServedProcess runs a server, a reducer or a switch on its node. A
-WorkerMailbox passes messages between the supervisor and the workers, as actors of Ray Train cannot
-be called by name.
+WorkerMailbox passes messages between the supervisor and the workers, because actors of Ray Train
+cannot be called by name.
 
 An actor buffers events, and the supervisor fetches them by long polls (`news`), so that a new
 supervisor can continue. If an actor must drop lines, it reports how many.
@@ -9,7 +9,7 @@ If a ServedProcess is killed, Ray restarts the actor, which starts its process a
 process has ended, the supervisor creates a new actor. If the node of the supervisor's actor is
 lost, Ray cannot restart that actor. A ServedProcess then ends itself.
 
-The arguments of an actor contain the run's token, which Ray transfers like all its data
+The arguments of an actor contain the run's token. Ray transfers the token like all other data
 (docs/guides/launch.md).
 """
 
@@ -193,7 +193,8 @@ class WorkerMailbox:
 
 
 def actor_name(run: str) -> str:
-    """Return the name of the supervisor's actor. The names of the service actors begin with it."""
+    """Return the name of the supervisor's actor. The names of the service actors begin with this
+    name."""
     return f"roadtrain:{run}"
 
 

@@ -1,7 +1,7 @@
-"""HeldProcess: a process of the run that ends with its holder, an actor or a worker of Ray Train.
-The process has an agent of its own (launch/agent.py). When the holder is killed, the agent's stdin
-ends, and the agent kills the process. The holder cannot use PR_SET_PDEATHSIG itself, because Ray's
-processes are multi-threaded.
+"""HeldProcess: a process of the run that ends when its holder ends. The holder is an actor or a
+worker of Ray Train. The process has an agent of its own (launch/agent.py). When the holder is
+killed, the agent's stdin ends, and the agent kills the process. The holder cannot use
+PR_SET_PDEATHSIG itself, because Ray's processes are multi-threaded.
 
 One thread does all the work. Does NOT restart the process.
 """

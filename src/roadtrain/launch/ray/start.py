@@ -1,5 +1,5 @@
 """Start the supervisor of a run on Ray. The supervisor is a process `python -m
-roadtrain.launch.supervise`, held by a detached actor "roadtrain:RUN" on the node on which the user
+roadtrain.launch.supervise`, run by a detached actor "roadtrain:RUN" on the node on which the user
 launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
 supervisor. So the run survives the end of its launcher.
 
@@ -106,8 +106,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor, and wait until it has the run's lock or has refused the run. Raises
-    LaunchError if it does not start."""
+    """Start the supervisor, and wait until the supervisor has the run's lock or has refused the
+    run. Raises LaunchError if the supervisor does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -144,7 +144,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait for the actor of a run that has just ended to disappear. Raises LaunchError."""
+    """Wait until the actor of a run that has just ended is gone. Raises LaunchError if the actor
+    does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(

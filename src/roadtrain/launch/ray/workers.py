@@ -1,8 +1,8 @@
 """Run the workers with Ray Train. Each attempt has a trainer, and each train function of the
 trainer runs one `train` process.
 
-Each worker has one bundle of resources, which is bound to a node by the node's id, so that each
-host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
+Each worker has one bundle of resources. The bundle is bound to a node by the node's id, so that
+each host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
 because Ray assigns ranks in its own order and treats nodes with the same address as one node.
 
 Ray is configured to stop at the first failure. The supervisor restarts the workers with a new
@@ -329,8 +329,8 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 def remove_old_places() -> None:
     """Remove the placement groups of earlier attempts of this driver. If the controller of an
-    attempt died or did not end, Ray Train keeps its placement groups, and the next attempt would
-    wait for their resources."""
+    attempt died or did not end, Ray Train keeps the placement groups of the attempt, and the next
+    attempt would wait for the resources of these groups."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
