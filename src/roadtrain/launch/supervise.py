@@ -81,8 +81,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start has passed the checks. If True, an error
-    does not mean that the launch is refused, and services may still be running."""
+    """Return True if an earlier supervisor of this start has passed the checks. If True, services
+    may still be running, and an error does not mean that the launch is refused."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -157,8 +157,8 @@ class Standby:
         self._start_at = 0.0  # earliest monotonic time of the next start
 
     def keep(self, now: float) -> None:
-        """Start the standby if it is not running. If it cannot be started, log the reason and try
-        again in a later call."""
+        """Start the standby if it is not running. If the standby cannot be started, log the reason
+        and try again in a later call."""
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S

@@ -50,7 +50,7 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """Return the facts on a run that the state machine needs.
+    """Return the facts about a run that the state machine needs.
 
     Args:
         run: The run.
@@ -157,7 +157,8 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Write the final state.json. Without it, the supervisor would seem to have been killed."""
+        """Write the final state.json. Without this final state, the supervisor would seem to have
+        been killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return

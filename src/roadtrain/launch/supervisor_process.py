@@ -41,8 +41,8 @@ def start(home: RunHome, record: LaunchRecord) -> None:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor in a session of its own, so that it outlives this process. Raises
-    LaunchError if it does not start."""
+    """Start the supervisor in a session of its own, so that the supervisor outlives this process.
+    Raises LaunchError if the supervisor does not start."""
     log = home.log_directory / "supervisor.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(

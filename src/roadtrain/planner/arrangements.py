@@ -1,5 +1,5 @@
-"""Try a cluster's hosts in other orders than that of the cluster file, and subsets of the hosts.
-This helps on clusters whose hosts with devices differ.
+"""Try other orders of a cluster's hosts than the order in the cluster file, and try subsets of the
+hosts. This helps on clusters whose hosts with devices differ.
 
 Ranks are numbered host by host. So the order decides which hosts are neighbors in a pipeline, and
 which hosts form a data-parallel group. A host with a slow network card or device often does the
@@ -106,7 +106,7 @@ def _likeness(host: Host) -> Hashable:
 
 
 def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Return True if `seen` already has this order, or an order of hosts that differ from these
+    """Return True if `seen` already has an equal order. Two orders are equal if their hosts differ
     only in names and addresses. Add the order to `seen`."""
     signature = tuple(_likeness(host) for host in order)
     repeated = signature in seen

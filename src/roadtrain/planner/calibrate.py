@@ -8,8 +8,8 @@ emulated workers have the speed of this machine and not of the devices in the fi
 written to another file, which is NAME.lab.toml or the file of `--out`. The figures of a user's GPUs
 are overwritten only on request.
 
-The job runs in temporary directories. The medians of its measured stage times are printed beside
-the stage times of the simulated plan.
+The job runs in temporary directories. The medians of the job's measured stage times are printed
+beside the stage times of the simulated plan.
 """
 
 from __future__ import annotations

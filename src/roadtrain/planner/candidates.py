@@ -211,7 +211,7 @@ def _unequal(
 def _splits(
     model: ModelShape, total: int, inside: int, place: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a number of tensor-parallel ranks and a number of pipeline stages. If the
+    """Yield pairs: the number of tensor-parallel ranks, and the number of pipeline stages. If the
     placement streams blocks, both numbers are 1."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (place.streamed or not model.heads):
@@ -300,10 +300,10 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
 def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of the samples per micro-batch and the number of micro-batches per step. With
-    each pair, the ranks together train `batch` samples per step. If `batch` is None, the number of
-    micro-batches is the largest that is tried, because the fixed costs per sample are then the
-    lowest."""
+    """Yield pairs: the number of samples of a micro-batch, and the number of micro-batches of a
+    step. With each pair, the ranks together train `batch` samples per step. If `batch` is None, the
+    number of micro-batches is the largest that is tried, because the fixed costs per sample are
+    then the lowest."""
     widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):

@@ -24,7 +24,7 @@ from roadtrain.storage.direct import replace_file
 
 def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     """Return the text of the job file with which `roadtrain train` runs the plan, or None if
-    `roadtrain train` cannot run it. `cluster`: The cluster whose switches the job names."""
+    `roadtrain train` cannot run the plan. `cluster`: The cluster whose switches the job names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         **step_keys(plan),

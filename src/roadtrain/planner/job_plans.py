@@ -90,7 +90,7 @@ class JobPlans:
 
     def _unsplit(self, plan: Plan) -> str:
         """Return the reason why the model's layers cannot be split over a tensor-parallel group, or
-        "" if they can."""
+        "" if the layers can be split."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""

@@ -239,8 +239,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
 
 
 class _MetaValues(TorchDispatchMode):
-    """Supplies values for `meta` tensors, which have no values. A model that asks whether all
-    elements of its mask are 1 gets True."""
+    """Supplies values for `meta` tensors, which have no values. If a model asks whether all
+    elements of its mask are 1, the answer is True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -283,8 +283,8 @@ def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
-    """Return the experts of a block. Raises ConfigError if the config does not say how many experts
-    a token uses."""
+    """Return the sizes of the experts of a block. Raises ConfigError if the config does not say how
+    many experts a token uses."""
     holders = list(_expert_modules(block))
     if not holders:
         return Experts()

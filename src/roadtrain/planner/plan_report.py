@@ -29,7 +29,7 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     Args:
         plan: The plan.
         cluster: The plan's cluster, which shows whether gradients leave a host. If None, the text
-            assumes that they do.
+            assumes that gradients leave a host.
     """
     place, parallelism = plan.placement, plan.parallelism
     rests = {

@@ -7,8 +7,8 @@ the best simulated score. So the pick is the candidate with the best simulated s
 candidates are simulated.
 
 Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
-with many micro-batches per step finds the best possible score per sample, and the smallest batch
-whose score is close to it is chosen. Pure.
+with many micro-batches per step finds the best possible score per sample. Then the smallest batch
+whose score is close to that score is chosen. Pure.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def search(
     fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Search for the best plan. If no plan fits, the answer has no pick, and its families have the
-    reasons.
+    """Search for the best plan. If no plan fits, the answer has no pick, and the families of the
+    answer have the reasons.
 
     Args:
         cluster: The cluster.
@@ -200,7 +200,7 @@ class _Search:
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan. If `cluster` is None, simulate it on the cluster of the search."""
+        """Simulate a plan. If `cluster` is None, simulate the plan on the cluster of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)
@@ -259,8 +259,8 @@ class _Search:
         return best.plan.samples, best.score
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
-        """Generate all candidates. Return the families by placement, and the candidates that fit
-        into memory with a first bound."""
+        """Generate all candidates. Return the families by placement. Also return the candidates
+        that fit into memory, each with a first bound."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []

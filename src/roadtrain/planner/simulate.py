@@ -115,7 +115,7 @@ def _from_function(module: str, function: str) -> ModelShape:
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """Return a plan with placement zero3 in which all devices are data-parallel ranks. `overrides`:
-    Keys of a plan file, with values that replace those of this plan."""
+    Keys of a plan file, with values that replace the values of this plan."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
