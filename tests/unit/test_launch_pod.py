@@ -31,7 +31,7 @@ def test_a_rank_that_comes_again_to_a_start_is_told_that_it_is_over() -> None:
     store = a_store()
     agreed_start(store, 0)
     agreed_start(store, 1)
-    with pytest.raises(LostError, match=r"worker 1 has joined the same start 2 times"):
+    with pytest.raises(LostError, match=r"worker 1 was restarted, but worker 0 was not"):
         agreed_start(store, 1)
 
 

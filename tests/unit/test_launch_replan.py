@@ -790,7 +790,10 @@ def test_hosts_that_the_cluster_names_otherwise_are_refused_before_anything_is_s
     machines = replace(old.machines, hosts=hosts)
     home.plan_path.write_text(replace(old, machines=machines).to_toml())
     with Paused(home) as run:
-        with pytest.raises(ConfigError, match=r"mine0, mine1, .* only in \[machines\]; gpu0, gpu1"):
+        with pytest.raises(
+            ConfigError,
+            match=r"only \[machines\] has mine0, mine1, .*; only \[cluster\] has gpu0, gpu1",
+        ):
             run.replan()
         assert not run.asked
 

@@ -6,6 +6,6 @@ Every wait has a deadline.
 
 Read `launch.py` first: it lists the files in the order in which they act. `protocol/` decides about
 restarts. `here.py`, `lab_engine.py` and `ray/` start processes on this host, in a lab and on a Ray
-cluster. `write_slurm.py` and `write_kubernetes.py` write files with which Slurm and Kubernetes
+cluster. `write_slurm.py` and `write_kubernetes.py` write files from which Slurm and Kubernetes
 start the same processes.
 """

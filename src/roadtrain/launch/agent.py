@@ -1,11 +1,11 @@
-"""HostAgent: starts, watches and ends the processes of a run on one host, as the run's supervisor
-orders. Started with `python -m roadtrain.launch.agent MARK`; reads orders from stdin and writes
+"""HostAgent: starts, watches and ends the processes of a run on one host, on orders of the run's
+supervisor. Started with `python -m roadtrain.launch.agent MARK`; reads orders from stdin and writes
 reports to stdout, one JSON object per line.
 
 Assumes Linux. The end of stdin means that the supervisor is gone: the agent kills every process
-that it started, and exits. If the agent itself is killed, its child processes die with it, and the
-next agent with the same mark kills their descendants. The agent has one thread and does not import
-torch. Does NOT restart processes, and does NOT know the job.
+that it started, and exits. If the agent itself is killed, the kernel also kills its child
+processes, and the next agent with the same mark kills their descendants. The agent has one thread
+and does not import torch. Does NOT restart processes, and does NOT know the job.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class HostAgent:
     """The agent of one host.
 
     Args:
-        mark: The start of the environment marks of all processes of this agent.
+        mark: A text with which the environment marks of all processes of this agent begin
+            (descendants.py).
         source: The descriptor from which orders of the supervisor are read.
-        sink: The descriptor to which messages for the supervisor are written. No other process
-            shares these two descriptors.
+        sink: The descriptor to which messages for the supervisor are written. No other process may
+            share the two descriptors.
     """
 
     def __init__(self, mark: str, source: int, sink: int) -> None:
@@ -61,7 +62,7 @@ class HostAgent:
         self._watch(source, self._read_orders)
 
     def run(self) -> None:
-        """Serve orders until stdin ends or nobody reads stdout."""
+        """Serve orders until stdin ends or the reader of stdout is gone."""
         adopt_orphans()
         # Only the supervisor reacts to Ctrl-C. Child processes would inherit SIG_IGN, but not a
         # handler that does nothing.
@@ -169,8 +170,8 @@ class HostAgent:
         self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kill processes whose grace period is over. Report processes as ended that still run
-        GIVE_UP_S after they were killed."""
+        """Kill the processes whose grace period is over. If a process still runs GIVE_UP_S seconds
+        after it was killed, report the process as ended."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:

@@ -78,8 +78,8 @@ class AgentLink:
         self.flush()
 
     def flush(self) -> None:
-        """Write as many unsent bytes as the pipe takes. If the agent has ended, drop them: `read`
-        reports its end."""
+        """Write as many unsent bytes as the pipe takes. If the agent has ended, drop these bytes:
+        `read` reports the end of the agent."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
@@ -121,12 +121,13 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Return a text that says so if the agent has been silent for too long, else ""."""
+        """If the agent has been silent for too long, return a text that says so. Otherwise return
+        ""."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:
-        """Close the agent's stdin, whereupon the agent kills all its processes and ends."""
+        """Close the agent's stdin. The agent then kills all its processes and ends."""
         if (pipe := self._process.stdin) is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -137,7 +138,7 @@ class AgentLink:
 
     def wait(self) -> str:
         """Wait for the agent to end, and kill the agent if it has not ended in time. Return a text
-        that says how it ended."""
+        that says how the agent ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):

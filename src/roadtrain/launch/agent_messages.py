@@ -14,7 +14,8 @@ MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
 class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
-    """Order to write the files of a process and start it. ProcessExited reports its end."""
+    """Order to write the files of a process and to start the process. A ProcessExited reports the
+    end of the process."""
 
     process: Process
 
@@ -60,7 +61,7 @@ FROM_AGENT: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode_line(message: ToAgent | FromAgent) -> bytes:
-    """Encode a message. Raises WireError if it exceeds MESSAGE_LIMIT."""
+    """Encode a message. Raises WireError if the message exceeds MESSAGE_LIMIT bytes."""
     line = msgspec.json.encode(message) + b"\n"
     if len(line) > MESSAGE_LIMIT:
         raise WireError(f"a message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
@@ -68,8 +69,8 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
 
 
 class LineSplitter:
-    """Splits a byte stream into lines of at most `limit` bytes. Drops the end of a longer line.
-    Invariant: at most `limit` bytes are buffered between calls."""
+    """Splits a byte stream into lines. If a line is longer than `limit` bytes, the bytes after the
+    limit are dropped. Invariant: at most `limit` bytes are buffered between calls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -77,7 +78,8 @@ class LineSplitter:
         self._dropped = 0  # bytes dropped from the unfinished line
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
-        """Return the lines that `data` completes, each with the number of bytes dropped from it."""
+        """Return the lines that `data` completes. Each line has the number of bytes that were
+        dropped from it."""
         *ended, rest = data.split(b"\n")
         lines = []
         for piece in ended:
@@ -88,7 +90,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the last line of the stream if no newline ends it, else no line."""
+        """Return the last line of the stream if no newline ends that line. Otherwise return no
+        line."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

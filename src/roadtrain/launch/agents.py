@@ -1,9 +1,9 @@
 """HostAgents: the LaunchEngine of this host and of the lab. It starts one agent per host (agent.py)
 and restarts an agent that ends.
 
-The end of an agent counts as the loss of its host, even if the host is still up, because all the
-processes of the run on that host have ended. The code runs in the calling thread; between calls
-only the agents' own processes are active. Does NOT create hosts (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host. The host may still be up, but all processes of
+the run on the host have ended. The code runs in the calling thread; between calls only the agents'
+own processes are active. Does NOT create hosts (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class HostAgents:
 
     Args:
         hosts: The hosts on which to start agents.
-        mark: A text that identifies the run. It stays the same when the run is launched again.
+        mark: A text that identifies the run. The text stays the same when the run is launched
+            again.
     """
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
@@ -101,7 +102,8 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Block until the command ends. Messages of agents stay queued until the next `events`."""
+        """Run a short command on a host, and block until the command ends. Meanwhile, messages of
+        agents stay queued until the next call of `events`."""
         at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
@@ -194,8 +196,9 @@ class HostAgents:
         return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """Let the agent of a held host restart, cancel the announced loss of a host, or add a new
-        host. Return a reply for the user."""
+        """Make a host available. If `hold_host` has taken the host down, its agent may restart. If
+        the loss of the host was announced, the announcement is cancelled. If the run has not used
+        the host yet, the host is added. Return a reply for the user."""
         if name not in self._places and (new := self._new_host(name)) is not None:
             self._places[name] = _HostState(new, lost=True)  # HostJoined follows the first message
         place = self._place(name)
@@ -205,8 +208,8 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return the host of this name that the run has not used yet, or None if there is none.
-        The lab overrides this method."""
+        """Return the host of this name if it exists and the run has not used it yet, else None. The
+        lab overrides this method."""
         return None
 
     def close(self) -> None:
@@ -221,8 +224,8 @@ class HostAgents:
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait for messages of agents for at most `timeout_s` and handle them. Then carry out what
-        is due: losses of hosts, starts of agents and kills."""
+        """Wait at most `timeout_s` seconds for messages of agents, and handle the messages. Then do
+        the work that is due: report lost hosts, start agents, and kill processes."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
@@ -311,7 +314,8 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Remove a host's agent and wait for its end. Return a text that says how it ended."""
+        """Remove a host's agent and wait for its end. Return a text that says how the agent
+        ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

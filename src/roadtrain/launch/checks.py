@@ -99,9 +99,10 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Return True if the plan's worker hosts and `hosts` all see the same run directory, so that
-    its files survive the loss of a host. A host that does not answer is assumed to share the
-    directory if it is on a network file system at every host that answers."""
+    """Return True if the plan's worker hosts and `hosts` all see the same run directory. The files
+    in a shared directory survive the loss of a host. A host that does not answer is assumed to
+    share the directory if, on every host that answers, the directory is on a network file
+    system."""
     queried = (*run.worker_hosts, *hosts)
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
@@ -111,7 +112,8 @@ def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[
 
 
 def _place_of(report: HostReport) -> tuple[object, ...]:
-    """Return a value that identifies the run's directory. Two hosts with equal values share it."""
+    """Return a value that identifies the run's directory. Two hosts with equal values share the
+    directory."""
     at = report.directory
     if at.files:
         return at.files, at.exists, at.rest
@@ -150,7 +152,7 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
 
 
 def _report_of(engine: LaunchEngine, host: str, query: HostQuery) -> HostReport | str:
-    """Return a host's report, or the reason as a text if the host does not give one."""
+    """Return a host's report. If the host does not give a report, return the reason as a text."""
     try:
         return msgspec.convert(engine.ask(host, REPORT, msgspec.to_builtins(query)), HostReport)
     except (LaunchError, msgspec.ValidationError) as error:
@@ -225,8 +227,8 @@ def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> 
 
 
 def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
-    """Return the kind of accelerator that the plan's cluster has for the host, or "" if there is
-    none or it is unknown."""
+    """Return the kind of accelerator that the host has in the plan's cluster. Return "" if the host
+    has no accelerator there, or if the kind is unknown."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
     devices = (kind.device for kind in kinds if kind.name == host.plan.kind)
@@ -235,7 +237,8 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if another host runs on the same machine, as in a lab, which has no devices."""
+    """Return True if another host runs on the same machine. That is the case in a lab, whose hosts
+    have no devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -363,9 +366,9 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Report trained stores if no host's run directory has a mark, because such stores belong to
-    another run. A store at step 0 is not reported, because this run itself may have created it and
-    ended before it wrote its mark."""
+    """Report trained stores if no host has a mark (mark.json) in the run's directory. Without a
+    mark, this run has not trained, so the stores belong to another run. A store at step 0 is not
+    reported: this run itself may have created the store and ended before it wrote a mark."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [

@@ -5,7 +5,7 @@ and each reply is one line with a JSON object.
     {"verb": "stop", "words": [WHY]}                   commit the step and end the run
     {"verb": "measure"}                                commit the step, end the run, and measure
                                                        the links between hosts (measured_run.py)
-    {"verb": "tell", "words": ["leaves", HOST, "120"]} pass the words to the engine as a verb
+    {"verb": "tell", "words": ["leaves", HOST, "120"]} pass the words to LaunchEngine.run_verb
     {"verb": "hello"}                                  sent by a launcher: stop the run when this
                                                        connection ends
 
@@ -66,7 +66,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request. The verb "gone" stands for the end of a launcher's connection."""
+    """A request. The verb "gone" means that a launcher's connection has ended."""
 
     verb: str
     words: tuple[str, ...]
@@ -154,8 +154,8 @@ class ControlClient:
 
     @property
     def closed(self) -> bool:
-        """Return True if the supervisor has closed the connection. Valid only while no reply is
-        pending, because a reply is mistaken for the end of the connection."""
+        """Return True if the supervisor has closed the connection. Call this only while no reply is
+        pending, because an unread reply would be mistaken for the end of the connection."""
         return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:

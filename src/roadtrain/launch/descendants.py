@@ -23,7 +23,8 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes whose mark has this prefix, until none is left or END_S have passed."""
+    """Kill all processes whose mark has this prefix, until none is left or END_S seconds have
+    passed."""
     prefix = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + END_S
     while _kill_once(prefix) and time.monotonic() < deadline:
@@ -31,8 +32,8 @@ def kill_marked(mark: str) -> None:
 
 
 def _kill_once(prefix: bytes) -> bool:
-    """Kill the processes whose environment has a word with this prefix. Return True if there was a
-    matching process."""
+    """Kill the processes that have an environment variable with this prefix (`NAME=value`). Return
+    True if there was such a process."""
     found = False
     for process in Path("/proc").glob("[0-9]*"):
         pid = int(process.name)
@@ -51,8 +52,8 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started it
-    ends. Only for use in the main thread of a single-threaded process."""
+    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started the
+    child ends. Only for use in the main thread of a single-threaded process."""
     return partial(_die_with, os.getpid())
 
 

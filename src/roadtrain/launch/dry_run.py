@@ -54,7 +54,8 @@ def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:
 
 
 def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:
-    """Yield for each host the files written by the launch and the directories of its processes."""
+    """Yield the files that the launch writes and the directories that processes create, host by
+    host. Each item has the host, the path and a note."""
     for host in run.machines.hosts:
         own = [process for process in processes if process.host == host.name]
         files = {file.path: file for process in own for file in process.files}

@@ -27,7 +27,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions of an engine, each as "module:function"."""
+    """The functions that create and supervise an engine. Each is a text "module:function", imported
+    on first use."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
@@ -48,7 +49,7 @@ ENGINES: Mapping[str, EngineKind] = {
 
 
 def machines_of(plan_file: PlanFile) -> Machines:
-    """Return the machines of a plan. Raises ConfigError if the plan names none."""
+    """Return the machines of a plan. Raises ConfigError if the plan has no machines."""
     if plan_file.machines is None:
         raise ConfigError(
             "the plan names no machines, so it can be simulated but not launched",
@@ -81,7 +82,8 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Return True if the run has a supervisor, or if its engine or standby will start one."""
+    """Return True if the run has a supervisor, or if the run's engine or standby will start a new
+    supervisor."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:

@@ -50,8 +50,9 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The launcher's connection to the supervisor of a run that ends with its launcher. If the
-    supervisor was restarted, `say` connects again."""
+    """The connection of a launcher to the run's supervisor. The connection is needed only if the
+    run shall stop when its launcher ends: the supervisor notices that the connection has ended. If
+    the supervisor was restarted, `say` connects again."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home
@@ -112,8 +113,8 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Describe the time from launch to first step, split by cause. Return "" if the run has not
-    made a step yet."""
+    """Return a text with the time from the launch to the first step, divided into causes such as
+    the engine or imports. Return "" if the run has not made a step yet."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

@@ -44,9 +44,9 @@ def agents_here(machines: Machines, mark: str) -> HostAgents:
 
 
 def device_names(machines: Machines) -> Mapping[str, str]:
-    """Divide this machine's devices among the plan's hosts. Return each host's
-    CUDA_VISIBLE_DEVICES, or an empty mapping if at most one host has workers. Spare hosts get the
-    devices that the plan's hosts leave, as far as there are enough."""
+    """Divide this machine's devices among the plan's hosts, and then among its spare hosts while
+    devices are left. Return the value of CUDA_VISIBLE_DEVICES for each host. Return an empty
+    mapping if the machine has no devices or at most one host has workers."""
     sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
     if len(sharing) < 2 or not device_count():
         return {}
@@ -59,7 +59,7 @@ def device_names(machines: Machines) -> Mapping[str, str]:
 
 
 def worker_threads(machines: Machines) -> int:
-    """Return the number of threads per worker such that all workers together have as many threads
-    as this process may use processors, but at least 1 per worker."""
+    """Return the number of threads per worker: the number of processors that this process may use,
+    divided by the number of workers, but at least 1."""
     all_workers = sum(host.workers for host in machines.hosts)
     return max(1, len(os.sched_getaffinity(0)) // max(1, all_workers))

@@ -124,8 +124,8 @@ class RunHome:
         return (self.path / "launch.json").is_file()
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """Write the files of a new run and remove those of a previous run of this name. launch.json
-        is removed first and written last, so that an interrupted launch leaves no run.
+        """Write the files of a new run, and remove the files of a previous run of this name.
+        launch.json is removed first and written last, so that an interrupted launch leaves no run.
 
         Args:
             record: The content of launch.json.
@@ -185,9 +185,9 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Read state.json. If the file is damaged or absent, report the damage and return a state
-        of phase "unknown", which is derived from state.before.json. A supervisor can continue the
-        run from such a state.
+        """Read state.json. If the file is damaged or absent, report the damage, derive a state from
+        state.before.json and return that state, with the phase "unknown". A supervisor can continue
+        the run from such a state.
 
         Raises LaunchError if the files cannot be read or the run's home was removed.
         """
@@ -220,9 +220,9 @@ class RunHome:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Keep other commands from writing this run's files and from starting its supervisor.
-        Raises LaunchError if another command is launching the run, and StoreError if the home is
-        not writable."""
+        """Within the `with` statement, keep other commands from writing this run's files and from
+        starting its supervisor. Raises LaunchError if another command is launching the run, and
+        StoreError if the home is not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
@@ -234,7 +234,8 @@ class RunHome:
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
-        """Hold the lock of the run's supervisor. Raises LaunchError if another process has it."""
+        """Within the `with` statement, hold the lock of the run's supervisor. Raises LaunchError if
+        another process has the lock."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             for _ in range(TRIES):  # no deadline, as this process may be frozen during the wait
                 if _lock(descriptor, fcntl.LOCK_EX):
@@ -249,8 +250,8 @@ class RunHome:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Wait until the run's supervisor has ended, without a timeout. Then hold the lock of the
-        supervisor."""
+        """Wait, without a timeout, until the run's supervisor has ended. Then hold the lock of the
+        supervisor within the `with` statement."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -313,9 +314,10 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 
 def _state_after(before: RunState) -> RunState:
-    """Derive a safe state from `before` when the state that followed it is lost. The lost state may
-    have counted one more attempt. It may also have seen a step, after which `run.new_store` does
-    not apply any more."""
+    """Return a state from which the run can safely continue after its newest state was lost.
+    `before`: The state before the lost state. The lost state may have counted one more attempt. It
+    may also have recorded a committed step, after which the job's `run.new_store` no longer
+    applies."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -2,9 +2,9 @@
 `python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
 HostReport as JSON to stdout.
 
-Changes nothing: a store's lock is taken and released at once, and the file that tests whether a
-directory is writable is unnamed. Does not import torch, so that the command ends within a second.
-Does NOT decide what is a problem: checks.py decides, as it has the reports of all hosts.
+Changes nothing: a store's lock is taken and released at once, and an unnamed file tests whether a
+directory is writable. Does not import torch, so that the command ends within a second. Does NOT
+judge the results: checks.py, which has the reports of all hosts, finds the problems.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ _WHY = {
 
 
 def _has_text(pattern: str) -> bool:
-    """Return True if a pattern matches a file, or is a directory with a file in it."""
+    """Return True if a pattern matches a file or names a directory that has a file in it."""
     inside = os.path.join(glob.escape(pattern), "**", "*") if os.path.isdir(pattern) else pattern
     return os.path.isfile(pattern) or any(
         os.path.isfile(path) for path in glob.iglob(inside, recursive=True)

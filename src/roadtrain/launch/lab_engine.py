@@ -1,12 +1,12 @@
 """LabEngine: a LaunchEngine that emulates the plan's cluster on this machine. Each host is a
-network namespace whose network cards and SSDs have their planned rates, with an even share of the
-processors. The links between switches also have their planned rates.
+network namespace and has an even share of the processors. Network cards, SSDs and the links between
+switches have the rates of the plan's cluster.
 
 Needs root, like every lab. Each host has private directories at the mount points of its SSDs and at
 /dev/shm, and shares the rest of the file system with this machine. The files in the private
 directories are kept, in `directory` and in /dev/shm, so that the run can be resumed. Everything
-else is removed when the engine is closed. If the engine was killed, the next lab removes it. Does
-NOT emulate devices or latency.
+else is removed when the engine is closed or, if the engine was killed, when the next lab is
+created. Does NOT emulate devices or latency.
 
     rate HOST NIC RATE        set the rate of a card, as in `rate gpu0 0 100Mbit/s`
     link SWITCH SWITCH RATE   set the rate of a link between switches
@@ -145,8 +145,8 @@ class LabEngine(HostAgents):
         )
 
     def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """Start a command like Popen does, on a lab host, with the host's private directories and
-        the rates of its SSDs."""
+        """Start a command on a lab host, like Popen does. The command sees the host's private
+        directories, and its I/O has the rates of the host's SSDs."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -189,7 +189,8 @@ class LabEngine(HostAgents):
             stack.enter_context(throttle)
 
     def _room(self, ssd: Ssd, many: int) -> int:
-        """Return the size in bytes for an emulated SSD. `many`: The number of emulated SSDs."""
+        """Return the size in bytes for an emulated SSD. `many`: The number of emulated SSDs that
+        share the disk."""
         free = int(free_nbytes(self._directory) * FREE) // many
         return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
@@ -218,22 +219,24 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the files in the run's directory show that the run has trained. If it has not,
-    the files on the lab's hosts are of an older run with the same name and can be removed."""
+    """Return True if the files in the run's directory show that the run has trained. If the run has
+    not trained, the kept files of the lab's hosts belong to an older run of the same name and can
+    be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """Remove the files of a run that the hosts of its lab have kept. The arguments are those of
+    """Remove all files of a run that were kept for the hosts of its lab. The arguments are those of
     LabEngine."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 
 
 def kept_memory(mark: str) -> Path:
-    """Return the directory that has a subdirectory per host of a run, its private /dev/shm."""
+    """Return the directory with the private /dev/shm of each host of a run, as one subdirectory per
+    host."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 

@@ -88,15 +88,16 @@ def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
     Args:
         kind: The kind of host.
         planned: The number of hosts of this kind that the plan uses.
-        used: All hosts that have a name already.
+        used: The hosts that already have a name, by name.
     """
     names = [f"{kind.name}{n}" for n in range(kind.count)] if kind.count > 1 else [kind.name]
     return [name for name in names if name not in used][: kind.count - planned]
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return the index of the NIC to use for each host: the NIC on the network through which all
-    hosts reach each other fastest."""
+    """Return for each host the index of the NIC that the lab emulates. These NICs belong to the
+    fastest network that connects all hosts. If no network connects all hosts, the first NIC of each
+    host is used."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)

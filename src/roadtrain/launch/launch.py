@@ -181,8 +181,8 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
 
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
-    """Raise ConfigError if the job states another batch or other parallel degrees than the plan.
-    `job`: The job as loaded from the user's file, so that stated values differ from defaults."""
+    """Raise ConfigError if the job sets a batch or parallel degrees that differ from the plan's.
+    `job`: The job as loaded from the user's file. It records which values the user has set."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
@@ -219,8 +219,8 @@ def check_directory(home: RunHome, job: Job) -> None:
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """Carry out --dry-run. A host whose address only an engine would know is shown with its name
-    instead of an address. Return the exit code."""
+    """Carry out --dry-run. If only an engine would know the address of a host, the output shows the
+    host's name instead. Return the exit code."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))

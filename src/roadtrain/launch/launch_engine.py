@@ -1,9 +1,9 @@
 """LaunchEngine: the interface through which the supervisor (supervisor.py) and the checks before a
 start (checks.py) run processes on hosts. The engines are this host, a lab, and a Ray cluster.
 
-An engine restarts nothing by itself, except that Ray restarts actors; the engine then reports
-`ProcessRestarted`. The processes of an engine end when the engine ends, so that no process is left
-when a supervisor dies.
+An engine restarts nothing by itself, with one exception: Ray restarts actors, which the engine
+reports as `ProcessRestarted`. The processes of an engine end when the engine ends, so that no
+process is left when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class LaunchEngine(Protocol):
         Raises LaunchError if the host cannot be reached or the command fails."""
 
     def run_verb(self, words: Sequence[str]) -> str:
-        """Carry out a user's verb that is meant for the engine, and return a reply for the user.
-        All engines have `leaves HOST SECONDS` and `comes HOST`; `events` reports their outcome. The
-        lab has more verbs. Raises LaunchError if the verb or its host is unknown."""
+        """Carry out a user's command for the engine, and return a reply for the user. `words`: A
+        verb and its arguments. All engines have the verbs `leaves HOST SECONDS` and `comes HOST`,
+        whose outcome `events` reports. The lab has more verbs. Raises LaunchError if the verb or
+        the host is unknown."""
 
     def start(self, process: Process) -> None:
         """Start a server, reducer or switch. `events` reports the end of the process. Raises
@@ -63,9 +64,9 @@ class LaunchEngine(Protocol):
         last."""
 
     def stop(self, name: str, grace_s: float) -> None:
-        """End a process. The name "workers" stands for all workers. The process gets SIGINT, on
-        which a worker commits its step, and is killed after `grace_s` seconds. `events` reports the
-        end."""
+        """End a process. The name "workers" stands for all workers. The process gets SIGINT and is
+        killed if it has not ended after `grace_s` seconds. On SIGINT, a worker commits its step.
+        `events` reports the end of the process."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         """Return the events since the last call. If there is none, wait for an event for at most

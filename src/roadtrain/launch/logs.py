@@ -29,8 +29,8 @@ class RunLogs:
         self._lost, self._why = 0, ""  # number of lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
-        """Log a line of a process. A full disk must not end a run: if the disk is full, drop the
-        line. `flush` reports the loss when the disk has room again."""
+        """Log a line of a process. If the disk is full, drop the line, because a full disk must not
+        end a run. `flush` reports the loss when the disk has room again."""
         try:
             self._write(name, host, line)
         except OSError as error:
@@ -90,6 +90,7 @@ class LogTail:
 
 
 def shown(line: str) -> str:
-    """Return a line of the log without its prefix if it is of worker 0, else unchanged."""
+    """Return a line of the log as users see it. Lines of worker 0 lose their prefix, and other
+    lines are unchanged."""
     head, _, text = line.partition("] ")
     return text if head.startswith(f"[{PLAIN} ") else line

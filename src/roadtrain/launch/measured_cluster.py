@@ -3,7 +3,7 @@
 A stated value is the rate of a card, the rate of a link between switches, or the speed of a device.
 If the measured value differs from the stated value by more than WITHIN, it replaces the stated
 value and is listed in `Cluster.measured`. If the hosts of a kind differ afterwards, the kind is
-split into one kind per host, with the host's name in the plan.
+split into one kind per host. Each new kind has the name of its host in the plan.
 
 A card counts as slower than stated only if all links of its host are too slow in one direction. A
 link is too slow if it is slower than the stated rates of the cards at both ends. The new rate of
@@ -41,8 +41,9 @@ def measured_cluster(
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """Return the cluster with measured rates, and a text on each change by its name in
-    `Cluster.measured`. If there is no change, the plan's cluster is returned.
+    """Return the cluster with measured rates, and a text on each change. The key of a text is the
+    name of the changed value in `Cluster.measured`. If there is no change, the plan's cluster is
+    returned.
 
     Args:
         cluster: The plan's cluster.
@@ -50,7 +51,8 @@ def measured_cluster(
         seen: The measured links.
         slower: For a host name, the factor by which the host's workers compute slower than
             predicted.
-        network: The share of a card's rate that is payload. Measured rates are divided by it.
+        network: The share of a card's rate that is payload. Measured rates are divided by this
+            share.
     """
     every = (*machines.hosts, *machines.spares)
     rates = _card_rates(cluster, every, seen, network)
@@ -86,8 +88,9 @@ def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
 def _card_rates(
     cluster: Cluster, every: Sequence[PlanHost], links: Sequence[MeasuredLink], network: float
 ) -> dict[str, float]:
-    """Return by host the measured rate of each card that differs from its stated rate, in bytes per
-    second."""
+    """Return the measured rate of each host's network card in bytes per second, by the host's name.
+    A host is omitted if the measured rate agrees with the rate that the cluster file states for the
+    card."""
     at = _switches(cluster, every)
     stated = {name: nic.total for name, nic in _nics(cluster, every).items()}
     near = [link for link in links if at.get(link.sender) == at.get(link.receiver)]
@@ -123,8 +126,8 @@ def _changed(
     slower: Mapping[str, float],
     changes: dict[str, str],
 ) -> Host:
-    """Return a host of a kind with its measured rates, and add a text on each difference to
-    `changes`."""
+    """Return `kind` with the measured rates of the host `name`. Add a text to `changes` for each
+    measured rate that differs from the stated rate."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
@@ -141,9 +144,9 @@ def _changed(
 
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
-    """Return the kinds that replace a kind: one kind if its hosts are still alike, else one per
-    host. Hosts that the plan does not use keep the old kind. Hosts with servers stay one kind, as a
-    plan places all servers on one kind of host.
+    """Return the kinds that replace a kind of host. If the kind's hosts are still alike, the result
+    is one kind, else one kind per host. Hosts that the plan does not use keep the old kind. Hosts
+    with servers stay one kind, as a plan places all servers on one kind of host.
 
     Args:
         kind: The kind to replace.
@@ -182,9 +185,10 @@ def _links(
     network: float,
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
-    """Yield the links between switches. The measured rate of a link is the rate of the fastest pair
-    of hosts that it connects, in the slower direction. A link keeps its stated rate if the measured
-    rate is about what the stated rates of the link and of the cards allow."""
+    """Yield the links between switches with their measured rates. The measured rate of a link is
+    the rate between the fastest two hosts that the link connects, in the slower direction. A link
+    keeps its stated rate if the measured rate agrees with the stated rates of the link and of the
+    cards."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [
@@ -205,8 +209,8 @@ def _links(
 
 
 def _most_across(cluster: Cluster, link: LinkRate) -> float:
-    """Return the rate in bytes per second that the fastest pair of cards that a link connects is
-    stated to reach."""
+    """Return the highest rate in bytes per second at which two cards at the ends of a link can
+    exchange data, by the stated rates of the cards."""
     best = {
         end: max(
             (

@@ -105,7 +105,8 @@ def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
-    """Map each host to its listening process and the ADDRESS:PORT of that process."""
+    """Return for each host its listening process and the ADDRESS:PORT at which that process
+    listens."""
     out: dict[str, tuple[Process, str]] = {}
     used = {port for host in run.machines.hosts for port in host.ports}
     planned = run.machines.rendezvous_port
@@ -157,8 +158,8 @@ def _workers(
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Return for each host the time that its slowest worker computes, divided by the predicted
-    time. Hosts whose workers have no prediction are omitted."""
+    """Return for each host the time for which the host's slowest worker computes in a step, divided
+    by the predicted time. Hosts whose workers have no prediction are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)

@@ -1,8 +1,9 @@
 """PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
 
-The run is resumed with the options with which it was launched. If the run ends with its launcher,
-the replan command becomes the launcher and stays until the run ends. If the run has ended for
-another reason (stopped by the user, done, failed), it is not resumed. Does NOT plan.
+The run is resumed with the options with which it was launched. If these options say that the run
+ends with its launcher, the replan command becomes the launcher and stays until the run ends. If the
+run has ended for another reason than replanning (stopped by the user, done, failed), it is not
+resumed. Does NOT plan.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PausedRun:
-    """A run to stop and resume. `start`: Function that restarts the run, and follows the run until
-    its end unless its second argument, `detach`, is True."""
+    """A run to stop and resume. `start`: Function that restarts the run. If the second argument,
+    `detach`, is True, the function returns at once. Otherwise it follows the run until the run
+    ends."""
 
     home: RunHome
     start: GoOn
@@ -34,9 +36,9 @@ class PausedRun:
     ends_with_launcher: bool
 
     def measure(self) -> bool:
-        """Stop the run and make its supervisor measure it and write measured.json. Return False if
-        the run ended for another reason. Raises LaunchError if the run does not end in time or its
-        state cannot be read."""
+        """Stop the run. The run's supervisor measures the links and writes measured.json before it
+        ends. Return False if the run ended for another reason than this request. Raises LaunchError
+        if the run does not end in time or its state cannot be read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
@@ -78,8 +80,8 @@ class PausedRun:
         return code if follows or code else self._checked()
 
     def go_on_after(self, error: BaseException) -> None:
-        """Handle a failure of the replan command: if this command has stopped the run, resume the
-        run with its old plan. Report the outcome."""
+        """Handle a failure of the replan command. If the command has stopped the run, resume the
+        run with its old plan and report whether that worked."""
         name = self.home.name
         why = str(error).partition("\n")[0] or type(error).__name__
         try:
@@ -104,7 +106,7 @@ class PausedRun:
             self.go_on(follows=False)
 
     def _ends(self) -> bool:
-        """Wait for the run to begin to stop, for at most STOPS_S seconds, and then for its end.
+        """Wait at most STOPS_S seconds until the run begins to stop, and then until it has ended.
         Return True if the run has ended."""
 
         def has_ended() -> bool:

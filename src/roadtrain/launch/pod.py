@@ -1,12 +1,12 @@
 """`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a pod. All workers of a
-start agree on an id of that start; then each worker becomes `roadtrain WORDS...`
+start agree on an id for that start. Each worker's process then executes `roadtrain WORDS...`
 (write_kubernetes.py).
 
 Kubernetes restarts the pods of a run one by one, without a common counter. The start id is
 therefore in the store of rank 0's torchrun: rank 0 writes a random id, and each rank reads the id
-once. A rank that reads the same store a second time was restarted, but rank 0 was not. The start
-to which the store belongs is over, so the rank exits. Kubernetes restarts the rank until rank 0 is
-restarted too. Does NOT wait longer than WAIT_S.
+once. If a rank reads the same store a second time, the rank was restarted but rank 0 was not. The
+start to which the store belongs is then over, so the rank exits. Kubernetes restarts the rank until
+rank 0 is restarted too. Does NOT wait longer than WAIT_S.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WAIT_S = 120.0  # timeout for rank 0 to write the id after its torchrun has star
 
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
-    """Return the id of this start, which is the same on all ranks and different for each start.
-    Raises LostError if this start is over or rank 0 does not write the id in time."""
+    """Return the id of this start of the workers. The id is the same on all ranks and different for
+    each start. Raises LostError if this start is over or rank 0 does not write the id in time."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(
-            f"worker {rank} has joined the same start {times} times, so this start is over",
+            f"worker {rank} was restarted, but worker 0 was not, so worker {rank} cannot join",
             hint="no action is needed: Kubernetes restarts this pod until worker 0's pod restarts",
         )
     if rank == 0:

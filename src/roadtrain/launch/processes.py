@@ -52,12 +52,12 @@ class WorkerSet:
 
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
-    """Return the workers with OMP_NUM_THREADS in their environment. A value that a worker's
-    environment has already is kept.
+    """Return the workers with OMP_NUM_THREADS in their environment. If a worker's environment
+    already has a value, that value is kept.
 
     Args:
         workers: The workers.
-        threads: For each host, the number of threads per worker if `users` is "".
+        threads: For each host, the number of threads per worker. Used only if `users` is "".
         users: The user's own value of OMP_NUM_THREADS, or "".
     """
     processes = []

@@ -1,6 +1,6 @@
 """put_file(): write a file of a run on this host. `python -m roadtrain.launch.put_file` reads a
-HostFile as JSON from stdin and writes `null` to stdout. If it fails, it prints the reason and exits
-with code 1. Does NOT import torch.
+HostFile as JSON from stdin and writes `null` to stdout. If the command fails, it prints the reason
+and exits with code 1. Does NOT import torch.
 """
 
 from __future__ import annotations

@@ -4,17 +4,17 @@
    the hosts before it releases the hosts (measured_run.py).
 2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
 3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
-   Such a plan has the same placement, micro-batches, delay and compression. Servers and their order
-   stay, as a store keeps its shape. The number of stages may change, because any number of stages
-   can load the snapshots, provided that the hosts with the snapshots take part or that all hosts
-   share the run's directory.
-4. Compare the new plan with the old plan at the measured rates. If a step gets shorter by at least
-   the share BETTER, keep the old plan as plan.before-N.toml, replace the run's plan.toml, delete
-   measured.json, and resume the run with the new plan.
+   Such a plan has the same placement, micro-batches, delay and compression. The servers and their
+   order stay, because a store keeps its shape. The number of pipeline stages may change, because
+   any number of stages can load the snapshots. This requires that the hosts with the snapshots take
+   part, or that all hosts share the run's directory.
+4. Compare the new plan with the old plan at the measured rates. If the new plan shortens a step by
+   at least the fraction BETTER: copy the old plan to plan.before-N.toml, replace the run's
+   plan.toml, delete measured.json, and resume the run with the new plan.
 
 A run that can never be replanned is refused before it is stopped. A run that was stopped is always
-resumed, with the old plan if no plan is better. With --new-run, other placements are tried too, and
-the result is a plan for a new run with stores of its own. Does NOT change a job.
+resumed, with the old plan if no plan is better. With --new-run, other placements are tried too. The
+result is then a plan for a new run, which has its own stores. Does NOT change a job.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ReplanOptions:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The inputs from which a run was planned. `needs_links`: True if the run's hosts have more
-    than one address, so that there are links to measure."""
+    """The inputs from which a run was planned. `needs_links`: True if there are links to measure,
+    because the run's hosts have more than one address."""
 
     plan_file: PlanFile
     job: Job
@@ -116,7 +116,7 @@ def replan(
         go_on: Function that resumes the run.
         report: Function that prints a line for the user.
 
-    Raises RoadtrainError. A run that was alive is resumed also after an error.
+    Raises RoadtrainError. If the run was alive, it is resumed even after an error.
     """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
@@ -167,7 +167,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
 
 
 def planned_run(home: RunHome) -> PlannedRun:
-    """Load the plan and the job of a run. Raises ConfigError if no plan can replace the plan, for
+    """Load the plan and the job of a run. Raises ConfigError if the run can never be replanned, for
     example because the plan file has no cluster."""
     plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
     machines, cluster = plan_file.machines, plan_file.cluster
@@ -184,8 +184,8 @@ def planned_run(home: RunHome) -> PlannedRun:
 
 
 def check_names(machines: Machines, cluster: Cluster) -> None:
-    """Raise ConfigError if the machines do not have the names that a search derives from the kinds
-    of hosts of the cluster."""
+    """Raise ConfigError if the names of machines with devices differ from the names that a search
+    would derive from the cluster's kinds of hosts."""
     kinds = {kind.name for kind in cluster.workers}
     every = (*machines.hosts, *machines.spares)
     ours = {host.name for host in every if host.workers or host.kind in kinds}
@@ -193,14 +193,15 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
     if ours == theirs:
         return
     parts = [
-        f"{', '.join(sorted(names))} only in {where}"
+        f"only {where} has {', '.join(sorted(names))}"
         for names, where in ((ours - theirs, "[machines]"), (theirs - ours, "[cluster]"))
         if names
     ]
     raise ConfigError(
-        f"the plan's tables name different hosts with devices: {'; '.join(parts)}",
-        hint="the only host of a kind has the kind's name; hosts of larger kinds have its name with"
-        " 0, 1, ... appended; roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
+        "[machines] and [cluster] of the plan must name the same hosts with devices, but"
+        f" {'; '.join(parts)}",
+        hint="if a kind K of [cluster] has one host, [machines] must call it K, else K0, K1, ...;"
+        " roadtrain plan CLUSTER.toml --job JOB.toml writes both tables",
     )
 
 
@@ -306,8 +307,8 @@ def check_stores(old: Machines, new: Machines, name: str) -> None:
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
-    """Return the constants with which the plan was made. They are those with which the simulator
-    reproduces the plan's prediction, or the defaults if there are none."""
+    """Find the constants with which the plan was made. With these constants, the simulator
+    reproduces the plan's prediction. If no known constants do that, return the defaults."""
     if plan_file.predicted is None:
         return Constants()
     for of in (Constants(), *map(constants, CALIBRATED)):
@@ -318,8 +319,9 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 
 def kept(old: Machines, new: Machines) -> Machines:
-    """Combine the new plan's worker hosts, in their order, with the old services, as a store keeps
-    its shape. A host that no longer has workers or services becomes a spare host."""
+    """Combine the worker hosts of the new plan, in their order, with the services of the old plan.
+    The services stay the same, because a store keeps its shape. A host that no longer has workers
+    or services becomes a spare host."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]

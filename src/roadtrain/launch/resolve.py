@@ -78,7 +78,8 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """True if workers use reducers. They also use reducers on hosts that join later."""
+        """True if workers use reducers. If True, workers also use reducers on hosts that join
+        later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
@@ -126,7 +127,8 @@ class ResolvedRun:
         return stages.used and served != set(range(stages.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
-        """Return the directories of the stores that the workers of a host open, without servers."""
+        """Return the directories of the stores that the workers of a host open themselves. Stores
+        of servers are not included."""
         job = self.job
         if not job.parallelism.used:
             return [] if job.servers.addresses else job.store.files
@@ -258,8 +260,8 @@ class ResolvedRun:
         return tuple(files)
 
     def hosts_of_stages(self, hosts: Sequence[str]) -> list[str]:
-        """Return the first host of each stage if workers run on these hosts. Raises ConfigError if
-        they cannot."""
+        """Return the first host of each pipeline stage, for workers that run on these hosts. Raises
+        ConfigError if workers cannot run on these hosts."""
         if not hosts or not self.job.parallelism.used:
             return [*hosts[:1]]
         there = self.workers_on(hosts)
@@ -271,7 +273,7 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Return the reason why workers cannot run on these hosts, in one sentence, or "" if they
+        """Return one sentence with the reason why workers cannot run on these hosts, or "" if they
         can."""
         try:
             self._job_on(hosts)
@@ -300,8 +302,8 @@ class ResolvedRun:
         return f"the run's snapshots are in {self.directory} on each worker's host"
 
     def _job_on(self, hosts: Sequence[str]) -> Job:
-        """Return the job adapted to workers on these hosts. Raises ConfigError if it cannot run on
-        them."""
+        """Return the job adapted to workers on these hosts. Raises ConfigError if the job cannot
+        run on these hosts."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
@@ -363,7 +365,7 @@ def resolve(
         plan_file: The plan.
         job: The user's job.
         name: The name of the run.
-        addresses: The addresses of hosts, which have precedence over those in the plan.
+        addresses: The addresses of hosts. They have precedence over the addresses in the plan.
         token: The secret shared by the run's processes.
 
     Raises ConfigError if the plan has no machines, is for another model, lacks services of its
@@ -405,9 +407,9 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
 
 
 def _text_of(job: Job) -> str:
-    """Return the text of job.toml for the hosts. If the job does not set data.paths, each host uses
-    the default text of its own installation; the workers check when they meet that these texts are
-    the same."""
+    """Return the content of job.toml for the hosts. If the job does not set data.paths, each host
+    trains on the default text of its own installation. When the workers connect, they check that
+    these texts are the same."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
@@ -430,8 +432,8 @@ def absolute_job(job: Job) -> Job:
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Return the files and folders, other than the text, that workers read. The keys of the result
-    are the keys of the job that name the files."""
+    """Return the files and folders, other than the training text, that workers read. The keys of
+    the result are the keys of the job that name the files."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,

@@ -53,8 +53,9 @@ def stop_run(name: str) -> int:
 
 
 def stay_stopped(home: RunHome) -> bool:
-    """If the run is paused for --replan (paused_run.py), keep it from being resumed and return
-    True, else return False. Raises LaunchError if another command is starting the run."""
+    """If the run is paused for --replan (paused_run.py), keep the replan command from resuming it,
+    and return True. If the run is not paused, return False. Raises LaunchError if another command
+    is starting the run."""
     with home.starting():
         state = home.state()
         if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
@@ -77,9 +78,9 @@ def resume_run(
         name: The name of the run.
         if_launcher_dies: "keep" or "stop", as in `launch`.
         detach: If True, do not follow the run.
-        ray_address: The HOST:PORT of the Ray cluster's head. If "", it is not changed.
-        paused: True if the run was stopped for --replan. If the user has asked for the run's end
-            since then, the run is not resumed.
+        ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
+        paused: True if the run was stopped for --replan. If the user has stopped the run since
+            then, the run is not resumed.
     """
     home = existing_run(name)
     with home.starting():
@@ -91,8 +92,8 @@ def resume_run(
 
 
 def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecord:
-    """Write the files for another start of a run, and return its record. The arguments are those of
-    `resume_run`. Raises ConfigError if the run is still running."""
+    """Write the files for another start of a run, and return the new launch record. The arguments
+    are those of `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
         raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")

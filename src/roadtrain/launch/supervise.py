@@ -2,8 +2,8 @@
 engine, checks the hosts, and runs until the run has ended.
 
     supervisor   holds the run's lock, and restarts the standby if the standby ends
-    standby      the process of standby_main.py: waits for the lock, which the kernel grants when
-                 the supervisor is gone, and takes over the run
+    standby      the process of standby_main.py: waits for the lock. When the supervisor is gone,
+                 the standby gets the lock and takes over the run
 
 When a supervisor ends, the processes of its run end too. A supervisor that exits normally ends its
 standby before it releases the lock. On Ray there is no standby, because Ray itself restarts
@@ -81,8 +81,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start has passed the checks. If True, an error
-    does not mean that the launch is refused, and services may still be running."""
+    """Return True if an earlier supervisor of this start has passed the checks. If True, services
+    may still be running, and an error does not mean that the launch is refused."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -90,7 +90,7 @@ def had_begun(home: RunHome) -> bool:
 
 
 def not_started(number: int, _: object) -> None:
-    """Handle a signal that arrives before the checks have ended, by raising LaunchError."""
+    """Signal handler: raise LaunchError for a signal that arrives before the checks have ended."""
     raise LaunchError(f"signal {number} arrived before any process was started")
 
 
@@ -103,8 +103,8 @@ def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
 
 
 def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
-    """Create the engine, check its hosts and write the run's state. Raises RoadtrainError if there
-    is a problem; the engine is closed before."""
+    """Create the engine, check its hosts and write the run's state. If there is a problem, close
+    the engine and raise RoadtrainError."""
     plan_file = load_plan_file(home.plan_path)
     job = load_job(home.job_path)
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
@@ -138,8 +138,8 @@ def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[Resolve
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """Call `write`, and log a full disk instead of raising FullError if `goes_on` is True. So a
-    full disk refuses a new launch, but does not end a run that has begun."""
+    """Call `write`. If the disk is full, raise FullError if `goes_on` is False, else only log the
+    problem. So a full disk prevents a new launch, but does not end a run that has begun."""
     try:
         write()
     except FullError as error:
@@ -157,8 +157,8 @@ class Standby:
         self._start_at = 0.0  # earliest monotonic time of the next start
 
     def keep(self, now: float) -> None:
-        """Start the standby if it is not running. If it cannot be started, log the reason and try
-        again in a later call."""
+        """Start the standby if it is not running. If the standby cannot be started, log the reason
+        and try again in a later call."""
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S

@@ -50,7 +50,7 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """Return the facts on a run that the state machine needs.
+    """Return the facts about a run that the state machine needs.
 
     Args:
         run: The run.
@@ -157,7 +157,8 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Write the final state.json. Without it, the supervisor would seem to have been killed."""
+        """Write the final state.json. Without this final state, the supervisor would seem to have
+        been killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return
@@ -298,8 +299,8 @@ class Supervisor:
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
-        """Write reducers.txt on all hosts with workers. If a host cannot be reached, only log it,
-        as the engine reports the loss of the host."""
+        """Write reducers.txt on all hosts with workers. If a host cannot be reached, only log the
+        problem, because the engine reports the loss of the host."""
         file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
@@ -336,8 +337,8 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the state and the run's status. The status is read from worker 0's host, and the
-        table of a stage from the first host of the stage."""
+        """Return the state and the status of the run. The status is read from worker 0's host. The
+        table of a pipeline stage is read from the first host of the stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -357,8 +358,8 @@ class Supervisor:
 
     def _measure(self) -> None:
         """Measure the links after all processes have ended, while the engine still has its hosts.
-        Only log a failure; the replan command resumes the run with the old plan if there are no
-        measurements."""
+        If the measurement fails, only log the failure: without measurements, the replan command
+        resumes the run with the old plan."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
@@ -400,8 +401,8 @@ class Supervisor:
 
     def _write_state(self, now: bool = False) -> bool:
         """Write state.json if the state has changed. Return True if the file is up to date. If the
-        write fails, a later call tries again, as a full disk must not end a run. If `now` is True,
-        try even if the last failure is recent."""
+        write fails, a later call tries again, because a full disk must not end a run. After a
+        failure, calls do not try again for WRITE_AGAIN_S seconds, unless `now` is True."""
         state = self._state()
         if state == self._written:
             return True

@@ -1,7 +1,7 @@
 """Start a run's supervisor process, connect to it, and ask it to stop.
 
-The supervisor is a process of this host in a session of its own, which outlives the command. An
-engine with `EngineKind.supervise` starts its supervisor itself.
+The supervisor is a process of this host. It has a session of its own, so that it outlives the
+command. An engine with `EngineKind.supervise` starts its supervisor itself.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def start(home: RunHome, record: LaunchRecord) -> None:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor in a session of its own, so that it outlives this process. Raises
-    LaunchError if it does not start."""
+    """Start the supervisor in a session of its own, so that the supervisor outlives this process.
+    Raises LaunchError if the supervisor does not start."""
     log = home.log_directory / "supervisor.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(
@@ -65,8 +65,9 @@ def start_supervisor(home: RunHome) -> None:
 
 @contextmanager
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
-    """Connect to a supervisor, and wait for it while it checks hosts. Yield the connection, or None
-    if the supervisor has ended. Raises LaunchError if it does not answer within CHECKS_S."""
+    """Connect to a supervisor. If the supervisor is still checking hosts, wait until it answers.
+    Yield the connection, or None if the supervisor has ended. Raises LaunchError if the supervisor
+    does not answer within CHECKS_S seconds."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:

@@ -31,7 +31,8 @@ def first_worker(run: ResolvedRun) -> Process:
 
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-    """Return the arguments of the interpreter that come before those of the worker.
+    """Return the arguments of the Python interpreter that start torchrun. The arguments of the
+    worker come after these arguments.
 
     Args:
         run: The run.
@@ -69,9 +70,9 @@ def check_for_files(run: ResolvedRun) -> None:
 
 
 def with_device(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with run.device set to `cuda` if the job does not set it and all workers have
-    accelerators. A worker that sees no accelerator then fails, and does not silently compute on
-    processors (Rule 6)."""
+    """Return the run with run.device set to `cuda` if the job does not set run.device and all
+    workers have accelerators. A worker that sees no accelerator then fails, and does not silently
+    compute on processors (Rule 6)."""
     if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
         return run
     return replace(run, job=run.job.changed({"run.device": "cuda"}))

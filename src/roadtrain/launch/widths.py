@@ -1,9 +1,9 @@
 """job_on(): adapt a job to another number of workers than planned.
 
 All workers together still compute the same number of micro-batches per step, so that the losses
-stay the same. Workers at servers accumulate over more or fewer passes; stages get more or fewer
-replicas. Arithmetic only. Does NOT know where state is kept, and does NOT know whether the state
-fits into memory.
+stay the same. Workers that use servers accumulate gradients over more or fewer passes. Pipeline
+stages get more or fewer replicas. Arithmetic only. Does NOT know where state is kept or whether the
+state fits into memory.
 """
 
 from __future__ import annotations

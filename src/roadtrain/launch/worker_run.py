@@ -47,8 +47,8 @@ class WorkerRun:
         return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
-        """If the remaining workers must be killed because they have not ended in time, return the
-        reason, else ""."""
+        """If the remaining workers have not ended in time, return the reason why they must be
+        killed. Otherwise return ""."""
         if self.late_at is None or at < self.late_at or not self.hosts:
             return ""
         self.late_at = None

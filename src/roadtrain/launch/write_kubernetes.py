@@ -4,7 +4,7 @@
     ConfigMap     has job.toml and reducers.txt
     Service       is headless and covers all pods; StatefulSets require a Service
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
-    Job           runs torchrun for the workers of one host; its pod restarts until all are done
+    Job           runs torchrun for the workers of one host; the pod restarts until all are done
 
 A pod runs on the node that the plan names and uses the node's network and shared memory. The plan
 is made for the links of the hosts, and has their addresses, ports and directories. So each host
@@ -98,9 +98,10 @@ def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
 
 
 def name_of(text: str) -> str:
-    """Return a valid name or label of an object, derived from `text`. The name follows the rule for
-    Services, which is the strictest (RFC 1035): it begins with a letter. A hash is appended if more
-    than spaces had to be changed, so that different texts have different names."""
+    """Return a valid name or label of an object, derived from `text`. The name begins with a
+    letter: it follows the rule for Services, which is the strictest (RFC 1035). If characters other
+    than spaces had to be changed, a hash is appended, so that different texts have different
+    names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -297,16 +298,16 @@ def _stores_of(job: Job) -> list[str]:
 
 
 def _read_by(job: Job) -> list[str]:
-    """Return the directories of a node that its workers read. The default text is left out, because
-    it is part of the Python installation and so also in the image."""
+    """Return the directories of a node that its workers read. The default training text is left
+    out, because the image contains it as a part of the Python installation."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:
-    """Return a directory that contains all matches of a glob. For a path without wildcards, which
-    may be a file, return its parent. Raises ConfigError if the path is directly in /."""
+    """Return a directory that contains all matches of a glob. A path without wildcards may be a
+    file, so return its parent. Raises ConfigError if the path is directly in /."""
     parts = PurePosixPath(path).parts
     fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
     if fixed < 2:

@@ -1,8 +1,8 @@
 """`roadtrain launch --write slurm`: write a directory from which Slurm runs the plan.
 
-    run.sbatch                    lists the hosts and their processes, which this file generates,
-                                  followed by the script that keeps the processes running
-                                  (run.sbatch of this package)
+    run.sbatch                    begins with the hosts and their processes, which this file
+                                  generates, and continues with run.sbatch of this package, the
+                                  script that keeps the processes running
     job.toml token reducers.txt   are copied to all hosts by run.sbatch
 
 The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on
@@ -66,9 +66,9 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if a file that --write has not written would be replaced. Only run.sbatch
-    and TOML files have the mark of --write. The other files count as written by --write if
-    run.sbatch exists."""
+    """Raise ConfigError if the output would replace a file that --write has not written. Only
+    run.sbatch and TOML files have a mark that shows that --write has written them. If run.sbatch
+    has been written by --write, the other files are assumed to be written by --write too."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -79,14 +79,14 @@ def _head_line() -> str:
 
 
 def slurm_script(run: ResolvedRun) -> str:
-    """Return the content of run.sbatch."""
+    """Return the text of the batch script run.sbatch."""
     body = files("roadtrain.launch").joinpath("run.sbatch").read_text()
     return "\n".join([*_head(run), "", *_machines(run), "", body])
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Return the hosts grouped by the number of GPUs that a host needs. Slurm runs the script on
-    the first host of the first group."""
+    """Return the names of the hosts that need the same number of GPUs, by that number. Slurm runs
+    the script on the first host of the first group."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -159,8 +159,9 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield shell variables with the component of each host and the GPUs that its workers request.
-    All workers of a component are one Slurm step, so that one signal reaches all of them."""
+    """Yield shell variables with the job component of each host and the number of GPUs that the
+    host's workers request. All workers of a component are one Slurm step, so that one signal
+    reaches all of them."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]

@@ -1,12 +1,12 @@
-"""Other orders and subsets of a cluster's hosts than the order of the cluster file, for clusters
-whose hosts with devices differ.
+"""Try other orders of a cluster's hosts than the order in the cluster file, and try subsets of the
+hosts. This helps on clusters whose hosts with devices differ.
 
-Ranks are numbered host by host. So the order decides which hosts are on both sides of a stage
-boundary, and which hosts form a data-parallel group. A host with a slow network card or device is
-best at the end of a pipeline, or left out. Hosts of one kind stay together, and kinds that differ
-only in their name are treated as equal. At most MOST arrangements are tried. If there are few
-kinds, all orders are tried, otherwise only orders that move an unusual host to an end. Pure; does
-not score arrangements.
+Ranks are numbered host by host. So the order decides which hosts are neighbors in a pipeline, and
+which hosts form a data-parallel group. A host with a slow network card or device often does the
+least harm at an end of the pipeline, or if it is not used. Hosts of the same kind stay together.
+Kinds that differ only in their names and addresses are treated as equal. At most MOST arrangements
+are tried. If there are at most FEW kinds, all orders are tried. If there are more, only orders that
+move unusual kinds to an end are tried. Pure; does not score arrangements.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ NAMES = {"name", "addresses"}  # fields of a host that do not affect its speed
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A cluster whose hosts are in the order of their ranks. `left_out`: The kinds of hosts with
-    devices that are not used."""
+    """An order of the hosts that compute. `cluster`: The cluster, with the hosts in this order.
+    `left_out`: The kinds of hosts with devices that are not used."""
 
     cluster: Cluster
     left_out: tuple[Host, ...] = ()
 
     @property
     def whole(self) -> Cluster:
-        """The cluster with the unused hosts after the hosts that compute, so that unused hosts get
-        no rank."""
+        """The cluster with all hosts. The unused hosts come after the hosts that compute, and
+        therefore get no rank."""
         hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
         return self.cluster.model_copy(update={"hosts": hosts})
 
     @property
     def text(self) -> str:
-        """A description for the user."""
+        """A description of the order and of the unused hosts, for the user."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
         without = ", ".join(host.name for host in self.left_out)
         return order + (f", without {without}" if without else "")
@@ -70,11 +70,12 @@ def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
 
 
 def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResult]) -> Arranged:
-    """Return the arrangement whose pick has the best score. If scores are equal, the arrangement
-    that is tried first is returned, which begins with the order of the cluster file.
+    """Return the arrangement whose best plan has the best score. If several arrangements have this
+    score, return the first of them. The order of the cluster file is tried first.
 
     `searched`: Function that searches a cluster, and raises ConfigError if no plan is possible on
-    the cluster. If no arrangement allows a plan, the ConfigError of the first one is raised.
+    the cluster. If no plan is possible on any arrangement, the ConfigError of the first arrangement
+    is raised.
     """
     best: tuple[Arrangement, SearchResult] | None = None
     first: ConfigError | None = None
@@ -105,7 +106,8 @@ def _likeness(host: Host) -> Hashable:
 
 
 def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Return True if `seen` has an order of equal hosts. Add the order to `seen`."""
+    """Return True if `seen` already has an equal order. Two orders are equal if their hosts differ
+    only in names and addresses. Add the order to `seen`."""
     signature = tuple(_likeness(host) for host in order)
     repeated = signature in seen
     seen.add(signature)
@@ -136,7 +138,7 @@ def _orders(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
 
 
 def _without(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """Yield the kinds of hosts without one or several of the unusual kinds."""
+    """Yield subsets of the kinds of hosts. Each subset leaves out one or several unusual kinds."""
     odd = _odd(kinds)[:FEW]
     for many in range(1, len(odd) + 1):
         for dropped in combinations(odd, many):

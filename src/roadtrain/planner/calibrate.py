@@ -1,14 +1,15 @@
 """`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare them with
 the simulation.
 
-Without options, one worker runs on this host, with its state in memory or in files. The rates of
-computing and updating that the steps show are written to the cluster file as measured. With
-`--lab`, the cluster of the file is emulated (calibrate_lab.py). The emulated workers have the speed
-of this machine and not of the devices in the file. So the result is written to another file,
-NAME.lab.toml or `--out`, and the figures of a user's GPUs are never overwritten without a request.
+Without options, one worker runs on this host, with its state in memory or in files. The steps show
+at which rates this host computes and updates. These rates are written to the cluster file, which
+lists them as measured. With `--lab`, the cluster of the file is emulated (calibrate_lab.py). The
+emulated workers have the speed of this machine and not of the devices in the file. So the result is
+written to another file, which is NAME.lab.toml or the file of `--out`. The figures of a user's GPUs
+are overwritten only on request.
 
-The job runs in temporary directories. The medians of its measured stage times are printed beside
-the stage times of the simulated plan.
+The job runs in temporary directories. The medians of the job's measured stage times are printed
+beside the stage times of the simulated plan.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ ROUNDS, CLOSE = 12, 1e-3  # most iterations of fit_rates, and its relative toler
 
 
 def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
-    """Return the job with temporary directories instead of its own, which are not touched. The
-    temporary directories are beside the job's own directories, so that they are on the same
-    devices. They are removed when `stack` exits."""
+    """Return the job with temporary directories instead of the job's own directories, which are not
+    touched. Each temporary directory is beside the directory that it replaces, and so on the same
+    device. The temporary directories are removed when `stack` exits."""
 
     def beside(path: str) -> str:
         home = Path(path).absolute()
@@ -52,10 +53,11 @@ def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
 
 
 def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
-    """Return the cluster with rates of computing and updating with which simulated steps take as
-    long as measured steps. The rates are fitted by iteration. Work divided by seconds would be too
-    low a rate: computing and updating slow each other down on the same CPUs, in the measured step
-    as well as in the simulation, so this effect would count twice."""
+    """Return the cluster with new rates for computing and for updating. The rates are fitted by
+    iteration, until a simulated step takes as long as the measured steps. It would be wrong to
+    divide the measured work by the measured seconds. Computing and updating slow each other down on
+    the same CPUs, and the simulation models this effect. So the effect would count twice, and the
+    rates would be too low."""
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
@@ -87,8 +89,8 @@ def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Clust
 
 
 def stages_of(result: Result) -> dict[str, float]:
-    """Return the seconds per step of each stage in SHOWN. Wait is the time in which the worker does
-    not compute."""
+    """Return the simulated seconds per step of each stage in SHOWN. The stage Wait is the time in
+    which the worker does not compute."""
     sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
     return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 

@@ -1,9 +1,9 @@
 """Run steps of a job on a cluster emulated on this machine, for `roadtrain calibrate --lab`.
 
-Each host is a network namespace with the rate of its network card. The SSDs of a worker are
-throttled loop devices, which are small files. Hosts without devices run `roadtrain serve` with the
-state in memory. A worker is a process with its share of this machine's CPUs. Needs root. Does not
-emulate devices, latency, or SSDs whose reads and writes share one rate. The cluster that
+Each host is a network namespace with the rate of the host's network card. The SSDs of a worker are
+small files, used as throttled loop devices. Hosts without devices run `roadtrain serve` with the
+state in memory. A worker is a process that uses a share of this machine's CPUs. Needs root. Does
+not emulate devices, latency, or SSDs whose reads and writes share one rate. The cluster that
 `steps_in_lab` returns has only the emulated properties.
 """
 
@@ -58,8 +58,9 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
     """Run steps of a job in the lab. Return the cluster as it was emulated, and the measurements of
     the slowest worker.
 
-    `job.run.dir` must be a directory that only this run uses. Raises ConfigError if the job cannot
-    run in the lab, and BudgetError if the model is too large, before anything is created.
+    `job.run.dir` must be a directory that only this run uses. Before anything is created, the
+    function raises ConfigError if the job cannot run in the lab, and BudgetError if the model is
+    too large.
     """
     worker, server = hosts_of(cluster, job)
     home, many = Path(job.run.dir), worker.count
@@ -113,8 +114,9 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 
 
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
-    """Return the kind of the worker hosts and the kind of the server hosts, which is None if the
-    job does not use servers. Raises ConfigError if the lab cannot emulate the job's hosts."""
+    """Return the kind of the hosts with workers and the kind of the hosts with servers. The second
+    kind is None if the job does not use servers. Raises ConfigError if the lab cannot emulate the
+    job's hosts."""
     store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
     server = cluster.spares[0] if addresses and cluster.spares else None
     many = worker.count * worker.devices
@@ -159,8 +161,8 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
-    """Run `roadtrain serve` on the hosts s0, s1, ..., with stores in memory and the token in
-    `home`. Yield the addresses of the servers."""
+    """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ... The stores
+    are in memory, and the token is in the directory `home`. Yield the addresses of the servers."""
     write_token(home / "token")
     with ExitStack() as stack:
         where = []

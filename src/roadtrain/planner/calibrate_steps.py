@@ -1,7 +1,7 @@
 """Run a few real steps of a job in this process and time them, for `roadtrain calibrate`.
 
-The first WARM steps are not measured. The job's servers must be running. They report before and
-after the measured steps how much time they have spent on updates, reads and writes.
+The first WARM steps are not measured. The job's servers must be running. Before and after the
+measured steps, the servers report how much time they have spent on updates, reads and writes.
 
     python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
 
@@ -39,7 +39,7 @@ WARM = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the measured steps of one worker, in seconds."""
+    """The measurements of one worker. Times are medians over the measured steps, in seconds."""
 
     step_s: float  # a step
     compute_s: float  # a step without waiting
@@ -123,8 +123,8 @@ def measure(job: Job, steps: int) -> Measured:
 
 
 def served(job: Job) -> dict[str, float]:
-    """Return for each stage of the servers the seconds spent since the start, as the mean over
-    servers. Raises PeerError."""
+    """Ask the job's servers how long they have worked since they started. Return the seconds for
+    each stage, such as Read, averaged over the servers. Raises PeerError."""
     if not job.servers.addresses:
         return {}
     servers = servers_of(job)

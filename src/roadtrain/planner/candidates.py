@@ -43,8 +43,8 @@ Undivided = defaultdict[str, Counter[int]]
 
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
-    """Yield each reason and the number of arrangements that it excludes. If the batch is the
-    reason, the text names the nearest batches that are possible."""
+    """Yield the text of each reason and the number of combinations that are not tried for this
+    reason. If the batch is the reason, the text names the nearest possible batches."""
     for why, numbers in undivided.items():
         reason = why.format(", ".join(map(str, sorted(numbers))))
         if batch is not None and why.startswith("batch"):
@@ -53,7 +53,8 @@ def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int
 
 
 def nearest_batches(batch: int, unit: int) -> str:
-    """Return a text with the multiples of `unit` next to `batch`, below and above it."""
+    """Return a text with the multiple of `unit` just below `batch` and the multiple just above
+    `batch`."""
     below = batch // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
@@ -83,8 +84,8 @@ def candidates(
         placements: The names of the placements to try. If empty, all are tried.
         late: If True, also yield plans with staleness 1.
         headroom: The fraction of memory that stays free.
-        left_out: Function that is called with a placement, the reason why arrangements of this
-            placement are not tried, and their number.
+        left_out: Function that is called with the name of a placement, the reason why some
+            combinations with this placement are not tried, and the number of these combinations.
     """
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     most = most_samples(model)
@@ -118,8 +119,9 @@ def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) 
 
 
 def window_for(cluster: Cluster) -> int:
-    """Return the number of packets in flight. It is a power of two, at most WINDOW, for which every
-    switch that sums has slots, but at least the smallest of WINDOWS."""
+    """Return how many packets may be in flight. The result is the largest power of two up to WINDOW
+    for which every switch that sums has enough slots. If the switches have fewer slots than the
+    smallest of WINDOWS, return the smallest of WINDOWS."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
@@ -181,8 +183,9 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms with stages of unequal width. The hosts of a stage have their fastest
-    network cards at one switch. If all hosts are at one switch, yield nothing."""
+    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). The
+    fastest network cards of all hosts of a stage are at the same switch. If all hosts of the
+    cluster are at the same switch, yield nothing."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -208,7 +211,7 @@ def _unequal(
 def _splits(
     model: ModelShape, total: int, inside: int, place: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a number of tensor-parallel ranks and a number of pipeline stages. If the
+    """Yield pairs: the number of tensor-parallel ranks, and the number of pipeline stages. If the
     placement streams blocks, both numbers are 1."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
         if tp > 1 and (place.streamed or not model.heads):
@@ -227,13 +230,13 @@ def _splits(
 
 
 def _powers(most: int) -> Iterator[int]:
-    """Return 1, 2, 4, ... up to `most`."""
+    """Return an iterator over 1, 2, 4, ... up to `most`."""
     return (1 << i for i in range(max(1, most).bit_length()))
 
 
 def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
-    """Return the indices of the layers among the blocks, and the FLOPs of the blocks before and
-    after the layers."""
+    """Return the index in `model.blocks` of each layer. Also return two sums of FLOPs: of the
+    blocks before the first layer, and of the blocks after the last layer."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
     before = sum(block.flops for block in model.blocks[:first])
@@ -241,8 +244,9 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
 
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
-    """Return the number of layers of each stage, divided by the speed of the stage's slowest
-    device. Return () if an even division is as good."""
+    """Distribute the layers over the pipeline stages, so that faster stages get more layers. A
+    stage is as fast as its slowest device. Return the number of layers of each stage, or () if the
+    layers should be distributed evenly."""
     pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
@@ -260,15 +264,16 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
 
 
 def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
-    """Return the speed of each stage with all its replicas together. If all stages have the same
-    number of replicas, return the speeds unchanged."""
+    """Return the speed of each stage, which is the speed of a replica times the number of replicas.
+    `speeds`: The speed of a replica of each stage. If all stages have the same number of replicas,
+    return `speeds` unchanged."""
     widths = parallelism.widths or (1,) * parallelism.pp
     return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
-    """Return the numbers of layers per stage with which a pipeline fits into device memory. Of
-    several such divisions, return the fastest. Return None if there is none."""
+    """Return the number of layers of each stage such that a pipeline fits into device memory. If
+    several such divisions exist, return the fastest. If none exists, return None."""
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
@@ -295,9 +300,10 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
 def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield pairs (micro-batch, passes) with which the ranks together train the batch. If no batch
-    is given, passes is the largest number that is tried, because most samples then share the fixed
-    costs of a step."""
+    """Yield pairs: the number of samples of a micro-batch, and the number of micro-batches of a
+    step. With each pair, the ranks together train `batch` samples per step. If `batch` is None, the
+    number of micro-batches is the largest that is tried, because the fixed costs per sample are
+    then the lowest."""
     widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):
@@ -312,7 +318,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each option of its placement that is exact, which means not lossy."""
+    """Yield the plan with each exact option of its placement. An exact option is not lossy."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)

@@ -1,4 +1,4 @@
-"""Derive the keys of a job with which the job trains as a plan says, on the plan's machines.
+"""Derive the keys of a job file that make the job train as a plan says, on the plan's machines.
 
 The result is a nested table that has only the keys that the plan decides. Other settings of the job
 (clipping, dtype, learning rate) stay unchanged. Does not resolve contradictions between job and
@@ -37,13 +37,14 @@ RELAY_SLACK = 1.25  # factor on a relay's memory, for copies and for padding of 
 
 
 def run_name(job: Job) -> str:
-    """Return the name of the job's run, which distinguishes its stores from those of other runs."""
+    """Return the name of the job's run. The name is a part of the names of the run's stores, so
+    that two runs do not use the same store."""
     return Path(job.run.dir).name
 
 
 def stated_degrees(job: Job) -> dict[str, Any]:
-    """Return the keys of DEGREES that the job sets in [parallelism], with their values. Return none
-    if the job has `parallelism = "auto"`."""
+    """Return the keys of DEGREES that the job sets in [parallelism], with their values. If the job
+    has `parallelism = "auto"`, return an empty mapping."""
     section = job.parallelism
     stated = {name: getattr(section, name) for name in DEGREES if name in section.model_fields_set}
     filled = {name for name, value in section if value is not None}
@@ -54,7 +55,8 @@ def stated_degrees(job: Job) -> dict[str, Any]:
 
 
 def contradicted(plan: Plan, job: Job) -> str:
-    """Return a text on the first degree in which the job and the plan differ, or ""."""
+    """Return a text on the first key of [parallelism] in which the job and the plan differ, or ""
+    if they agree."""
     ranks = plan.parallelism
     for name, stated in stated_degrees(job).items():
         if stated in (None, []) or isinstance(stated, str):
@@ -77,8 +79,8 @@ def contradicted(plan: Plan, job: Job) -> str:
 def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Return the job keys that a plan with machines decides.
 
-    The result always has `parallelism.auto = false`, also for a job with `parallelism = "auto"`,
-    whose degrees are the plan's.
+    The result always has `parallelism.auto = false`. A job with `parallelism = "auto"` gets the
+    degrees of the plan.
 
     Args:
         plan_file: The plan. It must have machines.
@@ -115,7 +117,7 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
 
 
 def step_keys(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the keys that define a step of a job without stages."""
+    """Return the keys that define a step of a job without pipeline stages."""
     late = {"delay": plan.staleness} if plan.staleness else {}
     kept = {} if plan.keep is None else {"compress": {"keep": plan.keep}}
     return {"optimizer": {"accumulate": plan.num_microbatches, **late}, **kept}
@@ -178,9 +180,9 @@ def _servers(
 
 
 def relay_of(job: Job, machines: Machines) -> str:
-    """Return the host memory of a relay, which is enough for most models. If the shape of the job's
-    model is known and needs more, return more. If the shape is unknown and the memory is too small,
-    the relay reports it."""
+    """Return the host memory of a relay, as a text such as "4GiB". The default is enough for most
+    models. If the shape of the job's model is known and a relay needs more, return more. If the
+    shape is unknown and the default is too small, the relay reports the lack of memory."""
     shape = shape_of(job)
     if shape is None:
         return switches.RELAY
@@ -201,9 +203,9 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Return the [store] keys of a plan on one host, with the directories for its state. State in
-    memory is kept in files in /dev/shm, so that a restarted worker finds it. If the cluster names
-    no directories, return no keys, so that the job's directories are used.
+    """Return the [store] keys of a plan on one host, with the directories for the state of the run.
+    State in memory is kept in files in /dev/shm, where a restarted worker finds the state. If the
+    cluster names no directories, return no keys, so that the job's directories are used.
     """
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     run = machines.stores_of or run
@@ -223,8 +225,8 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
 
 
 def batch_of_job(job: Job) -> int | None:
-    """Return the samples of a step if a single process trains the job, or None if the job does not
-    set its batch."""
+    """Return the number of samples of a step if a single process trains the job. Return None if the
+    job file does not set a batch."""
     stated = {"batch_size"} & job.data.model_fields_set | (
         {"accumulate"} & job.optimizer.model_fields_set
     )

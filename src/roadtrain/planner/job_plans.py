@@ -1,9 +1,9 @@
 """Adapt candidate plans to a job, and return the shape of a job's model.
 
 An adapted plan has the job's dtype, clipping, compression, delay and degrees of [parallelism]. A
-plan that cannot have them, or that `train` would refuse, is refused with the reason. Streamed
-blocks are recomputed in backward, as in streaming/block_stream.py. Does not search, and does not
-import torch itself.
+plan is refused, with a reason, if it cannot have these settings or if `train` would refuse the job.
+Streamed blocks are recomputed in backward, as in streaming/block_stream.py. Does not search, and
+does not import torch itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shape_of_job(job: Job) -> ModelShape:
 
 @dataclass(frozen=True)
 class JobPlans:
-    """The adapter of plans to one job and one cluster. Caches the reasons why plans are refused."""
+    """Adapts plans to one job and one cluster. Caches the reasons why plans are refused."""
 
     job: Job
     cluster: Cluster
@@ -56,8 +56,7 @@ class JobPlans:
     trained: dict[Any, str] = field(default_factory=dict)  # reasons why `train` refuses a plan
 
     def fitted(self, plan: Plan) -> Plan | str:
-        """Return the plan as it runs when it trains the job, or the reason why it cannot train the
-        job."""
+        """Return the plan adapted to the job, or the reason why the plan cannot train the job."""
         plan = self._stated(self.as_it_runs(plan))
         for why_not in (self._refused, self._unplaced, self._apart, self._unsplit, self._untrained):
             if why := why_not(plan):
@@ -77,8 +76,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Return the reason why data-parallel groups of the plan cannot span their hosts, which
-        `train` checks when ranks connect, or "" if they can."""
+        """Return the reason why a data-parallel group of the plan cannot span the group's hosts, or
+        "" if every group can. `train` makes the same check when ranks connect."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -91,7 +90,7 @@ class JobPlans:
 
     def _unsplit(self, plan: Plan) -> str:
         """Return the reason why the model's layers cannot be split over a tensor-parallel group, or
-        "" if they can."""
+        "" if the layers can be split."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
@@ -101,7 +100,8 @@ class JobPlans:
         return why
 
     def _untrained(self, plan: Plan) -> str:
-        """Return the reason why `train` refuses the job with the plan's keys, or ""."""
+        """Return the reason why `train` refuses the job with the plan's keys, or "" if `train`
+        accepts the job."""
         passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
@@ -127,8 +127,9 @@ class JobPlans:
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
-        """Return the plan with the widths and stages that the job sets. Widths are set only if
-        they fit the plan's numbers of stages and devices."""
+        """Return the plan with the `widths` and `stages` of the job's [parallelism], where the job
+        sets them. `widths` is ignored if it does not fit the plan's numbers of stages and
+        devices."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
             return plan
@@ -145,7 +146,8 @@ class JobPlans:
         return plan
 
     def _refused(self, plan: Plan) -> str:
-        """Return a sentence on a setting of the job that the plan does not support, or ""."""
+        """Return a sentence on a setting of the job that the plan does not support, or "" if the
+        plan supports all settings."""
         job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
@@ -195,8 +197,8 @@ COMPARED: Mapping[str, Callable[[Plan], Any]] = {
 
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """Describe the numbers that the plan assumes and that are different in the job, so that the
-    plan's predictions may be wrong. Return "" if there are none."""
+    """Return a text that lists the numbers in which the plan differs from the job. These
+    differences may make the plan's predictions wrong. Return "" if there are no differences."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
@@ -217,8 +219,8 @@ def refusal(check: Callable[..., object], *args: Any) -> str:
 
 
 def _fabric(host: Host) -> str:
-    """Return the name that ranks give to the host's fastest kind of network card when they
-    connect."""
+    """Return the name of the network to which the host's fastest kind of card belongs. Ranks use
+    the same name when they connect."""
     card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
     if card is None or card.kind == ETHERNET:
         return ETHERNET

@@ -53,8 +53,9 @@ COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Return the reason why `roadtrain launch` cannot run the plan, in one sentence, or "" if it
-    can. `cluster`: The plan's cluster, or None if the plan's machines were written by hand."""
+    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if it
+    can run the plan. `cluster`: The plan's cluster, or None if the plan's machines were written by
+    hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "a plan with a placement for each stage can only be simulated"
@@ -80,9 +81,9 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
 
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
-    """Return the reason why the simulation of a plan does not apply, or "". The simulation assumes
-    that all hosts run the same number of workers. Machines that were written by hand are not
-    checked."""
+    """Return the reason why the simulation of a plan does not apply, or "" if the simulation
+    applies. The simulation assumes that all hosts run the same number of workers. Machines that
+    were written by hand are not checked."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -98,8 +99,8 @@ def _uneven(plan: Plan, cluster: Cluster) -> str:
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     """Assign the processes of a plan to machines. `run`: The run's name, which becomes a part of
-    the names of its stores. Raises ConfigError if `roadtrain launch` cannot run the plan, or if the
-    cluster file gives no directories for SSDs that the plan uses."""
+    the names of the run's stores. Raises ConfigError if `roadtrain launch` cannot run the plan, or
+    if the cluster file gives no directories for SSDs that the plan uses."""
     if why := why_not_run(plan, cluster) or _uneven(plan, cluster):
         raise ConfigError(why, hint="`roadtrain plan --job` only tries plans that can be launched")
     workers, spares = _workers(plan, cluster)
@@ -137,8 +138,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
 
 
 def predicted_of(result: Result) -> Predicted:
-    """Return the step time and the stage times of a simulated plan. Wait is the part of a step in
-    which a pipeline stage does not compute."""
+    """Return the step time and the stage times of a simulated plan. The stage Wait is the part of a
+    step in which a pipeline stage does not compute."""
     stages: dict[str, dict[str, float]] = {}
     for (where, name), (seconds, _) in result.stages.items():
         if where.startswith("stage") and name in COMPARED and seconds:
@@ -187,7 +188,8 @@ def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Yield each machine of a kind, named as in plans, together with the kind."""
+    """Yield each machine of a kind of host, together with the kind. Each machine has the name that
+    plans use."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""

@@ -2,9 +2,10 @@
 of its blocks. The module may be on the device `meta`.
 
 torch's FlopCounterMode counts the FLOPs (of products, convolutions and attention). Saved bytes are
-the bytes of the tensors that autograd keeps, each tensor counted once, without parameters. The root
-block is split into the part that runs before the first block and the part that runs after the last
-block. Bytes of models with 4-byte elements are scaled to 2-byte elements.
+the bytes of the tensors that autograd keeps for backward. Each tensor is counted once, and
+parameters are not counted. The root block is split into the part that runs before the first block
+and the part that runs after the last block. By default, fp32 elements count as 2 bytes, as if the
+model had 16-bit elements.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Counts:
         self, parts: Split, shape: Callable[[str, str, int], BlockShape]
     ) -> tuple[BlockShape, ...]:
         """Return the shapes of the part before the first block, of the blocks, and of the part
-        after the last block. `shape`: Function that returns a shape for a name, a key of these
-        counts, and a number of parameters."""
+        after the last block. `shape`: Function that returns the shape of a part. Its arguments are
+        the name of the part, the key of the part in these counts, and the part's number of
+        parameters."""
         root, before = self._root(parts)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
@@ -53,8 +55,8 @@ class Counts:
 
     @staticmethod
     def _root(parts: Split) -> tuple[int, int]:
-        """Return the number of parameters of the root block, and the number of those that are in
-        embeddings."""
+        """Return the number of parameters of the root block, and how many of these parameters are
+        in embeddings."""
         own = {id(p): p.numel() for _, p in parts.root.params}
         modules = parts.root.module.modules()
         tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
@@ -70,8 +72,8 @@ def count_forward(
     samples: int,
     sized: bool = False,
 ) -> Counts:
-    """Run one forward pass of a model and return its counts. An error of the model is raised
-    unchanged.
+    """Run one forward pass of a model and return its counts. If the model raises an error, the
+    error is not caught.
 
     Args:
         model: The model.
@@ -164,8 +166,8 @@ def shape_of(
     blocks: Sequence[str] | None = None,
     name: str = "",
 ) -> ModelShape:
-    """Measure the shape of a model with one forward pass `model(*args)`. The pass takes no memory
-    and almost no time on the device `meta`.
+    """Measure the shape of a model with one forward pass `model(*args)`. If the model is on the
+    device `meta`, the pass takes no memory and almost no time.
 
     Args:
         model: The model.

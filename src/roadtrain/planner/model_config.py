@@ -2,11 +2,11 @@
 and counts, without downloading or initializing anything.
 
 Each parameter of the modules is counted once, also if it is tied. FLOPs and activations are
-measured in two forward passes on `meta`, the second with half as many tokens, from which those of
-any length are computed. One part grows with the square of the number of tokens: the scores of
-attention, which fused kernels do not keep. The rest grows with the number of tokens. Experts are
-not run, because it is unknown which tokens they get; their cost per token is computed from their
-weights.
+measured in two forward passes on `meta`. The second pass has half as many tokens. The counts for
+any number of tokens are computed from these two passes. The scores of attention grow with the
+square of the number of tokens (fused kernels do not keep them). All other counts are proportional
+to the number of tokens. Experts are not run, because it is unknown which tokens each expert gets.
+The cost of experts per token is computed from their weights.
 
 Assumes that the model takes token ids or images. Does not guess: it refuses a model type that
 transformers does not know, a config without a key that determines the size, and a model whose
@@ -62,7 +62,7 @@ FAILURES = (Exception,)  # errors of transformers, whose configs raise many kind
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block."""
+    """The sizes of the experts in a block of a mixture-of-experts model."""
 
     params: int = 0  # number of parameters of all experts
     count: int = 1  # number of experts
@@ -78,8 +78,8 @@ def shape_of_config(
 
     Args:
         config: The content of config.json.
-        seq_len: The number of tokens of a sample. If None, it is a default (`chosen_length`), which
-            a note of the shape reports.
+        seq_len: The number of tokens of a sample. If None, a default is used (`chosen_length`), and
+            a note of the shape reports the default.
         name: The name of the shape. If "", it is the model type.
 
     Raises ConfigError if transformers is not installed or does not know the model, if a key that
@@ -139,8 +139,8 @@ def shape_of_config(
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config as an object of transformers, and the values that transformers has filled
-    in for keys of GUESSED."""
+    """Return the config as an object of transformers. Also return the values that transformers has
+    filled in for keys of GUESSED that `config` does not set."""
     if not kind:
         raise ConfigError(
             "the config has no `model_type`",
@@ -202,9 +202,9 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
 
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
-    """Build the model on the device `meta`, in training mode. Its class is the class that the
-    config names. If transformers does not have it, it is the class with the most parameters among
-    those that accept the config."""
+    """Build the model on the device `meta`, in training mode. The config names the model's class.
+    If transformers does not have that class, build the class with the most parameters among the
+    classes that accept the config."""
     transformers: Any = importlib.import_module("transformers")
     named = [str(name) for name in config.get("architectures") or ()]
     classes = (getattr(transformers, name, None) for name in named)
@@ -239,8 +239,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
 
 
 class _MetaValues(TorchDispatchMode):
-    """Supplies values for `meta` tensors, which have none. A model that asks whether all elements
-    of its mask are 1 gets True."""
+    """Supplies values for `meta` tensors, which have no values. If a model asks whether all
+    elements of its mask are 1, the answer is True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -267,7 +267,8 @@ def _skip_experts(model: nn.Module) -> Iterator[None]:
 
 def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield each module that contains all experts of its layer, with the number of experts. The
-    number is taken from the shapes of the matrices, or is 0 if they do not show it."""
+    number is taken from the shapes of the matrices. If the shapes do not show the number, it is
+    0."""
     inside = set[int]()
     for module in block.modules():
         title = type(module).__name__.lower()
@@ -282,8 +283,8 @@ def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
-    """Return the experts of a block. Raises ConfigError if the config does not say how many experts
-    a token uses."""
+    """Return the sizes of the experts of a block. Raises ConfigError if the config does not say how
+    many experts a token uses."""
     holders = list(_expert_modules(block))
     if not holders:
         return Experts()
@@ -382,8 +383,8 @@ def _blocks(
         kv = latent + (getattr(text, "qk_rope_head_dim", None) or 0)
 
     def grown(of: str, key: str) -> tuple[float, float]:
-        """Return two parts of a sample's count a t + b t^2, where t is the number of tokens: the
-        part a t that grows with t, and the part b t^2 that grows with t^2."""
+        """Return the two parts of a count of a sample. The first part is proportional to the number
+        of tokens t, and the second part is proportional to t^2."""
         found = getattr(whole, of).get(key, 0.0)
         square = 0.0
         if half is not None:

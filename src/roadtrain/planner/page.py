@@ -43,7 +43,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A row of the timeline, with the tasks of one place and stage."""
+    """A row of the timeline, with all tasks of one kind of work (such as Forward) in one place
+    (such as a device)."""
 
     name: str
     color: str
@@ -94,7 +95,8 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
-    """Return the tasks in the last `seconds` of a trace, as one row for each place and stage."""
+    """Return the tasks in the last `seconds` of a trace, with one row for each place and kind of
+    work."""
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]

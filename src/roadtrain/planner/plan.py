@@ -134,8 +134,8 @@ def command(
 
 
 def batch_to_plan(job: Job, option: int | None) -> int | None:
-    """Return the samples of a step, as set by the job or by --batch. Raises ConfigError if the job
-    and --batch differ."""
+    """Return the number of samples per step, as set by the job or by --batch. Raises ConfigError if
+    the job and --batch differ."""
     own = batch_of_job(job)
     if option is not None and option < 1:
         raise ConfigError(f"--batch is {option}, but must be at least 1", hint="--batch 64")
@@ -159,9 +159,9 @@ def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
 def launchable(
     found: Found, cluster: Cluster, shape: ModelShape, job: Job | None
 ) -> tuple[PlanFile, str]:
-    """Return the content of plan.toml for a plan, and a reason. If the plan cannot be launched, the
-    content has no machines and the reason says why, else the reason is "". The names of stores
-    contain the name of the job's run, if a job is given."""
+    """Return the content of plan.toml for a plan, and the reason why the plan cannot be launched.
+    If the plan can be launched, the reason is "". If not, the content has no machines. If a job is
+    given, the names of stores contain the name of the job's run."""
     predicted = predicted_of(found.result)
     model = PlannedModel(shape.params, shape.tokens, 0 if job is None else layers_of(job))
     machines, why = None, ""

@@ -29,7 +29,7 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     Args:
         plan: The plan.
         cluster: The plan's cluster, which shows whether gradients leave a host. If None, the text
-            assumes that they do.
+            assumes that gradients leave a host.
     """
     place, parallelism = plan.placement, plan.parallelism
     rests = {
@@ -128,8 +128,8 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 
 
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
-    """Return the figures that the goal needs but the cluster file lacks, with the values that are
-    used instead: 0 for a price, and the idle power for a peak power."""
+    """Return lines for the user on the figures that the goal needs but the cluster file lacks. Each
+    line has the value that is used instead: 0 for a price, or the idle power for a peak power."""
     if goal == "cost":
         free = (host.name for host in cluster.hosts if not host.price_per_hour)
         return [f"hosts.{name}.price_per_hour 0" for name in free]
@@ -171,9 +171,9 @@ def _fate(family: Family, pick: Found | None) -> str:
 
 
 def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Return a text that explains why no plan fits. If memory is the reason, it has the least
-    change that would help, with the needed and the available bytes. Otherwise it has the most
-    common reason and what to do."""
+    """Return a text that explains why no plan fits. If memory is the reason, the text has the least
+    change that would help, with the needed and the available bytes. Otherwise the text has the most
+    common reason and says what to do."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]

@@ -71,10 +71,10 @@ def _fp32(n: int) -> np.ndarray:
 def processors(threads: int) -> dict[str, float]:
     """Measure the CPUs with this number of threads. Return three rates in bytes/s.
 
-    `memory_rate` is the rate of a copy, which counts the bytes read and written. `updates` is the
-    rate of AdamW with a bf16 gradient and a bf16 copy of the result, which counts 28 bytes per
-    parameter. `sums` is the rate of a sum of BUFFERS bf16 gradients, which counts the bytes of the
-    gradients.
+    `memory_rate` is the rate of a copy in memory. The rate counts the bytes read and the bytes
+    written. `updates` is the rate of AdamW with a bf16 gradient and a bf16 copy of the result. Each
+    parameter counts as 28 bytes. `sums` is the rate at which BUFFERS bf16 gradients are summed. The
+    rate counts the bytes of the gradients.
     """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
@@ -224,8 +224,8 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
 
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """Measure the SSDs of these directories. Return their `ssds` entries of the cluster file, and
-    their total rate in bytes/s. Add to `missing` what could not be measured."""
+    """Measure the SSDs of these directories. Return the `ssds` entries for the cluster file, and
+    the total rate of the SSDs in bytes/s. Add to `missing` what could not be measured."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)

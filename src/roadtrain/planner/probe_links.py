@@ -5,11 +5,12 @@ the probing host requests it.
     roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T    on the probing host
 
 The rate of a link is measured by sending frames over one TCP connection, for at most FLOOD_S
-seconds and at most FRAMES frames. The latency is half the time of the fastest of PINGS round trips.
-A listening host sends its frames over the connection of the request, so the probing host needs no
+seconds and at most FRAMES frames. The latency is half of the shortest of PINGS round-trip times. A
+listening host sends its frames over the connection of the request, so the probing host needs no
 open port. A listener that other machines can reach requires the token (Rule 8). There are three
-requests: to describe the host, to measure its link to another host, and to measure its link to the
-probing host. Every wait has a timeout (Rule 5).
+requests. They ask a listening host for a description of itself, for the rate and latency of its
+link to a third host, and for those of its link to the probing host. Every wait has a timeout (Rule
+5).
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ LANGUAGE = language_of(
 
 
 class LinkEnd:
-    """One end of a link, a Receiver. `describe`: Function that returns a report on this host, or
-    None if this host does not answer requests."""
+    """This host's end of a link to another host. Handles the frames that arrive (a Receiver of the
+    transport). `describe`: Function that returns a report on this host, or None if this host does
+    not answer requests."""
 
     def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
         self.options, self.describe = options, describe
@@ -103,8 +105,8 @@ class LinkEnd:
         self.answers.put(error)
 
     def receive(self, what: str) -> bytes:
-        """Wait for the next answer and return it. `what`: A text on the request, for messages.
-        Raises DeadlineError and LostError."""
+        """Wait for the next answer and return it. `what`: A text that names the request in error
+        messages. Raises DeadlineError and LostError."""
         try:
             answer = self.answers.get(timeout=WAIT_S)
         except queue.Empty:
@@ -147,7 +149,7 @@ def _linked(address: str, options: TcpOptions) -> Iterator[LinkEnd]:
 
 
 def reach(address: str, options: TcpOptions) -> None:
-    """Raise PeerError if no host listens at `address` or the host does not accept the token."""
+    """Raise PeerError if no host listens at `address`, or if the host does not accept the token."""
     with _linked(address, options):
         pass
 
@@ -161,8 +163,8 @@ def measure(address: str, options: TcpOptions) -> tuple[float, float]:
 
 def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
     """Request a report from the host that listens at `address`, and return it. `kind`: DESCRIBE for
-    a report on the host, MEASURE for its link to the host whose address is `words`, and BACK for
-    its link to this host. Raises PeerError."""
+    a description of the listening host, MEASURE for the link from the listening host to the address
+    `words`, or BACK for the link from the listening host to this host. Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:

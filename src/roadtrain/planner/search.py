@@ -1,13 +1,14 @@
 """Search for the best plan on a cluster, and explain it. candidates.py generates the candidates.
 
-A candidate that does not fit into memory is refused. Each other candidate gets a lower bound of its
-score in closed form: the work of each resource over its rate, without waiting. The candidates are
-simulated in the order of their bounds, until no bound is better than the best simulated score. So
-the pick is the candidate with the best simulated score, although few candidates are simulated.
+A candidate that does not fit into memory is refused. For each other candidate, a formula gives a
+lower bound of the score: the time that each resource needs for its work at its rate, without
+waiting. The candidates are simulated in the order of their bounds, until no bound is better than
+the best simulated score. So the pick is the candidate with the best simulated score, although few
+candidates are simulated.
 
 Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
-with many micro-batches per step finds the best possible score per sample, and the smallest batch
-whose score is close to it is chosen. Pure.
+with many micro-batches per step finds the best possible score per sample. Then the smallest batch
+whose score is close to that score is chosen. Pure.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LITTLE = 1e-3  # busy fraction of a step below which the rate of a resource does
 @dataclass(frozen=True)
 class Found:
     """A simulated plan. `score`: The seconds, the cost or the joules per sample, depending on the
-    goal of the search. The smallest score is best."""
+    goal of the search. A smaller score is better."""
 
     plan: Plan
     result: Result
@@ -69,10 +70,11 @@ class Family:
         simulated: The number of candidates that were simulated.
         pruned: The number of candidates that were not simulated because of their bound.
         refused: For each reason, the number of candidates that were refused.
-        hints: For a reason, what to change.
-        left_out: For each reason, the number of arrangements that are no candidates.
-        nearest: Of the plans that do not fit into memory, the plan that lacks the smallest share,
-            and its need.
+        hints: For each reason that has a hint, a text that says what to change.
+        left_out: For each reason, the number of combinations that are not tried.
+        nearest: A pair (need, plan). Among the plans that do not fit into memory, the plan comes
+            closest to fitting. The need exceeds the available memory more than the plan's other
+            needs do.
         best: The simulated candidate with the best score.
     """
 
@@ -132,14 +134,15 @@ def search(
     fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Search for the best plan. If no plan fits, the answer has no pick, and its families have the
-    reasons.
+    """Search for the best plan. If no plan fits, the answer has no pick, and the families of the
+    answer have the reasons.
 
     Args:
         cluster: The cluster.
         model: The shape of the model.
         constants: The constants of the simulator.
-        explain: If True, find the gains and flips of the answer, which takes more simulations.
+        explain: If True, also fill in `gains` and `flips` of the answer, which takes more
+            simulations.
         fitted: Function that returns the plan to try for a candidate, or the reason why the
             candidate is refused.
         options: The fields of SearchOptions.
@@ -197,7 +200,7 @@ class _Search:
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan. If `cluster` is None, simulate it on the cluster of the search."""
+        """Simulate a plan. If `cluster` is None, simulate the plan on the cluster of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)
@@ -231,8 +234,9 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Return the smallest batch with which the parallelism of the best plan has a score within
-        CLOSE of the best score, and its score."""
+        """Find the smallest batch that is nearly as good as a very large batch. With this batch,
+        the parallelism of the best plan has a score within CLOSE of the best score. Return the
+        batch and that score."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -255,8 +259,8 @@ class _Search:
         return best.plan.samples, best.score
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
-        """Generate all candidates. Return the families by placement, and the candidates that fit
-        into memory with a first bound."""
+        """Generate all candidates. Return the families by placement. Also return the candidates
+        that fit into memory, each with a first bound."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -309,8 +313,8 @@ class _Search:
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
         """Return the plan's scene. If the plan fits into memory only with other sizes of pipeline
-        stages, the scene has these. If the plan does not fit, return None and add the reason to
-        `family`."""
+        stages, the scene has those sizes. If the plan does not fit at all, return None and add the
+        reason to `family`."""
         try:
             scene = self.scene(plan)
             self._check_networks(scene)
@@ -380,8 +384,8 @@ class _Search:
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> list[Found]:
         """Simulate plans as long as the next bound is better than the best simulated score. Return
-        the simulated plans, best first. The remaining plans count as pruned and stay in
-        `waiting`."""
+        the simulated plans, best first. The plans that were not simulated count as pruned and stay
+        in `waiting`."""
         found: list[Found] = []
         best = float("inf")
         for least, scene in self._in_order(waiting, families):
@@ -404,7 +408,7 @@ class _Search:
         self, pick: Found, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Found | None:
         """Simulate the plan with the best bound among the pruned plans that differ from the pick in
-        placement or parallelism. Return None if there is none."""
+        placement or parallelism. Return None if there is no such plan."""
         for _, scene in self._in_order(waiting, families):
             if _differs(scene.plan, pick.plan):
                 return self.simulated(scene.plan)
@@ -455,10 +459,10 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 
 def _turns(plan: Plan) -> float:
-    """Return a lower bound of the time of a step, in passes of a micro-batch through the whole
-    model. A stage of a pipeline starts when the first micro-batch has passed all earlier stages. So
-    at best, its part takes (1 - 1 / num_microbatches) times as long as the part of the previous
-    stage.
+    """Return a lower bound of the time of a step. The unit is the time that one micro-batch takes
+    through the whole model. A pipeline stage starts when the first micro-batch has passed all
+    earlier stages. The best division of the model therefore gives later stages less work: the share
+    of a stage takes (1 - 1 / num_microbatches) times as long as the share of the previous stage.
     """
     if widths := plan.parallelism.widths:
         return max(1.0, plan.num_microbatches / sum(widths))  # shared by all devices
@@ -488,8 +492,8 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Return the plan that is closest to fitting into memory, with its largest need. Return None if
-    no plan was refused for its memory."""
+    """Return the plan that is closest to fitting into memory, with the need of this plan that
+    exceeds the memory the most. Return None if no plan was refused for its memory."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 

@@ -49,10 +49,10 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
 
     Args:
         name: The name of a shape, a Hugging Face config.json, a directory with a config.json, or
-            MODULE:FUNCTION. The function returns a model, on the device `meta` if it is large, and
-            the arguments of the model, of which the first is a batch of samples.
-        seq_len: The number of tokens of a sample. If None, it is a default, which the shape's
-            `notes` state.
+            MODULE:FUNCTION. The function returns a model and the arguments of the model. The first
+            argument is a batch of samples. A large model should be on the device `meta`.
+        seq_len: The number of tokens of a sample. If None, a default is used, and the shape's
+            `notes` state the default.
 
     Raises ConfigError and ModelError.
     """
@@ -114,8 +114,8 @@ def _from_function(module: str, function: str) -> ModelShape:
 
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
-    """Return a plan with placement zero3 in which all devices are data-parallel ranks, changed by
-    `overrides`, which has the keys of a plan file."""
+    """Return a plan with placement zero3 in which all devices are data-parallel ranks. `overrides`:
+    Keys of a plan file, with values that replace the values of this plan."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
@@ -134,8 +134,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """Return all values that a prediction assumes. The result has for each name the value, with
-    rates in bytes/s, and the value as text."""
+    """Return all values that a prediction assumes, by name. Each item is the value as a number
+    (rates are in bytes/s) and the same value as a text for the user."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
@@ -283,8 +283,9 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """Return the assumptions as plain data. `assumed` has the assumed keys of the cluster file,
-    `assumed_values` all assumed values by name, and `notes` the notes on the model."""
+    """Return the assumptions as plain data. The result has three keys: `assumed` lists the assumed
+    keys of the cluster file, `assumed_values` has all assumed values by name, and `notes` lists the
+    notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
     return {"assumed": cluster.assumed, "assumed_values": values, **more}
@@ -295,8 +296,8 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return the trace of a result for Perfetto, with times in microseconds. It has a process per
-    pipeline stage or server, a thread per kind of work, and counters of memory."""
+    """Return the trace of a result for Perfetto, with times in microseconds. The trace has a
+    process per pipeline stage or server, a thread per kind of work, and counters of memory."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}

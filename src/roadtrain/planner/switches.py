@@ -1,5 +1,5 @@
-"""The switches that sum gradients in a plan, as a tree, as lines of a report, as keys of a job, and
-as the commands that start them. Does not model the cost of switches."""
+"""Describe the switches that sum gradients in a plan: as a tree, as lines of a report, as keys of a
+job, and as commands that start the switches. Does not model the cost of switches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ RELAY = "4GiB"  # memory of a relay, the process that communicates for the worke
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Return the hosts that compute, with an item for each machine."""
+    """Return the hosts that compute. A kind of host with several machines has one item per
+    machine."""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
@@ -71,8 +72,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the `switches` entries of a job. The `workers` of a switch are numbers of hosts, since
-    a relay stands for all workers of a host."""
+    """Return the `switches` entries of a job. The `workers` of an entry are numbers of hosts,
+    because one relay stands for all workers of a host."""
     if not tree.parents:
         return [address(tree.root)]
     return [

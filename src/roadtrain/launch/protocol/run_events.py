@@ -4,7 +4,7 @@
     workers                                  when a worker fails, all workers restart from the
                                              committed step
     hosts                                    when a host is lost, its ranks move to a spare host, or
-                                             workers continue without it, or workers wait for it
+                                             workers continue without the host, or wait for it
 
 Each action is preceded by a `NotifyUser` that announces the action. Does NOT know command lines,
 files, engines or clocks.
@@ -53,7 +53,7 @@ class WorkersPlaced:
 
 @dataclass(frozen=True)
 class HostLost:
-    """A host no longer answers. The processes on it count as ended."""
+    """A host no longer answers. The processes on the host count as ended."""
 
     host: str
     why: str
@@ -183,7 +183,7 @@ class RunService:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts on a run that the state machine needs and that do not change."""
+    """The facts about a run that the state machine needs. They do not change during the run."""
 
     services: tuple[RunService, ...]  # in the order in which they start
     workers: Mapping[str, int]  # number of workers of each worker host, in the order of the ranks

@@ -1,8 +1,8 @@
 """RunStateMachine: keeps a launched run going. run_events.py has its events and actions. Pure.
 
 An event first updates the state. Then `_settle` takes every action that the new state allows, and
-announces each action with a NotifyUser. So if a fault ends a host, a service and the workers, the
-order of these three reports does not matter.
+announces each action with a NotifyUser. If one fault ends a host, a service and the workers, the
+order of the three reports therefore does not matter.
 
     a service   WAITING -> RUNNING -> WAITING ..       (the service ended, or its host is lost)
                             -> STOPPING -> ENDED       (the run ends)
@@ -167,9 +167,9 @@ class RunStateMachine:
             )
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
-        """Handle the end of workers that were stopped to move to other hosts. If they were stopped
-        because a host was lost, their end counts as a failure. Otherwise a host that is lost again
-        and again would keep the run going for ever without progress."""
+        """Handle the end of workers that were stopped to move to other hosts. If the cause was the
+        loss of a host, the end counts as a failure. Without this rule, a host that is lost again
+        and again would keep the run going forever without progress."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -353,7 +353,7 @@ class RunStateMachine:
             self._out.append(m.EndRun(self.code, self.why))
 
     def _is_down(self, process: ProcessState, grace_s: float) -> bool:
-        """Stop a process unless it is already stopping. Return True if it has ended."""
+        """Stop a process if it is not stopping yet. Return True if the process has ended."""
         if process.phase is ProcessPhase.WAITING:
             process.enter(ProcessPhase.ENDED, self.now)
         elif process.phase is ProcessPhase.RUNNING:
@@ -383,8 +383,9 @@ class RunStateMachine:
     # -- queries --
 
     def _choose(self) -> tuple[tuple[str, ...], str]:
-        """Return the best available hosts for the workers, in rank order, and "". If workers cannot
-        run now, return () and the reason."""
+        """Return a pair (hosts, reason). `hosts` are the best available hosts for the workers, in
+        rank order, and `reason` is "". If workers cannot run now, `hosts` is () and `reason` says
+        why."""
         planned = tuple(self.facts.workers)
         missing = [host for host in planned if not self._is_usable(host)]
         if not missing:
@@ -428,8 +429,8 @@ class RunStateMachine:
         return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
 
     def _lost_replicated(self) -> list[str]:
-        """Return the replicated servers on lost hosts. If there are two or more, both copies of a
-        chunk may be lost."""
+        """Return the servers on lost hosts that have a replica. If there are two or more such
+        servers, both copies of a chunk may be lost."""
         places = self.places.items()
         return [name for name, place in places if place.replicated and place.host not in self.here]
 

@@ -1,15 +1,15 @@
 """The actors of a launched run. A ServedProcess runs a server, a reducer or a switch on its node. A
-WorkerMailbox passes messages between the supervisor and the workers, as actors of Ray Train cannot
-be called by name.
+WorkerMailbox passes messages between the supervisor and the workers, because actors of Ray Train
+cannot be called by name.
 
 An actor buffers events, and the supervisor fetches them by long polls (`news`), so that a new
-supervisor can continue. If an actor must drop lines, it reports their number.
+supervisor can continue. If an actor must drop lines, it reports how many.
 
 If a ServedProcess is killed, Ray restarts the actor, which starts its process again. If only the
-process has ended, the supervisor creates a new actor. A ServedProcess ends itself if the supervisor
-is gone for good, because the node of the supervisor's actor is lost and Ray cannot restart it.
+process has ended, the supervisor creates a new actor. If the node of the supervisor's actor is
+lost, Ray cannot restart that actor. A ServedProcess then ends itself.
 
-The arguments of an actor contain the run's token, which Ray transfers like all its data
+The arguments of an actor contain the run's token. Ray transfers the token like all other data
 (docs/guides/launch.md).
 """
 
@@ -37,7 +37,8 @@ ORPHAN_S = 300.0  # time without a poll after which a service checks whether it 
 
 @dataclass(frozen=True)
 class WorkerBegun:
-    """A train function of Ray Train runs on its node and starts the process of this worker."""
+    """Event: a train function of Ray Train has begun on its node and now starts the process of this
+    worker."""
 
     name: str
 
@@ -80,9 +81,10 @@ class EventLog:
         an event for at most `patience_s` seconds.
 
         Args:
-            life: The `life` of the last reply. If the actor was restarted since then, its id is
-                different and all events are returned.
-            after: The `then` of the last reply. If -1, all events before this call are skipped.
+            life: The `life` of the last reply, which is an id. If the actor was restarted since
+                then, the id has changed, and all events are returned.
+            after: The `then` of the last reply, which is a sequence number. If -1, all events
+                before this call are skipped.
             patience_s: The longest wait in seconds.
         """
         with self._changed:
@@ -191,7 +193,8 @@ class WorkerMailbox:
 
 
 def actor_name(run: str) -> str:
-    """Return the name of the supervisor's actor. The names of the service actors begin with it."""
+    """Return the name of the supervisor's actor. The names of the service actors begin with this
+    name."""
     return f"roadtrain:{run}"
 
 

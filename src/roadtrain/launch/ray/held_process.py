@@ -1,7 +1,7 @@
-"""HeldProcess: a process of the run that ends with its holder, an actor or a worker of Ray Train.
-The process has an agent of its own (launch/agent.py). When the holder is killed, the agent's stdin
-ends, and the agent kills the process. The holder cannot use PR_SET_PDEATHSIG itself, because Ray's
-processes are multi-threaded.
+"""HeldProcess: a process of the run that ends when its holder ends. The holder is an actor or a
+worker of Ray Train. The process has an agent of its own (launch/agent.py). When the holder is
+killed, the agent's stdin ends, and the agent kills the process. The holder cannot use
+PR_SET_PDEATHSIG itself, because Ray's processes are multi-threaded.
 
 One thread does all the work. Does NOT restart the process.
 """
@@ -87,8 +87,8 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event with the names of process and host to Ray's log of this process, which Ray's
-    dashboard shows."""
+    """Print an event, with the names of the process and the host, to Ray's log of this process.
+    Ray's dashboard shows the log."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

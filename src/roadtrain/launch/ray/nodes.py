@@ -6,8 +6,8 @@
                   never had a node gets a free node with enough accelerators, or with enough
                   processors if no node has accelerators. The order is stable.
     joining       A node that appears later becomes an additional host with its own name. If the
-                  node replaces a dead node whose death Ray has not noticed yet, it becomes the
-                  host of the dead node when Ray notices the death.
+                  node replaces a dead node, Ray may notice the death later. As soon as Ray
+                  does, the node becomes the host of the dead node.
     returning     A lost host with workers returns on a node that has its name or earlier address
                   and is large enough. Any other node that was free from the start is reported as a
                   joined host instead, under its own name. The check of a joined host then finds
@@ -71,7 +71,7 @@ class HostMap:
 
     def address_of(self, host: str) -> str:
         """Return the address by which other hosts reach a host that is up. The plan's address of
-        the host has precedence over Ray's, which may be of another network card."""
+        the host has precedence over Ray's address, which may belong to another network card."""
         planned = self._hosts.get(host)
         return (planned.address if planned else "") or self._nodes[host].address
 
@@ -95,7 +95,8 @@ class HostMap:
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def missing_events(self) -> list[RunEvent]:
-        """Report as lost each host of the plan for which the first `look` found no node."""
+        """Return an event HostLost for each host of the plan for which the first `look` found no
+        node."""
         why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
@@ -133,9 +134,10 @@ class HostMap:
         return events
 
     def _lose_early(self) -> list[RunEvent]:
-        """Return nodes that joined too early to the free nodes, so that hosts of the plan can get
-        them. Such a node joined under its own name because Ray had not noticed yet that the node
-        which it replaces is dead. Report the host under which the node joined as lost."""
+        """Free the nodes that joined too early, so that hosts of the plan can get these nodes. A
+        node joins too early if it replaces a dead node whose death Ray has not noticed yet. The
+        node has then joined as a host with its own name. Return an event that reports this host as
+        lost."""
         events: list[RunEvent] = []
         for host in self.missing():
             for name, node in list(self._nodes.items()):
@@ -148,8 +150,8 @@ class HostMap:
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
         """Return True if a node that joined under its own name should be this host of the plan. A
-        matching address counts only if no other node has the same address, as a machine may run
-        several nodes."""
+        matching address counts only if no other node has the same address, because a machine may
+        run several nodes."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
         if _by_label(host, node) or _by_name(host, node):
@@ -278,8 +280,9 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
 
 
 def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
-    """Return a sort key that prefers nodes that would have the fewest idle accelerators. The head
-    node comes after equal nodes, as it also runs Ray's own services."""
+    """Return a sort key for the nodes that could become this host. The key prefers the nodes on
+    which the host would leave the fewest accelerators idle. The head node comes after equal nodes,
+    as it also runs Ray's own services."""
     return lambda node: (
         max(0, node.devices - host.workers),
         node.head,

@@ -37,7 +37,7 @@ HEAD = "node:__internal_head__"  # a resource that only the head has
 
 def connect(address: str) -> None:
     """Make this process a driver of a cluster. `address`: The HOST:PORT of the cluster's head. If
-    "" or "auto", the cluster is the one whose node runs on this host. Raises LaunchError,
+    "" or "auto", connect to the cluster of the node that runs on this host. Raises LaunchError,
     ConfigError."""
     _check_reachable(address)
     try:

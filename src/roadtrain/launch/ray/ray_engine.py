@@ -95,8 +95,8 @@ class RayEngine:
         mark: The name of the run on the cluster.
         spares: The plan's spare hosts.
         addresses: For a host name, the address of the host's node in earlier starts of the run.
-        begun: If True, an earlier engine has started the run, and the services with this mark are
-            kept. If False, they belong to an earlier launch and are ended.
+        begun: If True, an earlier engine has started the run, and running services with this mark
+            are kept. If False, such services belong to an earlier launch and are ended.
         directory: The directory for files of Ray Train.
 
     Raises:
@@ -144,8 +144,8 @@ class RayEngine:
             raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
-        """Report the hosts that joined under an earlier engine and still run a reducer. They are
-        not in the plan."""
+        """Return an event HostJoined for each host that is not in the plan but runs a reducer. Such
+        a host joined while an earlier engine ran."""
         planned = {host.name for host in plan}
         services = {actor.process.host for actor in self._services.values() if actor.process}
         return [

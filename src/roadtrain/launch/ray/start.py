@@ -1,5 +1,5 @@
 """Start the supervisor of a run on Ray. The supervisor is a process `python -m
-roadtrain.launch.supervise`, held by a detached actor "roadtrain:RUN" on the node on which the user
+roadtrain.launch.supervise`, run by a detached actor "roadtrain:RUN" on the node on which the user
 launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
 supervisor. So the run survives the end of its launcher.
 
@@ -37,7 +37,8 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that holds the supervisor. The actor ends with this start of the run.
+    """The actor that runs the supervisor and restarts it. The actor ends with this start of the
+    run.
 
     Args:
         path: The directory of the run's home.
@@ -71,8 +72,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. Record the run as failed after TRIES early
-        ends of the supervisor in a row."""
+        """Run the supervisor until the run has ended. If the supervisor ends early TRIES times in a
+        row, record the run as failed."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
@@ -105,8 +106,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor, and wait until it has the run's lock or has refused the run. Raises
-    LaunchError if it does not start."""
+    """Start the supervisor, and wait until the supervisor has the run's lock or has refused the
+    run. Raises LaunchError if the supervisor does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -143,7 +144,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait for the actor of a run that has just ended to disappear. Raises LaunchError."""
+    """Wait until the actor of a run that has just ended is gone. Raises LaunchError if the actor
+    does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(

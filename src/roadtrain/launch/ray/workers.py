@@ -1,13 +1,13 @@
 """Run the workers with Ray Train. Each attempt has a trainer, and each train function of the
 trainer runs one `train` process.
 
-Each worker has one bundle of resources, which is bound to a node by the node's id, so that each
-host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
+Each worker has one bundle of resources. The bundle is bound to a node by the node's id, so that
+each host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
 because Ray assigns ranks in its own order and treats nodes with the same address as one node.
 
 Ray is configured to stop at the first failure. The supervisor restarts the workers with a new
-trainer, because the next attempt may run on other hosts and has another number, and the supervisor
-must announce both before the restart.
+trainer. The next attempt has another number and may run on other hosts, and the supervisor must
+announce both before the restart.
 
 Two private callbacks of Ray Train are disabled. The cleaner of placement groups would poll a
 dashboard for 10 s at the end of each attempt, and is not needed, as placement groups end with this
@@ -96,8 +96,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
     """Run one worker to its end. This is the train function that Ray Train calls.
 
     Raises LaunchError if the worker fails without a stop request. After a stop request, a failure
-    is not raised, because Ray Train would react to the error by killing the other workers, which
-    must finish their step.
+    is not raised. Ray Train would react to the error by killing the other workers, but these must
+    finish their step.
     """
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
@@ -118,8 +118,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post the events of a worker to the mailbox until the worker ends. Return the end, and whether
-    the worker was asked to end."""
+    """Post the events of a worker to the mailbox until the worker ends. Return the worker's
+    ProcessEnded, and True if the worker was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
         events = _drained(pending)
@@ -216,8 +216,8 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if Ray Train has released the workers' resources, or if it did not do so by
-        its deadline (Rule 5). If True, all events of the workers are in the mailbox."""
+        """Return True if Ray Train has released the workers' resources or has missed the deadline
+        for that (Rule 5). If the result is True, all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
@@ -233,7 +233,7 @@ class RayWorkers:
         return True
 
     def ended(self) -> WorkersEnded:
-        """Return the result of the attempt. To be called when `is_over` and all events were
+        """Return the result of the attempt. Call this after `is_over` is True and all events were
         handled."""
         for name in list(self._run.hosts):  # workers that were lost with their nodes or not started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
@@ -329,8 +329,8 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 def remove_old_places() -> None:
     """Remove the placement groups of earlier attempts of this driver. If the controller of an
-    attempt died or did not end, Ray Train keeps its placement groups, and the next attempt would
-    wait for their resources."""
+    attempt died or did not end, Ray Train keeps the placement groups of the attempt, and the next
+    attempt would wait for the resources of these groups."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
