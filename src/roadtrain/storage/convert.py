@@ -2,12 +2,12 @@
 store to other blocks, chunks, dtypes or directories.
 
 A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
-is "master" (fp32; for a frozen parameter, its own dtype), a state array (fp32) or a state scalar
-(one float64). The source may return None instead: the record then keeps its current values, which
-are zero in a new store. The weights part of a trainable chunk is cast from the master, so a
-conversion is exact. Arrays of 16-bit floats have the dtype uint16.
+is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
+scalar (one float64). If the source returns None, the record keeps its current values, which are
+zero in a new store. The weights part of a trainable chunk is cast from the master, so a conversion
+is exact. Values of bf16 and fp16 are arrays of dtype uint16.
 
-Needs memory for one record, and for a few more records during a conversion. Does not know
+Needs memory for one record; a conversion needs memory for a few more records. Does not know
 optimizers or file formats.
 """
 
@@ -97,8 +97,9 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`. If the array `what` is in the weights part, only that part
-    is read. An absent weights part is cast from the master."""
+    """Read the newest record of `chunk`. If the array `what` is in the weights part, only the
+    weights part is read. If the weights part is absent (storage/tier.py), it is cast from the
+    master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)

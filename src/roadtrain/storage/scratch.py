@@ -19,8 +19,8 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """An unnamed file of `nbytes` in `directory`. It takes no space until it is written. Raises
-    FullError."""
+    """An unnamed file of `nbytes` in `directory`. Parts that were never written take no space.
+    Raises FullError."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
