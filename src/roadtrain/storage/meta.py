@@ -130,8 +130,8 @@ class StoreMeta:
 
     @property
     def signature(self) -> str:
-        """A hash of the parameters, dtypes, chunks and update rules. If the hashes of two workers
-        are equal, so are these."""
+        """A hash of the parameters, dtypes, chunks and update rules. Two workers have the same
+        signature only if all of these are the same."""
         keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
         body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]

@@ -168,8 +168,8 @@ class Snapshots:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies of all chunks, then commit the snapshot. Runs in a thread of the
-        pool, because it is queued after the copies."""
+        """Wait for the copies of all chunks, then commit the snapshot. The pool runs this function
+        after it has started all copies."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())

@@ -2,8 +2,8 @@
 node of each accelerator, of each network card, and of the disks under given directories.
 
 The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
-prints it. On virtual machines many facts are missing: they are listed, and are not errors. Does NOT
-measure.
+prints it. On virtual machines many facts are missing. Missing facts are listed, and are not errors.
+Does NOT measure rates.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def interfaces(root: Path = SYS) -> list[Path]:
 
 
 def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
-    """Find the network cards of this host.
+    """Find the network cards of this host in /sys.
 
     Returns:
-        The cards that report a rate, in the form of a cluster.toml; and a list of missing facts.
+        The cards that report a rate, as entries of a cluster.toml; and a list of missing facts.
     """
     found, missing = [], []
     for path in interfaces(root):
@@ -68,8 +68,8 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def roots_here() -> list[int]:
-    """Choose the workers of this host that sum, by the PCIe topology of its accelerators and
-    network cards. If there are no accelerators, return an empty list, which stands for all
+    """Choose the workers of this host that sum, by the PCIe topology of the host's accelerators and
+    network cards. If there are no accelerators, return an empty list. An empty list stands for all
     workers."""
     return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
@@ -104,8 +104,8 @@ class _Device:
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Read the facts about a device. `path`: The resolved path in /sys of the device, or of a child
-    device."""
+    """Read the facts about a device from /sys. `path`: The resolved path in /sys of the device, or
+    of a child of the device."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [
@@ -124,8 +124,8 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the disks of which an array or a volume consists. For any other block device, return
-    the device itself."""
+    """Return the paths of the disks of which an array or a volume consists. For any other block
+    device, return the path of the device itself."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 
