@@ -130,8 +130,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer of `nbytes`. If the buffer `instead` is given, the new buffer replaces
-        it, and its bytes become free in the budget. Raises BudgetError."""
+        """Allocate a buffer of `nbytes`. If a buffer `instead` is given, the new buffer replaces
+        `instead`, whose bytes become free in the budget. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -199,7 +199,7 @@ class Reducer(HostedSession[_ReducerConnection]):
 
     def waits(self) -> dict[str, tuple[float, str]]:
         """Return the workers for which other workers wait: name of each worker -> (seconds since
-        the worker's last frame, description of its missing parts)."""
+        the worker's last frame, the part that is missing, as text)."""
         with self.lock:
             missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
