@@ -72,8 +72,8 @@ class PacketLoop:
             self._close_unhandled()
 
     def _close_unhandled(self) -> None:
-        """Close the jobs in the requests to add or remove a job that the thread has not handled
-        before it ended."""
+        """Close the jobs of requests that the thread has not handled. Called after the thread has
+        ended."""
         with suppress(queue.Empty):
             while True:
                 job, closed = self._requests.get_nowait()

@@ -3,11 +3,11 @@ compared with the state machine in switch/protocol/switch.py. The test uses no n
 sends no packets.
 
 A fixed sequence of pseudo-random packets of three children goes through a table of four slots. The
-sequence contains all widths and exponents, resends before and after a sum is complete, late
-packets, acknowledgements, and packets with a flipped bit. About half of the packets arrive as if
-from a device, the other half as if from user space. For each packet, the program's verdict must
-equal the verdict of the state machine. Every byte of a sum must equal the sum computed by numpy,
-with the tag computed by user space (switch/packets.py).
+sequence contains packets of all widths and packets of exponents, packets that are sent again before
+and after their sum is complete, late packets, acknowledgements, and packets with a flipped bit.
+About half of the packets arrive as if from a device, the other half as if from user space. For each
+packet, the program's verdict must equal the verdict of the state machine. Every byte of a sum must
+equal the sum computed by numpy, with the tag computed by user space (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """Sometimes advance `base` beyond the sums that are complete. In half of these cases, send
-        the acknowledgement to both tables."""
+        """Sometimes, at random, advance `base` beyond the sums that are complete. In half of these
+        cases, give the acknowledgement to both tables."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
@@ -135,8 +135,8 @@ class _Trial:
         """Run the program on the packet `sent`, as if from a device or from user space. Return the
         first difference from the expected results, or None.
 
-        `verdict` is the expected verdict. `left` is the expected packet after the run; None if the
-        packet is not compared.
+        `verdict` is the expected verdict. `left` is the expected content of the packet after the
+        run; None if the content is not compared.
         """
         from_device = self.random.random() < 0.5
         resolved = self.random.random() < 0.5  # whether the parent's hardware address is known
