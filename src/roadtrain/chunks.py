@@ -1,12 +1,12 @@
 """The layout of a model's parameters: each block consists of flat runs, and each run is cut into
 chunks, which are transferred and stored.
 
-The parameters of a block are laid out flat. Parameters that share dtype, trainability and optimizer
-parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements, and the
-run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A chunk is a
-contiguous piece of one run, so all its elements have the same dtype and hyperparameters. Every
-chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every chunk size
-(Rule 1).
+The parameters of a block are laid out flat. Parameters with the same dtype, trainability and
+optimizer parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements,
+and the run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A
+chunk is a contiguous piece of one run, so all its elements have the same dtype and hyperparameters.
+Every chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every
+chunk size (Rule 1).
 
 A chunk is stored as a *record*: [weights | state]. A pull returns the weights part. The state part
 holds everything else that the update rule needs: the fp32 master copy if the weights are not fp32,

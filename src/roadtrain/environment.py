@@ -17,7 +17,7 @@ LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of this process, and the address of the rendezvous store of all ranks."""
+    """The rank of this process, and the address of the rendezvous store at which all ranks meet."""
 
     rank: int
     world_size: int

@@ -1,5 +1,5 @@
-"""Access to records by parameter name: read one parameter, fill chunks from a source, convert a
-store to other blocks, chunks, dtypes or directories.
+"""Access to records by parameter name: read a single parameter, fill chunks from a source, convert
+a store to other blocks, chunks, dtypes or directories.
 
 A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
 is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
@@ -224,10 +224,11 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether the blocks, chunk size, dtypes, rules or directories of `old` differ from `meta`.
+    """Whether the blocks, chunk size, dtypes or update rules of `old` differ from those of `meta`,
+    or its directories from `directories`.
 
-    Chunks that are distributed differently over the same directories do not count as a difference:
-    the distribution changes when the rates of the directories are measured again.
+    If chunks are only distributed differently over the same directories, this does not count as a
+    difference: the distribution changes when the rates of the directories are measured again.
     """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)

@@ -1,9 +1,9 @@
 """The current generation of a directory, and the removal of all other generations.
 
-`CURRENT` contains the N of the current `gen-N`, with a checksum. A generation is complete once it
-has a record, because the first record is written after everything else. So if CURRENT is damaged,
-lost, or names a missing generation, the records determine the current generation, and the
-Generation gets a note for the user.
+`CURRENT` contains the N of the current `gen-N`, with a checksum. If a generation has a ledger
+record, the generation is complete, because its first record is written after everything else. So if
+CURRENT is damaged, lost, or names a missing generation, the records determine the current
+generation, and the Generation gets a note for the user.
 
 Note "never delete what has trained": a generation without a record is removed. A conversion or a
 refill makes a copy of a generation. Once the copy is the current generation, the original is
@@ -160,7 +160,8 @@ def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
 
 
 def set_aside(generation: Generation) -> str:
-    """Rename a generation so that it is ignored but not deleted. Returns a report of the rename."""
+    """Rename the directory of a generation. The generation is then ignored, but not deleted.
+    Returns a report of the rename."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())

@@ -173,7 +173,7 @@ class FileTier:
         Args:
             into: Destination of the bytes, as large as the padded part.
             check: Whether to verify the checksums. If False, the caller must call `check_sums`
-                before it uses the data.
+                before using the data.
             rows: Rows of a ledger record. They name the slot and the checksums of the part. None
                 stands for the newest rows.
         """

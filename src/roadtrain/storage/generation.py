@@ -112,8 +112,8 @@ class OpenedStore:
             tier.committed(step)
 
     def publish(self) -> None:
-        """Make this generation the current one, and remove the former one. This generation must
-        have a committed step."""
+        """Make this generation the current generation, and remove the former generation. This
+        generation must have a committed step."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -219,7 +219,7 @@ def open_store(
         GoneError: A directory of the store is missing.
         ForeignError: The directories hold different stores.
         ForkedError: The directories hold copies of one store that were trained separately.
-        StaleError: One of the directories holds an older copy.
+        StaleError: One of the directories holds an older copy of its part.
         DamagedError: A description or the newest record is damaged.
         StoreError: Another process has the store open.
     """

@@ -5,18 +5,19 @@ Every session that begins to train appends a link with a random id to the histor
 takes part in the session stores the link durably before the session's first commit, and a step is
 committed only when all these servers hold the step. Two rules follow:
 
-Note "empty links": a link is empty if its session has trained no step. This is certain if a server
-that took part in the session holds no step of the session, or if a server that should have taken
-part never stored the link. Empty links at the end of a history are ignored.
+Note "empty links": a link is empty if its session has trained no step. A link is certainly empty in
+two cases: a server that took part in the session holds no step of the session; or a server that
+should have taken part never stored the link. Empty links at the end of a history are ignored.
 
-Note "forked": of two histories without empty links, one must be a prefix of the other. Otherwise
-the two servers were trained separately from the same step. A start that sees both histories is
-refused, because it cannot tell which one the user wants.
+Note "forked": two histories have forked if, without their empty links, neither begins with the
+other. Then the two servers were trained separately from the same step. If a start sees both
+histories, it is refused, because nobody but the user can tell which history to continue.
 
-Note "who may hold more": a step later than the steps found can only have been trained together with
-a server that took part in the last link. So a start is safe if all servers of the last link have
-answered. With three or more servers, it also suffices that a majority has answered and has a
-history: a majority took part in every session, and two majorities share a server.
+Note "who may hold more": let the servers that have answered hold certain steps. A later step can
+only have been trained together with a server that took part in the last link. So a start is safe if
+all servers of the last link have answered. With three or more servers, it also suffices that a
+majority has answered and has a history: a majority took part in every session, and two majorities
+share a server.
 
 With two servers, a witness of the last link must confirm that the missing server was not trained
 alone. The witness is the mark of the run directory that began the link. If there is no mark, the
@@ -136,7 +137,8 @@ class Histories:
 
         Args:
             witness: The record of the run directory, or None.
-            given_up: Servers whose contents are to be discarded. They are not in `found`.
+            given_up: Numbers of the servers whose contents are to be discarded. These servers are
+                not in `found`.
 
         Raises:
             StaleError: The run directory knows of a session that no server knows of.

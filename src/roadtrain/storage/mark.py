@@ -2,9 +2,9 @@
 the store of another job, an older copy of the store, and a copy that was trained elsewhere.
 
 `mark.json` names the store (its job's uuid), the highest step known to be committed, and the
-session that trains the store. It is replaced only every few seconds. For later steps, the lines of
-metrics.jsonl tell which steps were committed (`witness`, `sessions`). The line of a step is durable
-before the step can be committed.
+session that trains the store. The file is replaced only every few seconds. For later steps, the
+lines of metrics.jsonl tell which steps were committed (`witness`, `sessions`). The line of a step
+is durable before the step can be committed.
 
 A store is refused if it is missing, belongs to another job, is at an earlier step, or was trained
 by another session. A store is refused before anything is created, moved or removed. With
@@ -99,7 +99,7 @@ class Mark:
     def check(
         self, job: str, step: int, where: str, *, session: str | None = None, back: bool = False
     ) -> None:
-        """Refuse a store that is not this run's. Called before anything is changed.
+        """Refuse a store that is not the store of this run. Called before anything is changed.
 
         Args:
             job: The store's uuid.
@@ -114,7 +114,7 @@ class Mark:
         Raises:
             GoneError: There is no store.
             ForeignError: The store is not that of this run.
-            StaleError: The store is at an earlier step than this run.
+            StaleError: The store is at an earlier step than the mark.
             ForkedError: The store was trained outside of this run.
         """
         refusal = self._refusal(job, step, where, session)

@@ -10,8 +10,8 @@ Note "same steps": before a server prepares a step that is to be copied, the ser
 last snapshot. A step is committed only after all servers have prepared the step. So when a server
 begins a snapshot, all servers have finished the previous snapshot. Therefore, among the newest
 snapshots of all servers, the oldest is one that all servers still have. A session begins at a
-snapshot that all servers have; with replicas, enough servers must have it to hold every chunk. A
-server without this snapshot begins a new snapshot at once.
+snapshot that all servers have. If chunks have replicas, it suffices that the servers with this
+snapshot together hold every chunk. A server without this snapshot begins a new snapshot at once.
 
 Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
 (servers/opening.py does).
@@ -39,7 +39,7 @@ WAIT_S = 600.0
 
 
 def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
-    """Describe where the state is kept and how durable it is there.
+    """Return a text that describes where the state is kept, and how durable the state is there.
 
     Args:
         directory: The directory of the state.

@@ -5,8 +5,9 @@ that is passed to a tier has exactly the padded size of its part. Between two co
 written at most once.
 
 The state part of most chunks contains a master, from which the weights can be cast. If only the
-state part of such a chunk is written, its weights part becomes *absent* until it is written again.
-Reading "record" while the weights part is absent leaves the weights bytes of the view unchanged.
+state part of such a chunk is written, the weights part becomes *absent* until the weights part is
+written again. Reading "record" while the weights part is absent leaves the weights bytes of the
+view unchanged.
 
 Writes are pending until `committed` is called. `prepare` makes pending writes durable, together
 with a ledger record of the step. If the tier is closed and opened again, pending writes are

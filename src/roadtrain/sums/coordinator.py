@@ -44,8 +44,8 @@ STALL_LIMIT = 4 << 20  # bytes of the payload of a Stall
 
 
 class SumGroup:
-    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for
-    them."""
+    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for this
+    group."""
 
     def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
         self.coordinator, self.ranks = coordinator, ranks

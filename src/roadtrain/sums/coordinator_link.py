@@ -17,8 +17,8 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The Receiver of a worker's link to the coordinator. The owner sets `agreement` and `sums`
-    before it calls `linked`. If the worker does not use spare hosts, `sums` stays None."""
+    """The Receiver of a worker's link to the coordinator. Before the owner calls `linked`, it sets
+    `agreement` and `sums`. If the worker does not use spare hosts, `sums` stays None."""
 
     def __init__(self) -> None:
         self.agreement: Agreement

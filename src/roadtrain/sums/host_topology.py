@@ -99,7 +99,7 @@ class _Device:
         return [name for name, value in facts.items() if UNKNOWN in value]
 
     def is_far_from(self, other: _Device) -> bool:
-        """Return whether it is known that this device and `other` are on different NUMA nodes."""
+        """Return True if this device and `other` are known to be on different NUMA nodes."""
         return UNKNOWN not in (self.node, other.node) and self.node != other.node
 
 

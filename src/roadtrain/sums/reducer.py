@@ -212,9 +212,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         }
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Handle the loss of a worker. The reducer ends once another worker waits for a part of the
-        lost worker, or when all workers have left. It does not end at once, because at the end of a
-        job the workers leave one after another."""
+        """Handle the loss of a worker. The reducer ends when another worker waits for a part of the
+        lost worker, or when all workers have left. The reducer does not end at once, because at the
+        end of a job the workers leave one after another."""
         with self.lock:
             self._left[rank] = error
         self._end_if_lost()

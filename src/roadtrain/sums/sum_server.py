@@ -1,5 +1,6 @@
-"""Reducers: the reducers of all jobs on a worker's host or a spare host, which share one budget.
-`serve_sums` is the process of a spare host (`roadtrain serve --sum`).
+"""Reducers: the reducers of all jobs on one host. The host is a worker's host or a spare host, and
+its reducers share one budget. `serve_sums` is the process of a spare host (`roadtrain serve
+--sum`).
 
     listener: a link and its greeting --> Reducers.accept --> the job's Reducer (reducer.py), the
     coordinator (at worker 0), or the answer to a status request

@@ -292,8 +292,8 @@ class _JoiningWorker:
         self.ends.callback(link.close)
 
     def _address(self, rank: int) -> Address | str | None:
-        """Return the address of a worker's reducers for sums between hosts, or None if the worker
-        is this one."""
+        """Return the address of the reducers of worker `rank` for sums between hosts. Returns None
+        if `rank` is this worker's own rank."""
         if rank == self.setup.rank:
             return None
         place = self.places[rank]

@@ -173,8 +173,8 @@ class TensorSums:
         self._agreement.agree(identity, signature)
 
     def resume(self) -> None:
-        """Note that the program has started over after a DifferError. A program must call this if
-        it waits for the futures directly instead of calling `TensorSum.wait`."""
+        """Note that the program has started over after a DifferError. A program must call this
+        method if it waits for futures directly instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(

@@ -340,7 +340,7 @@ class WorkerSums:
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
         """Return the memory in which to receive the sum of a part. Returns None if the sum must be
-        decoded, or if it was abandoned. Raises WireError."""
+        decoded first, or if the sum was abandoned. Raises WireError."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -373,8 +373,8 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have a sum that this worker had pushed. The part's next round
-        may be sent."""
+        """Note that all workers now have a sum that this worker had pushed. So this worker may send
+        the next round of the sum's part."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:

@@ -3,11 +3,11 @@
     checked      validates the job's greeting
     SlotQuota    reserves memory, counted in slots of the job's table
     job_socket   opens a UDP port for the job
-    job_table    makes the table of its sums, in the network device or in this process
+    job_table    makes the table of the job's sums, in the network device or in this process
 
 A job needs its table, the kernel's send and receive buffers of its socket, and a buffer of unsent
-packets. All of these are counted before the job is admitted, so the memory of a switch is bounded
-by its budget (Rule 4).
+packets. The memory for all of these is counted before the job is admitted. So the memory of a
+switch is bounded by the budget of the switch (Rule 4).
 """
 
 from __future__ import annotations

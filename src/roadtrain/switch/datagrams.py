@@ -5,9 +5,9 @@
     nbytes, segment, source = socket.receive(buffer, 0.5)
 
 The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If the
-kernel cannot split runs, this is reported once, and packets are sent one by one. If packets are
-lost (an absent peer, a full queue, a firewall), no error is raised. `unsent` and `drops` count the
-losses that this host knows of.
+kernel cannot split runs, a warning is reported once, and packets are sent one by one. If packets
+are lost (an absent peer, a full queue, a firewall), no error is raised. `unsent` and `drops` count
+the losses that this host knows of.
 
 Multicast (IPv4 only): a socket with a `group` receives only the datagrams of the group, on the
 interface of the socket's address. Any socket can send to a group, on the interface of the socket's
@@ -66,7 +66,8 @@ _LOST = {
 
 
 class DatagramSocket:
-    """A UDP socket. Raises ConfigError if it cannot be bound to the address or join the group."""
+    """A UDP socket. The constructor raises ConfigError if the socket cannot be bound to the address
+    or cannot join the group."""
 
     def __init__(
         self,

@@ -563,8 +563,8 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """End and release all memory. Called by the host's thread after it has torn down the
-        ServerSession."""
+        """End, and release all memory. Called by the host's thread, after the thread has torn down
+        the ServerSession."""
         self.end(error)
         self.wait_for_the_end(END_S)
         for buffer in [*self._sums, *(self._copies if self._chunks else [])]:

@@ -10,8 +10,8 @@ Outgoing: parameters and maxima, kept until all workers have them.
 
     add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
-The bytes of a run are read each time its packets are made, so they must not change until its `done`
-is called. Does NOT send.
+Each time the packets of a run are made, the bytes of the run are read. So these bytes must not
+change until the `done` of the run is called. Does NOT send.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits` 
 
 Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
 the tree of switches (Rule 1). A block with exponent byte 255 becomes NaN at the server, so a NaN
-never turns into a number (Rule 6). This is lossy, so the user must choose it (Rule 2);
-`error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea that workers first
-agree on a scale per block; fixed point in the network is from LuWu (section 3.2.2).
+never turns into a number (Rule 6). Fixed point is lossy, so it is used only if the user chooses it
+(Rule 2). `error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea that
+workers first agree on a scale per block; fixed point in the network is from LuWu (section 3.2.2).
 
 Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
 gradient packet p has elements [p n, (p + 1) n), n = PAYLOAD_NBYTES / width. Computed in float64.
@@ -83,7 +83,8 @@ def error_bound(maximum: int, workers: int, width: int) -> float:
 
     The bound is one unit of the integers per worker. (If nothing was clamped, the error is at most
     half a unit per worker.) For a block that becomes NaN, the bound is infinite. Rounding the sum
-    to float32 adds at most 2^-24 of its magnitude, or 2^-150 if this is larger. Raises ConfigError.
+    to float32 adds at most 2^-24 of the sum's magnitude, or at most 2^-150 if this is larger.
+    Raises ConfigError.
     """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:

@@ -62,9 +62,9 @@ class FanIn:
         wire: Integer type in which the elements of gradients are sent: "int32", "int16" or "int8".
         window: Maximum number of packets in flight per stream, which is also the number of slots in
             the table of each switch. Must be a power of two.
-        multicast: If "off", the switches copy the parameters. If "auto", a trial is made: if IP
-            multicast reaches all workers, it is used, and otherwise the switches copy the
-            parameters.
+        multicast: If "off", the switches copy the parameters. If "auto", a trial is made. If IP
+            multicast reaches all workers in the trial, parameters are copied by IP multicast, and
+            otherwise by the switches.
 
     Raises:
         ConfigError: The switches do not form a tree, or an option has a wrong value.
@@ -143,7 +143,7 @@ class FanIn:
         """Return the sender number of child 0 of `switch`. The other children have the following
         numbers. Each packet carries the sender number of its sender. Sender numbers are unique in
         the tree. So if a packet is recorded on its way to one switch and replayed to another
-        switch, it is not accepted."""
+        switch, the other switch does not accept the packet."""
         before = self.from_root[: self.from_root.index(switch)]
         return sum(self.children(node, workers) for node in before)
 

@@ -33,7 +33,7 @@ class PacketLoop:
     Args:
         ended: Called from the thread as ended(job, error) after a job was closed. `error` is None
             if the job was closed by `remove`.
-        failed: Called from the thread with the error if the loop itself fails.
+        failed: Called from the thread with the error, if the packet loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:

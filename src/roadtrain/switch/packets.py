@@ -217,7 +217,7 @@ def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
 
 
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
-    """Compute the tags of `count` packets and write them into the packets."""
+    """Compute the tags of `count` packets, and write each tag into its packet."""
     check_run(buffer, segment, count)
     _seal(buffer, segment, count, key.words, key.sip)
 
@@ -226,7 +226,7 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
     """Check the magic, version, job, tag and length of each packet.
 
     Returns:
-        For each packet, whether all of these are right: bool [count].
+        For each packet, whether all five are right: bool [count].
     """
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:

@@ -1,23 +1,24 @@
 """State of a fan-in participant: gradients to send and parameters to receive. No threads, no I/O.
 
-Granted: announced gradients, and the packet numbers granted for them.
+Granted: the announced gradients, and the packet numbers that the fan-in end has granted for these
+gradients.
 
     announce -> wait for the grant of a round -> packet numbers for the exponents
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
-If a participant has no gradient for a round, it sends zeros. Packets are made from the memory of
-the gradient, also when they are sent again. So this memory is released only when all packets are
-acknowledged and no packet is being made.
+If a participant has no gradient for a round, the participant sends zeros. Packets are made from the
+memory of the gradient, also when they are sent again. So this memory is released only when all
+packets are acknowledged and no packet is being made.
 
 Pulls: requests to the server for parameters that have not arrived yet. Requested parameters are
 broadcast to all participants in datagrams. If the other participants do not request the same
 parameters, these are sent to one participant over TCP.
 
 NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Of the pulls of this
-chunk and version that no other broadcast has begun to fill, it fills the oldest. The packets of a
-broadcast have consecutive numbers, so `number - index` identifies the broadcast. Each pull is
-answered once. So when an answer arrives over TCP, there are pulls that no broadcast has begun to
-fill. The answer fills the newest of these, even if it names the ticket of another pull.
+chunk and version that no other broadcast has begun to fill, the broadcast fills the oldest. The
+packets of a broadcast have consecutive numbers, so `number - index` identifies the broadcast. Each
+pull is answered once. So when an answer arrives over TCP, there are pulls that no broadcast has
+begun to fill. The answer fills the newest of these, even if it names the ticket of another pull.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Numbers(NumberRun):
 
 
 class Granted:
-    """The announced gradients of one link, and the packet numbers that were granted for them.
+    """The announced gradients of one link, and the packet numbers that were granted for these
+    gradients.
 
     Invariants: `_runs` are sorted and do not overlap; each number below `ready` is acknowledged or
     is in a run; the gradients of the rounds in `_making` are not released."""

@@ -3,9 +3,9 @@
     Registration --TCP--> root, then the switches below: SwitchHello --> SwitchReady(port, slots)
 
 The links stay open, because a switch forgets a job when the job's link ends. If a switch is lost,
-the fan-in end registers at the switch again. It asks for the same port, because the other switches
-and the workers keep sending to this port. Every wait has a deadline (Rule 5). Does NOT send
-datagrams.
+the fan-in end registers at the switch again. The fan-in end then asks for the same port, because
+the other switches and the workers keep sending to this port. Every wait has a deadline (Rule 5).
+Does NOT send datagrams.
 """
 
 from __future__ import annotations

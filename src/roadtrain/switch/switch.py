@@ -1,5 +1,5 @@
-"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time, each
-until the job's link ends.
+"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time. Each
+job is served until the job's link ends.
 
     TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); status requests
     UDP  PORT+1 ...    one port for each job --> PacketLoop --> SwitchJob
@@ -34,8 +34,8 @@ from roadtrain.units import show_bytes
 class SwitchHost:
     """A running switch, which listens until it is closed.
 
-    Raises ConfigError if it cannot listen at the address, or if the memory is too small for any
-    job.
+    The constructor raises ConfigError if the switch cannot listen at the address, or if the memory
+    is too small for even a small job.
 
     Invariant, while `_lock` is held: `_links` has the jobs that are in the packet loop or are about
     to be added to the loop. Each job holds slots of `quota`. The slots are returned when the job's
@@ -171,7 +171,7 @@ class SwitchHost:
             self._lock.notify_all()
 
     def run(self) -> None:
-        """Block until `stop` is called. If the packet loop fails, raises its error."""
+        """Block until `stop` is called. Raises the error of the packet loop if the loop fails."""
         with self._lock:
             while self._over is None:
                 self._lock.wait(1.0)

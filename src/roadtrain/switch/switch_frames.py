@@ -53,9 +53,9 @@ class FanInHeader(NamedTuple):
 
 
 class GrantHeader(NamedTuple):
-    """Header of GRANT: the fan-in end asks a worker to send the exponents of its gradient of the
-    chunk. It is sent when each worker has either announced a gradient of the chunk or closed the
-    chunk."""
+    """Header of GRANT: the fan-in end asks a worker to send the exponents of the worker's gradient
+    of the chunk. GRANT is sent when each worker has either announced a gradient of the chunk or
+    closed the chunk."""
 
     chunk: int
     round: int  # counts the sums of this chunk, from 1

@@ -1,5 +1,5 @@
-"""SwitchJob: the work of a switch for one job. It handles whole runs of packets, and executes no
-Python code for single packets.
+"""SwitchJob: the work of a switch for one job. A SwitchJob handles whole runs of packets, and
+executes no Python code for single packets.
 
     from children   GRADIENT EXPONENTS          --> SwitchTable --> sums, sealed --> parent
                     PARAMETER_BEAT              --> Children    --> merged        --> parent
@@ -113,7 +113,7 @@ class Children:
     def heartbeat(
         self, number: int, beat: Heartbeat, source: Address, below: tuple[int, int], now: float
     ) -> bool:
-        """Take a heartbeat of a child. Returns False if it was ignored.
+        """Process a heartbeat of a child. Returns False if the heartbeat was ignored.
 
         Args:
             below: The most silent worker below the child: (milliseconds of its silence, its rank).

@@ -1,4 +1,5 @@
-"""Trial of IP multicast: find out whether the network itself can copy packets to all participants.
+"""Trial of IP multicast, which finds out whether the network itself can copy packets to all
+participants.
 
 Dummy packets are sent to a multicast group of the job. Each participant joins the group, and
 reports over TCP whether it has received a dummy packet within a second.

@@ -5,16 +5,17 @@ the sender's memory.
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies a piece into a ring of registered memory, and sends the total number of bytes that
-it has written to the ring over the socket. The receiver READs the new bytes into registered memory
-of its own, one READ at a time. When the READ has completed, it passes the bytes on, and sends the
-total number of bytes that it has read, so that the sender can reuse their place in the ring. The
-link ends when the socket is closed.
+The sender copies a piece of a frame into a ring buffer of registered memory. Over the socket, the
+sender sends the total number of bytes that it has written to the ring. The receiver READs the new
+bytes into registered memory of its own, one READ at a time. When a READ has completed, the receiver
+passes the bytes on, and sends the total number of bytes that it has read. Then the sender can reuse
+the place of these bytes in the ring. The link ends when the socket is closed.
 
 READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived and the
 endpoint is flushed. So the receiver knows without a message that the bytes are there. With WRITE,
 the receiver would depend on notifications, and a notification is sent only when the *sender* polls
-its WRITE. Notifications may arrive in any order, so the receiver would have to count them.
+its WRITE. Notifications may arrive in any order, so the receiver would have to count the
+notifications.
 
 Needs the package nixl-cu12, which is imported on first use. Tested only with UCX's TCP mode (a
 network interface as `device`), never on RDMA hardware. UCX_* environment variables override
@@ -66,8 +67,9 @@ class RdmaOptions(tcp.TcpOptions):
     """Options of RDMA links. `silence_s` is also the time limit of a READ.
 
     Attributes:
-        device: An RDMA device and its port, such as "mlx5_0:1". If it is "", UCX chooses a device.
-            If it is the name of a network interface, such as "eth0", UCX's TCP mode is used.
+        device: An RDMA device and its port, such as "mlx5_0:1". If `device` is "", UCX chooses a
+            device. If `device` is the name of a network interface, such as "eth0", UCX's TCP mode
+            is used.
     """
 
     device: str = ""
@@ -248,8 +250,8 @@ class _RdmaChannel:
         return True
 
     def _send_counts(self) -> None:
-        """Send `_written` and `_read` to the other side. Does not block for long, because a thread
-        of the other side always receives them."""
+        """Send `_written` and `_read` to the other side. The call does not block for long, because
+        the other side has a thread that always receives."""
         with self._sending:
             message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:

@@ -4,7 +4,7 @@ plane of the switch sets these entries.
 The format is the one of the controllers in the P4 tutorials: `table_entries` (table, match,
 action_name, action_params) and `multicast_group_entries` (replicas with a port and an instance). In
 addition, `register_resets` lists the cells of registers that must be set to 0 before a job begins,
-because a former job may have left numbers in them.
+because a former job may have left numbers in these cells.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ SENT_COLUMN = 9  # column of /proc/net/dev with the number of sent packets
 
 
 class XdpDevice:
-    """The program attached to one device. It serves all jobs of this process."""
+    """The program xdp_switch.bpf.c, attached to one device. The program serves all jobs of this
+    process."""
 
     def __init__(
         self, name: str, mode: Mode, program: BpfObject, detach: Callable[[], None]

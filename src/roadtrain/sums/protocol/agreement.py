@@ -13,13 +13,13 @@ an identity and a signature, later operations with this identity and signature n
 an operation has `each` set, the workers agree on it every time. A Mismatch begins a new epoch: all
 workers abandon incomplete operations, and all numbers start again from the beginning.
 
-NOTE cycles. Let worker A be blocked on operation X, and let worker B, blocked on operation Y,
-answer that it has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle
-of workers, the workers are deadlocked. This is true even if the answers are from different times,
-because each operation has a unique number and a blocked worker begins no operation.
+NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
+B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
+the workers are deadlocked. This is true even if the answers are from different times, because each
+operation has a unique number and a blocked worker begins no operation.
 
-No I/O, no clock. Assumes that if a worker reports that it is blocked on an operation, it begins no
-other operation until this operation is done.
+No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
+operation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tells all workers to begin a new epoch, because they have begun different operations or wait
-    for each other."""
+    """Tells all workers to begin a new epoch. The reason is that workers have begun different
+    operations, or wait for each other."""
 
     epoch: int  # number of the new epoch
     words: str  # describes the mismatch
@@ -114,7 +114,7 @@ class AgreementStateMachine:
         self._workers = [_Worker() for _ in range(workers)]
 
     def say(self, worker: int, epoch: int, operation: Operation) -> list[AgreementAction]:
-        """Note that a worker has begun an operation."""
+        """Handle a Say: a worker has begun an operation."""
         if epoch != self.epoch:
             return []  # the worker has not received the last Mismatch yet
         if not operation.each and (operation.identity, operation.signature) in self.agreed:
@@ -138,7 +138,7 @@ class AgreementStateMachine:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[AgreementAction]:
-        """Note that a worker has waited for a second.
+        """Handle a Stall: a worker has waited for a second.
 
         Args:
             pending: The operations for which the worker waits.

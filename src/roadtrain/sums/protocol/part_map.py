@@ -66,7 +66,7 @@ class Map:
         return self._epochs[-1].shares
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
-        """Return the reducer of each part of a tensor in a round."""
+        """Return the reducer of each part of tensor `key` in a round."""
         return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:

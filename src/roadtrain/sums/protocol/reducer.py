@@ -2,8 +2,8 @@
 these parts.
 
 Rule `sum`: the parts of a round are summed in the order of the workers, and all workers get the
-sum. Rule `accumulate` (asynchronous training): each part is added to the accumulated value when it
-arrives, and only the sender of the part gets the new value.
+sum. Rule `accumulate` (asynchronous training): when a part arrives, it is added to the accumulated
+value, and only the sender of the part gets the new value.
 
 If a spare host dies, another reducer takes over the spare host's parts. Workers that have the sum
 of a round push the sum, and the other workers push their parts again. If at least one worker has

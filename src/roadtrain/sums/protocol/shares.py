@@ -3,10 +3,10 @@ link is minimal. Closed form.
 
 Let there be n worker hosts, where host i has a full-duplex link of rate b_i, and spare hosts, where
 spare host j has rate c_j. Of M bytes, worker host i sums the share x_i, and spare host j sums the
-share y_j. All shares add up to 1. In one exchange, worker host i sends M (1 - x_i) bytes to the
-hosts that sum them, and sends its own sums, x_i M bytes, to each of the n - 1 other worker hosts. A
-spare host sends each of its sums n times. Each host receives as much as it sends. So an exchange
-takes at least
+share y_j. All shares add up to 1. In one exchange, worker host i sends M (1 - x_i) bytes of
+gradients to the hosts that sum these bytes, and sends its own sums, x_i M bytes, to each of the n -
+1 other worker hosts. A spare host sends each of its sums n times. Each host receives as much as it
+sends. So an exchange takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 

@@ -20,10 +20,10 @@ packets may not have gaps.
 NOTE alone. If workers have gradients of different chunks (experts) and few buffers, they could
 deadlock: each worker has announced a chunk that the others have not announced. Let some workers
 lack the announcement of a chunk, and let all of these have waited with another chunk for ALONE_S.
-Then the announced gradients of the first chunk are summed without these workers. Their gradients
-are added in a later round. Time is taken from `Tick` events. One round and two rounds are rounded
-differently, so such a sum depends on timing. Such sums are counted (`apart`). If another server
-must compute the same bytes, they are refused.
+Then the announced gradients of the first chunk are summed without these workers, and the gradients
+of these workers are added in a later round. Time is taken from `Tick` events. One round and two
+rounds are rounded differently, so such a sum depends on timing. Such sums are counted (`apart`). If
+another server must compute the same bytes, such sums are refused.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
