@@ -190,7 +190,7 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
 @dataclass(frozen=True)
 class ChunkTable:
     """All blocks of a model. Block 0 is the root block, which may be empty. The other blocks follow
-    in module order."""
+    in the order of the model's modules."""
 
     blocks: tuple[Block, ...]
     params: tuple[ParamSpec, ...]

@@ -244,13 +244,13 @@ def convert(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """Convert `old` exactly, at the same step, to the blocks, chunks and rules of `meta`.
+    """Convert `old` exactly, at the same step, to the blocks, chunks and update rules of `meta`.
 
     The model must be the same. `old` is closed and removed once the new store is published. If the
     process is killed earlier, `open_store` opens `old`.
 
     Raises:
-        ForeignError: The rules of `meta` need other optimizer state than `old` has.
+        ForeignError: The update rules of `meta` need other optimizer state than `old` has.
         ConfigError: A frozen parameter would lose precision.
     """
     _check_convertible(old.meta, meta)

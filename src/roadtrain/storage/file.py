@@ -191,7 +191,8 @@ class FileTier:
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
         """Copy the record of a chunk into tier `to`, and verify the record's checksums. `rows`,
-        from a ledger record, name the slots of the chunk. Returns the number of bytes copied."""
+        from a ledger record, name the slots of the chunk. `buffer` is memory for the copy, as large
+        as the largest record. Returns the number of bytes copied."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)

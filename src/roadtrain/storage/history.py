@@ -2,8 +2,8 @@
 from the steps that the servers hold. Pure: no I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
-takes part in the session stores the link durably before the session's first commit, and a step is
-committed only when all these servers hold the step. Two rules follow:
+takes part in the session stores the link durably before the session's first commit. A step is
+committed only when all these servers hold the step. Three rules follow:
 
 Note "empty links": a link is empty if its session has trained no step. A link is certainly empty in
 two cases: a server that took part in the session holds no step of the session; or a server that
@@ -21,9 +21,10 @@ share a server.
 
 With two servers, a witness of the last link must confirm that the missing server was not trained
 alone. The witness is the mark of the run directory that began the link. If there is no mark, the
-witness is worker 0 of that session, while this worker lives: worker 0 allows at most one server to
-continue without the other (`Without` in servers/frames.py). If there is no witness, a dead server
-cannot be distinguished from a server that was trained alone, so the user must decide (`given_up`).
+witness is worker 0 of that session, as long as this worker lives. Worker 0 allows at most one
+server to continue without the other (`Without` in servers/frames.py). If there is no witness, a
+dead server cannot be distinguished from a server that was trained alone, so the user must decide
+(`given_up`).
 
 Assumes that each server's report is complete. Does not communicate and changes nothing.
 """

@@ -270,8 +270,9 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the mismatch that was held back, if its deadline has passed, or if all operations
-        on which the workers have agreed are done. The caller holds the lock `order`."""
+        """Handle the mismatch that was held back, if its deadline has passed. Also handle it
+        earlier, if all operations on which the workers have agreed are done. The caller holds the
+        lock `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

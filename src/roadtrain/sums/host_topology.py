@@ -85,7 +85,7 @@ class _Device:
     most: str  # the greatest speed and width of the link
 
     def lines(self) -> list[str]:
-        """Describe the device."""
+        """Return lines that describe the device."""
         most = f" of at most {self.most}" if self.most != self.link else ""
         out = [f"{self.name}: NUMA node {self.node}, {self.path}, link {self.link}{most}"]
         lanes, of = (link.split(" x")[-1] for link in (self.link, self.most))
@@ -94,7 +94,7 @@ class _Device:
         return out
 
     def gaps(self) -> list[str]:
-        """List the facts that are unknown."""
+        """List the facts about the device that are unknown."""
         facts = {"NUMA node": self.node, "PCIe path": self.path, "PCIe link": self.link + self.most}
         return [name for name, value in facts.items() if UNKNOWN in value]
 

@@ -7,9 +7,10 @@ and removed during training.
 Each worker sends a gradient once and receives the gradient's sum once. A worker's reducer also
 receives its share of the other workers' gradients, and returns the sums. Each worker keeps the
 whole state, and updates the whole state on its device. The planner and the simulator assume the
-same for the placements `summation` and `parameter-server` (Rule 7). If each of n workers updated
-only a share of the state and gathered the rest, a worker would need less work and memory, but would
-send and receive M (n - 1) / n more bytes, where M is the size of the parameters.
+same for the placements `summation` and `parameter-server` (Rule 7). In another design, each of n
+workers would update only a share of the state and gather the rest. This would need less work and
+memory, but each worker would send and receive M (n - 1) / n more bytes, where M is the size of the
+parameters.
 
 If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
 without reducers: gradients are added in the order of the ranks. Otherwise the gradients of each

@@ -1,7 +1,7 @@
 """FanIn: the tree of switches that sums a job's gradients inside the network.
 
-    workers --> switch of the rack --> root switch --> optimizer node        (sums go up)
-    workers <-- switch of the rack <-- root switch <-- optimizer node        (parameters go down)
+    workers --> switch of the rack --> root switch --> server        (sums go up)
+    workers <-- switch of the rack <-- root switch <-- server        (parameters go down)
 
 See Sun et al. (LuWu), section 3.2 and appendix A. Gradients are sent as integers (`wire`), so a sum
 does not depend on the order of packets. Gradients and parameters are sent as UDP datagrams,

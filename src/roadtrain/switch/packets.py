@@ -7,11 +7,11 @@ header and a bitmap. Integers are little-endian.
     HEADER (48 bytes, the last 8 are the tag), payload
 
 `Kind` documents the fields `a`, `b`, `c` and `credit` for each kind. The tag covers all other bytes
-of the packet: the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999) under two
-keys, and the tag is SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the packet's
-length. All keys are derived from the job's token. The probability that two different packets have
-the same hashes is 2^-64. Forged packets fail verification. Replayed packets are recognized by their
-old numbers.
+of the packet. First the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999), under
+each of two keys. The tag is then SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the
+packet's length. All keys are derived from the job's token. The probability that two different
+packets have the same hashes is 2^-64. Forged packets fail verification. Replayed packets are
+recognized by their old numbers.
 
 Packet i of a run of packets is the bytes [i * segment, (i + 1) * segment) of a buffer. A run of
 bulk packets is an array that contains only bulk packets. Assumes a little-endian host and

@@ -235,8 +235,8 @@ class PendingPull:
 
 class Pulls:
     """The pending pulls of one link. Invariants: each pull is either in `_waiting` or in `_begun`;
-    a key (chunk, version) is a value in `_keys` if and only if `_waiting` or `_begun` has a pull of
-    this key."""
+    a key (chunk, version) is among the values of `_keys` if and only if a pull of this key is in
+    `_waiting` or `_begun`."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first

@@ -57,7 +57,7 @@ _ADDED, _COMPLETED, _OLD, _REPEATED, _ANSWERED, _MISMATCHED = range(len(COUNTERS
 
 @dataclass(frozen=True, slots=True)
 class StuckSlot:
-    """An incomplete sum."""
+    """An incomplete sum in a slot of a table."""
 
     number: int
     missing: tuple[int, ...]  # children whose packet has not arrived
@@ -84,7 +84,7 @@ class TableDevice(Protocol):
     mode: str  # how its driver runs the program; shown to users
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
-        """Make a job's table. Raises RoadtrainError or OSError if the device cannot.
+        """Make a job's table. Raises RoadtrainError or OSError if the device cannot make the table.
 
         Args:
             port: UDP port of the job at this switch.

@@ -63,7 +63,7 @@ class MulticastTrial:
             self._answers[rank] = reached
 
     def due(self, now: float) -> bool:
-        """Return whether to send a packet now."""
+        """Return whether to send a trial packet now."""
         if not self._invited or now < self._next:
             return False
         self._next = now + EVERY_S
