@@ -87,8 +87,9 @@ class Span:
 class Run:
     """The parameters of one block that share dtype, parameter group and trainability.
 
-    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is its
-    offset in the block's push buffer, which contains trainable runs only.
+    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is the
+    offset of the run in the block's push buffer, in bytes. The push buffer contains only trainable
+    runs.
     """
 
     block: int

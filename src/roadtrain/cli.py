@@ -178,8 +178,8 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`, or
-    None if there was no `=`. In this case the value is the first of the remaining arguments,
+    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`. If
+    there was no `=`, `text` is None, and the value is the first of the remaining arguments,
     `left`."""
     if kind is bool:
         if text:

@@ -28,7 +28,8 @@ class Launch:
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Read the variables that torchrun sets. Raises ConfigError if a variable is missing."""
+    """Read the environment variables that torchrun sets. Raises ConfigError if a variable is
+    missing."""
     if missing := [name for name in LAUNCH_NAMES if not environ.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",

@@ -73,8 +73,8 @@ class RecordView:
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the elements of an array that belong to the chunk's span number `span`. If `what`
-        is a scalar, return one element."""
+        """Return the elements of an array that belong to the span with index `span` of the chunk.
+        If `what` is a scalar, return one element."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
@@ -128,8 +128,8 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Read an array of one parameter as `read_param` does, from the records that `record_of`
-    returns."""
+    """Read an array of one parameter, like `read_param`. `record_of` returns the record of each
+    chunk of the parameter."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
@@ -146,8 +146,8 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """Read an array of one parameter as `gather_param` does, but flat and chunk by chunk. Yields
-    (first element, values)."""
+    """Read an array of one parameter, like `gather_param`, but flat and in pieces, one for each
+    chunk. Yields (first element, values) for each piece."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -184,7 +184,8 @@ def _gather(
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Write every chunk of a new store from `source`. The caller commits."""
+    """Write every chunk of a new store from `source`. The caller must commit the store
+    afterwards."""
     for chunk in store.table.chunks:
         view = RecordView.empty(store.meta, chunk)
         view.fill(store.table.params, source)
@@ -215,8 +216,8 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Commit the records that the body writes to `new` at `step`, and replace the former store by
-    `new`. If anything fails, `new` is removed."""
+    """Commit, at `step`, the records that the body of the `with` statement writes to `new`. Then
+    replace the former store by `new`. If anything fails, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)

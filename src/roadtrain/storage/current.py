@@ -55,9 +55,9 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """(job's id, index). In a local store, the index is that of this directory. In a store on
-        servers, it is the index of the server that owns this part. None if the description is
-        unreadable."""
+        """The part that this generation holds, as (job's id, index). In a local store, `index` is
+        the index of this directory. In a store on servers, `index` is the index of the server that
+        owns the part. None if the description is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
@@ -212,7 +212,8 @@ def _inspect(directory: Path, number: int) -> Generation:
 
 
 def brief_of(home: Path) -> Brief | None:
-    """Read the basic fields of a generation's description. Returns None if it is unreadable."""
+    """Read the basic fields of a generation's description. Returns None if the description is
+    unreadable."""
     try:
         return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:

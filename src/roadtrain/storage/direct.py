@@ -33,7 +33,8 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Convert an OSError in the body to FullError, GoneError or StoreError.
+    """Convert an OSError that the body of the `with` statement raises to FullError, GoneError or
+    StoreError.
 
     Args:
         path: The file, named in the message.
@@ -145,7 +146,7 @@ def in_ram(path: Path) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
+    """Make the names of the files in `directory` durable."""
     with typed_errors(directory, "fsync"):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -155,8 +156,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that files can be created in a directory, which need not exist yet. Changes nothing.
-    Raises ConfigError if they cannot be created."""
+    """Check that files can be created in `directory`, even if the directory does not exist yet.
+    Changes nothing. Raises ConfigError if files cannot be created."""
     path = directory.absolute()
     there = next(path for path in (path, *path.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -172,7 +173,7 @@ def check_directory(directory: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Check that a file can be written and that its directory exists. Changes nothing. Raises
-    ConfigError if one of them is not the case."""
+    ConfigError if the check fails."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():

@@ -37,7 +37,7 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """The place of a chunk in the files of a tier."""
+    """The place of a chunk in the slot files and the spill file of a tier."""
 
     row: int  # index of its row in a ledger record
     offset: int  # in both slot files

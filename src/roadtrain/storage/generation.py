@@ -332,7 +332,7 @@ def open_part(
     Args:
         step: The step at which to open the part. None stands for the newest step.
         direct: Whether to use direct I/O.
-        read_only: Whether to write, remove and lock nothing.
+        read_only: If True, nothing is written, removed or locked.
 
     Returns:
         The part, or None if there is no part in `directory`.

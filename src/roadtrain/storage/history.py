@@ -104,7 +104,7 @@ class Unclear:
 
 
 class Histories:
-    """The histories of the servers that have answered.
+    """The histories of the servers that have answered a start.
 
     Args:
         found: The report of each server that has answered, by its number.
@@ -138,7 +138,7 @@ class Histories:
 
         Args:
             witness: The record of the run directory, or None.
-            given_up: Numbers of the servers whose contents are to be discarded. These servers are
+            given_up: Numbers of the servers whose stored data is to be discarded. These servers are
                 not in `found`.
 
         Raises:

@@ -104,8 +104,8 @@ class Ledger:
     """The two ledger files of one generation directory.
 
     Attributes:
-        entry: The last committed record. Before the first commit, its step is -1 and it has the
-            initial rows.
+        entry: The last committed record. Before the first commit, the step of this record is -1,
+            and its rows are the initial rows.
         pending: The record that was appended but is not committed yet, or None.
         session: The session that new records name (Note "sessions"). Initially it is the session of
             the loaded record.

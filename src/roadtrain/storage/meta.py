@@ -38,7 +38,7 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Brief:
-    """The fields that the description of a store has in every format."""
+    """The fields that the description of a store has in every version of the format."""
 
     format: int
     job: str
@@ -159,7 +159,7 @@ class StoreMeta:
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
-        """Parse a description. `where` is the source of the text, which messages name.
+        """Parse a description. `where` names the source of the text in messages.
 
         Raises:
             DamagedError: The text is not a valid description.

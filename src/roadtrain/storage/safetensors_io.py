@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file. Its values are read by `read`."""
+    """A tensor in a file. `read` reads the values of the tensor."""
 
     name: str
     dtype: str

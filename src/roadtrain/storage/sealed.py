@@ -29,7 +29,8 @@ def unsealed(content: bytes) -> bytes:
 
 
 def sealed_json(body: bytes) -> bytes:
-    """Insert the checksum key into `body`, a JSON object that is not empty."""
+    """Insert the checksum into `body` as the first key. `body` must be a JSON object that is not
+    empty."""
     rest = body.removeprefix(b"{")
     return _KEY % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 

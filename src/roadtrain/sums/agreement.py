@@ -61,7 +61,7 @@ class Agreement:
     raises the error. If no operation was abandoned, beginning the next operation raises the error.
 
     Args:
-        waits: As for AgreementStateMachine.
+        waits: As in AgreementStateMachine (protocol/agreement.py).
         say: Function that sends a frame to the coordinator. None if there is only one worker.
         give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
             of the sums.

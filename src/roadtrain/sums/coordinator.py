@@ -94,7 +94,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     """The coordinator of one run of a job.
 
     Args:
-        waits: As for AgreementStateMachine.
+        waits: As in AgreementStateMachine (protocol/agreement.py).
         groups: The groups that use spare hosts, each as the ranks of the workers that sum with each
             other. A worker is in at most one group.
         spares: The spare hosts that are used at the start.
@@ -177,7 +177,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     def send(
         self, ranks: Sequence[int], kind: int, fields: tuple[Any, ...], payload: bytes = b""
     ) -> None:
-        """Send a frame to those of `ranks` that are connected."""
+        """Send a frame to the workers in `ranks` that are connected."""
         for worker in self.everyone():
             if worker.rank in ranks:
                 self._send(worker, kind, fields, payload)

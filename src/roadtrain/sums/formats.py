@@ -45,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: the sign of every value is sent, and one mean magnitude of all values."""
+    """onebit: the sign of every value and one mean magnitude of all values are sent."""
 
     name = "onebit"
 

@@ -68,7 +68,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The connection of one worker to the summation service."""
+    """The connection of one worker to the summation service. It sums within the host, between
+    hosts, or both."""
 
     near: WorkerSums  # sums this worker's tensors: inside the host, if there are two levels
     above: CrossHostSums | None  # sums with other hosts, if this worker does so in a second level

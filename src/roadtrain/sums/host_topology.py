@@ -47,7 +47,8 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces of hardware devices. Virtual interfaces have no device."""
+    """List the network interfaces of hardware devices. Virtual interfaces are not listed, because
+    they have no device."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 

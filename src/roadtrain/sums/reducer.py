@@ -50,8 +50,8 @@ Above = Callable[
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the number of bytes of a part on the wire. `summed`: As the field of
-    protocol/reducer.py's Arrived. Raises WireError for an unknown format."""
+    """Return the number of bytes of a part on the wire. `summed`: The field of this name of the
+    class Arrived (protocol/reducer.py). Raises WireError for an unknown format."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -336,8 +336,8 @@ class Reducer(HostedSession[_ReducerConnection]):
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Decode the parts one after another. The first part is decoded into `total`, and each later
-    part into the same buffer. Yields (values, dtype)."""
+    """Decode the parts of all workers, one after another. The first part is decoded into `total`.
+    All later parts are decoded into a single buffer. Yields (values, dtype) for each part."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

@@ -52,7 +52,7 @@ def connect_sums(
     deadline_s: float,
     report: Callable[[str], None],
 ) -> TensorSums | None:
-    """Connect this rank to the service. Collective.
+    """Connect this rank to the summation service. All ranks must call this function.
 
     Args:
         reducers: Addresses of the spare hosts, or the path of a file that lists these addresses.

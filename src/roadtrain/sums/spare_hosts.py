@@ -27,7 +27,7 @@ RETRY_S, MOST_RETRY_S = 2.0, 300.0  # first and longest wait before a host is tr
 
 @dataclass(frozen=True)
 class SpareHosts:
-    """The user's spare hosts.
+    """The spare hosts that the user has listed.
 
     Args:
         spares: Addresses, or the path of a file that lists addresses and may change.

@@ -34,7 +34,7 @@ class TensorCodec:
 
         Args:
             start: First element of the part.
-            number: The round.
+            number: The number of the round.
         """
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])

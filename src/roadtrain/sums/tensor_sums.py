@@ -97,8 +97,8 @@ class TensorSums:
             format: Wire format of an fp32 tensor. If empty, the default is used.
 
         Returns:
-            The sum in progress. If the workers do not sum the same tensors, waiting for it raises
-            DifferError on all workers. Other sums may be begun after such an error.
+            The sum in progress. If the workers do not sum the same tensors, waiting for the sum
+            raises DifferError on all workers. Other sums may be begun after such an error.
 
         Raises:
             ConfigError: The dtype cannot be summed.

@@ -116,8 +116,8 @@ class WorkerSums:
 
     Args:
         rank: Rank of this worker in the group.
-        reducers: Address of each worker's reducer. A path as an address stands for a link by shared
-            memory, and None stands for the reducer of this process.
+        reducers: Address of each worker's reducer. If an address is a path, the link uses shared
+            memory. None stands for the reducer of this process.
         rates: Rates of the workers' links. The rates determine the reducers' shares of the sums.
         spares: The spare hosts that are used at the start.
         own: Function that accepts the link to the reducer of this process.
@@ -519,7 +519,7 @@ class WorkerSums:
             )
 
     def _waited_for(self, tensor: TensorRound) -> str:
-        """Describe the missing sums of a tensor, for a message. Called under the lock."""
+        """Describe the missing sums of a tensor, for a message. The caller holds the lock."""
         if not tensor.round:
             return "all workers to agree on the spare hosts"
         waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent}

@@ -52,7 +52,7 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 class SlotQuota:
     """The memory budget of a switch. Each job reserves slots of its table from this budget.
-    Thread-safe. Invariant, under `_lock`: 0 <= `used_nbytes` <= `nbytes`."""
+    Thread-safe. Invariant, while `_lock` is held: 0 <= `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError if `nbytes`, the memory for all jobs, is too small for the smallest

@@ -136,8 +136,8 @@ class DatagramSocket:
             into: The buffer, at least RECEIVE_NBYTES.
 
         Returns:
-            (bytes, bytes per packet, sender), or None after `timeout_s`. The last packet may be
-            shorter.
+            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`. The
+            last packet may be shorter.
 
         Raises:
             LostError: The socket is closed.
@@ -244,8 +244,9 @@ class DatagramSocket:
                 at += step
 
     def _send_part(self, part: memoryview, segment: int, to: Address) -> bool:
-        """Send a part of a run, or count it as lost. Returns False if the kernel cannot split the
-        part; then the caller must send it packet by packet."""
+        """Send a part of a run. If the peer or the network cannot be reached, the packets of the
+        part are counted in `unsent`. Returns False if the kernel cannot split the part; then the
+        caller must send the part packet by packet."""
         joined = len(part) > segment
         control = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
         deadline = time.monotonic() + SEND_S

@@ -210,7 +210,7 @@ class FanInEnd(IntermediarySession):
 
     def accept(self, link: Link, greeting: switch_frames.FanInHello) -> ParameterConnection:
         """Add a participant. For the first participant, also connect to the server. Raises
-        ForeignError if the greeting contradicts that of the first participant."""
+        ForeignError if the greeting contradicts the greeting of the first participant."""
         check_same(self.first, greeting)
         with self.lock:
             worker = self.join(greeting.hello.rank, link)
@@ -413,8 +413,8 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: {line}")
 
     def _send_silent(self) -> None:
-        """Tell each participant which other participants or which switches it waits for. Error
-        messages of the participant then name these."""
+        """Tell each participant which other participants or switches it waits for. Error messages
+        of the participant then name these other participants or switches."""
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()

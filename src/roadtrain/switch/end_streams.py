@@ -217,8 +217,9 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
-        """Append a run of packets. Returns the end of the run: packets with smaller numbers may be
-        sent. `done` is called when all workers have received the run."""
+        """Append a run of packets. Returns the number after the last packet of the run: all packets
+        with smaller numbers may now be sent. `done` is called when all workers have received the
+        run."""
         with self._lock:
             count = -(-carried.bytes.size // PAYLOAD_NBYTES)
             self._runs.append(OutgoingRun(self.end, count, carried, done))

@@ -53,7 +53,7 @@ def blocks_of(elements: int) -> int:
 
 
 def packets_of(elements: int, width: int) -> int:
-    """Return the number of gradient packets for `elements` of `width` bytes each."""
+    """Return the number of packets for a gradient of `elements` elements, each of `width` bytes."""
     return -(-elements * width // PAYLOAD_NBYTES)
 
 
@@ -163,7 +163,8 @@ def quantize(
     run: np.ndarray,
 ) -> None:
     """Quantize the elements of the gradient packets `packet`, `packet` + 1, ..., and write the
-    integers into the payloads of `run`, a run of packets. Padded with zeros after the last element.
+    integers into the payloads of `run`, a run of packets. After the last element of the gradient,
+    the payloads are padded with zeros.
 
     Args:
         values: [N] of `dtype`; N = 0 stands for all zeros.

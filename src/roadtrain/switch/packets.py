@@ -173,7 +173,7 @@ def _product(word: Any, key: Any) -> Any:
 
 @kernel
 def _tag(packet: Any, words: Any, sip: Any) -> Any:
-    """Compute the tag of a packet: uint8 [HEADER_NBYTES to PACKET_NBYTES]."""
+    """Compute the tag of `packet`, an array of HEADER_NBYTES to PACKET_NBYTES bytes (uint8)."""
     whole = packet.size // 8
     body = packet[: whole * 8].view(np.uint64)
     first, second = np.uint64(0), np.uint64(0)
@@ -294,8 +294,8 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
-    """Fill the payload of packet i from source[(packet + i) * PAYLOAD_NBYTES :], padded with zeros
-    after the end of `source` (uint8)."""
+    """Fill the payload of each packet i from `source` (uint8), beginning at byte (packet + i) *
+    PAYLOAD_NBYTES. After the end of `source`, payloads are padded with zeros."""
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -311,9 +311,9 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
-    """Copy the payload of each packet i for which ok[i] is set to into[index[i] * PAYLOAD_NBYTES
-    :]. Payload bytes beyond the end of `into` (uint8) are left out. `ok` and `index` have one
-    element per packet."""
+    """Copy the payloads of packets into `into` (uint8). If ok[i] is set, the payload of packet i is
+    copied to the place that begins at byte index[i] * PAYLOAD_NBYTES. Payload bytes beyond the end
+    of `into` are left out. `ok` and `index` have one element per packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 

@@ -57,7 +57,7 @@ NOTHING = Gradient(np.empty(0, np.float32), "fp32", lambda: None)  # stands for 
 
 @dataclass
 class Round:
-    """One sum of a chunk."""
+    """The state of one round at a participant. A round is one sum of a chunk's gradients."""
 
     chunk: int
     round: int
@@ -162,7 +162,7 @@ class Granted:
         packets with these numbers count as being made.
 
         Returns:
-            (run, first packet in the run, number of packets) of each run.
+            For each run: (run, first packet in the run, number of packets).
         """
         out = list(overlapping(self._runs, first, first + count))
         self._making = [run.round for run, _, _ in out]
@@ -189,8 +189,8 @@ class Granted:
         return out
 
     def give_up(self) -> list[Sent]:
-        """Release all gradients after the link has ended, while no packets are being made. Returns
-        the `sent` callbacks to call."""
+        """Release all gradients. Called after the link has ended, while no packets are being made.
+        Returns the `sent` callbacks to call."""
         waiting = [g.sent for chunk in self._announced.values() for g in chunk]
         under_way = [round.gradient.sent for round in self._rounds.values()]
         granted = [r.round.gradient.sent for r in self._runs if r.kind is Kind.GRADIENT]

@@ -121,7 +121,7 @@ class Registration:
 
     Args:
         ready: Called once, when all switches have accepted the job. The argument is a dict: address
-            of each switch -> its UDP port.
+            of each switch -> UDP port of the job at this switch.
         failed: Called at most once, with the error, if a switch cannot be reached in time.
     """
 

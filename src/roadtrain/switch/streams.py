@@ -304,8 +304,8 @@ class Moderation:
 
 
 class BeatClock:
-    """Decides when a receiver sends a heartbeat: after a quarter of a window, BUSY_S after a packet
-    arrived, and every IDLE_S otherwise (Sun et al., appendix B)."""
+    """Decides when a receiver sends a heartbeat: after a quarter of a window has arrived, BUSY_S
+    after a packet has arrived, and otherwise every IDLE_S (Sun et al., appendix B)."""
 
     def __init__(self, window: int) -> None:
         self._quarter = max(window // 4, 1)

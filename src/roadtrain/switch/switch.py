@@ -139,8 +139,8 @@ class SwitchHost:
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
         """Report why a job has ended, to the user and to the job's fan-in end. A new thread reports
-        to the fan-in end, because the caller may be the link's own thread. Returns False if the job
-        had ended already."""
+        to the fan-in end, because the caller may be the link's own thread. If the job had already
+        ended, returns False."""
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False

@@ -29,7 +29,7 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """Header of ANNOUNCE: a worker announces its next gradient of the chunk, which is to be
+    """Header of ANNOUNCE: a worker announces its next gradient of the chunk. The gradient is to be
     summed."""
 
     chunk: int

@@ -229,7 +229,7 @@ class SwitchJob:
         return self.hello.session
 
     def take(self, buffers: Buffers) -> bool:
-        """Read and handle one batch of packets. Returns False if none has arrived."""
+        """Read and handle one batch of packets. Returns False if no packet has arrived."""
         runs, _ = read_runs(self.socket, buffers.received)
         for run in runs:
             self._take_run(run, buffers.sums)

@@ -201,8 +201,9 @@ def _add_packets(
 class SwitchTable:
     """The table of one job at one switch.
 
-    Invariants (`check`): number modulo `slots` is the slot's index; `done` is set if and only if
-    the bits of all children are set; a used slot has at least one bit; `acked` never decreases.
+    Invariants (`check`): the number in a slot, modulo `slots`, is the index of the slot; `done` is
+    set if and only if the bits of all children are set; a used slot has at least one bit set;
+    `acked` never decreases.
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:

@@ -163,8 +163,8 @@ class _RdmaChannel:
         self._receiver.start()
 
     def _meet(self, deadline: float) -> None:
-        """Exchange memory addresses and keys. Gives the other side read and write access to this
-        side's ring and piece, and to no other memory."""
+        """Exchange memory addresses and access keys with the other side. The other side gets read
+        and write access to this side's ring and piece, and to no other memory."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )

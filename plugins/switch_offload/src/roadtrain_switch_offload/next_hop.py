@@ -27,7 +27,7 @@ _COMPLETE = 2  # ATF_COM: the neighbour's hardware address is resolved
 
 
 def ipv4(host: str) -> str:
-    """Return the IPv4 address of a host. Raises ConfigError if the host has none."""
+    """Return the IPv4 address of a host. Raises ConfigError if the host has no IPv4 address."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:

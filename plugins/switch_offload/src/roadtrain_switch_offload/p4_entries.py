@@ -35,7 +35,7 @@ class P4Neighbour:
 @dataclass(frozen=True)
 class P4Job:
     """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or if
-    there are more than MOST_CHILDREN children or none."""
+    there are more than MOST_CHILDREN children or no child."""
 
     job: int  # job number in packets
     host: str  # IPv4 address of the switch

@@ -44,7 +44,8 @@ _WHOLE = np.dtype((np.uint8, PACKET_NBYTES - HEADER_NBYTES))
 
 
 def failed_trial(program: BpfObject) -> str | None:
-    """Run the self-test. Returns None, or a description of the failure."""
+    """Run the self-test. Returns None if the test succeeds, otherwise a description of the
+    failure."""
     live = program.mapped("live", LIVE, MOST_JOBS)[:1]
     key = PacketKey.derive(b"self-test", b"of the program")
     job = XdpJob(JOB_NUMBER, PORT, CHILDREN, CHILD, SLOTS, key, PARENT, 0)
@@ -132,8 +133,8 @@ class _Trial:
         return self._expect(bytes(wrong), XDP_PASS, bytes(wrong))
 
     def _expect(self, sent: bytes, verdict: int, left: bytes | None) -> str | None:
-        """Run the program on the packet `sent`, as if from a device or from user space. Return the
-        first difference from the expected results, or None.
+        """Run the program on the packet `sent`, as if from a device or from user space. Return a
+        description of the first difference from the expected results, or None.
 
         `verdict` is the expected verdict. `left` is the expected content of the packet after the
         run; None if the content is not compared.

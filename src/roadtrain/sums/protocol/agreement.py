@@ -191,7 +191,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Note that a worker's link has ended."""
+        """Handle the end of a worker's link: the worker has left."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():

@@ -41,7 +41,7 @@ class Arrived(NamedTuple):
 
 @dataclass(slots=True)
 class PartRound:
-    """One round of a part."""
+    """The state of one round of summing a part."""
 
     round: int
     elements: int

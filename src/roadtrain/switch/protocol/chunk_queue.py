@@ -13,7 +13,7 @@ from roadtrain.servers.protocol.messages import ApplyUpdate, Close, DiscardGrad
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A worker announces a gradient of the chunk, to be summed."""
+    """An event: a worker announces a gradient of a chunk. The gradient is to be summed."""
 
     chunk: int
     fresh: bool  # whether it is the worker's first gradient of the step: it replaces the sum
@@ -41,7 +41,7 @@ AFTER = {
 
 @dataclass(slots=True)
 class SumRound:
-    """One sum of a chunk."""
+    """The state of one round at the fan-in end. A round is one sum of a chunk's gradients."""
 
     chunk: int
     number: int  # counts the sums of this chunk, from 1

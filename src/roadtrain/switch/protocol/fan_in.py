@@ -157,7 +157,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Function from a chunk's number to its packets of exponents and of gradients.
+            packets: Function that returns, for a chunk's number, how many packets the chunk's
+                exponents have, and how many its gradient has.
             now_s: The current time, by the clock of the ticks.
             replicated: Whether another server has the same chunks and must compute the same bytes.
         """
@@ -347,8 +348,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """Close a chunk after all workers have closed it. An ApplyUpdate of a worker closes the
-        chunk too."""
+        """Close a chunk after all workers have closed it. A worker's ApplyUpdate counts as a Close
+        too."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
@@ -427,7 +428,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _numbers(self, count: int) -> int:
-        """Assign `count` packet numbers. Returns the first."""
+        """Assign `count` packet numbers. Returns the first of these numbers."""
         first, self.next_number = self.next_number, self.next_number + count
         return first
 

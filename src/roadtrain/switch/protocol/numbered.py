@@ -87,7 +87,7 @@ def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Ru
     overlap.
 
     Yields:
-        (run, first packet within the run, number of packets).
+        For each part: (run, first packet within the run, number of packets).
     """
     at = bisect_right(runs, first, key=lambda run: run.first) - 1
     for run in runs[max(at, 0) :]:
@@ -214,7 +214,7 @@ class NumberedSender:
         return numbers
 
     def _find_lost(self) -> None:
-        """Mark missing numbers as lost if a number that was sent after them has arrived."""
+        """Mark each missing number as lost if a number that was sent later has arrived."""
         end = self.beat.end
         if end > self.judged:
             self.lost |= self._missing(end) & ~self._missing(self.judged)
