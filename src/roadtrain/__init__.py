@@ -68,7 +68,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, because importing torch takes a second."""
+    """Import the public name `name` when it is first used, because importing torch takes a
+    second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'roadtrain' has no attribute {name!r}")
     module = __import__(_HOMES[name], fromlist=[name])

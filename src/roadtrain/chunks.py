@@ -1,12 +1,12 @@
 """The layout of a model's parameters: each block consists of flat runs, and each run is cut into
 chunks, which are transferred and stored.
 
-The parameters of a block are laid out flat. Parameters that share dtype, trainability and optimizer
-parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements, and the
-run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A chunk is a
-contiguous piece of one run, so all its elements have the same dtype and hyperparameters. Every
-chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every chunk size
-(Rule 1).
+The parameters of a block are laid out flat. Parameters with the same dtype, trainability and
+optimizer parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements,
+and the run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A
+chunk is a contiguous piece of one run, so all its elements have the same dtype and hyperparameters.
+Every chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every
+chunk size (Rule 1).
 
 A chunk is stored as a *record*: [weights | state]. A pull returns the weights part. The state part
 holds everything else that the update rule needs: the fp32 master copy if the weights are not fp32,
@@ -56,7 +56,7 @@ TRAINABLE = ("fp32", "bf16", "fp16")
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter of the model. `group` is the index of the optimizer's parameter group that
-    contains the parameter, or -1 if no group contains it."""
+    contains the parameter, or -1 if no group contains the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,8 +87,9 @@ class Span:
 class Run:
     """The parameters of one block that share dtype, parameter group and trainability.
 
-    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is its
-    offset in the block's push buffer, which contains trainable runs only.
+    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is the
+    offset of the run in the block's push buffer, in bytes. The push buffer contains only trainable
+    runs.
     """
 
     block: int
@@ -105,7 +106,7 @@ class Run:
 @dataclass(frozen=True)
 class Chunk(Run):
     """A contiguous piece of a Run. The fields `numel`, `offset`, `push_offset` and `spans` describe
-    the piece. The other inherited fields, such as `index`, have the same values as in the run."""
+    the piece. The other inherited fields have the same values as in the run."""
 
     id: int  # position in ChunkTable.chunks
     start: int  # position in the run of the chunk's first element
@@ -116,8 +117,9 @@ class Chunk(Run):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """The pieces of parameters over which partial sums are formed, as (param, start, stop), in
-        flat order. The chunk's spans are cut at every multiple of SEGMENT in the run."""
+        """The pieces of parameters over which partial sums are formed, each as (param, start,
+        stop), where start and stop are positions in the chunk. They are the chunk's spans, in
+        order, cut at every multiple of SEGMENT in the run."""
         out = []
         for span in self.spans:
             at = span.start
@@ -132,9 +134,10 @@ class Chunk(Run):
 class Block:
     """A block of the model.
 
-    `params` are the indices of the block's parameters in ChunkTable.params, including parameters
-    without elements, which are in no run. `pull_nbytes` and `push_nbytes` are the sizes of the flat
-    buffers of the block's parameters and of its gradients, in bytes, padded to pages.
+    `params` are the indices of the block's parameters in ChunkTable.params. They include parameters
+    without elements, although no Run of the block contains these. `pull_nbytes` is the size of the
+    flat buffer for the block's parameters, and `push_nbytes` the size of the flat buffer for its
+    gradients. Both are in bytes, padded to pages.
     """
 
     index: int
@@ -152,9 +155,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """The layout of a chunk's record. `master`, `arrays` and `scalars` are byte offsets of parts of
-    the record. Every part starts on a page. `master` is 0 if the weights part is the fp32 master
-    copy."""
+    """The layout of a chunk's record. `master`, `arrays` and `scalars` are the byte offsets of the
+    fp32 master copy, the state arrays and the scalars in the record. Each of these starts on a
+    page. `master` is 0 if the weights part itself is the fp32 master copy."""
 
     weights_nbytes: int  # padded to pages
     state_nbytes: int  # padded to pages
@@ -171,7 +174,7 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
     """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and
     `n_scalars` scalars per parameter span.
 
-    With a staleness, the weights part is one update older than the master copy, so that the last
+    If `staleness` is not 0, the weights part is one update older than the master copy, so the last
     two versions can be pulled. Then the record has a master copy even if the weights are fp32.
     """
     weights = round_up(chunk.weights_nbytes, PAGE)
@@ -188,7 +191,7 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
 @dataclass(frozen=True)
 class ChunkTable:
     """All blocks of a model. Block 0 is the root block, which may be empty. The other blocks follow
-    in module order."""
+    in the order of the model's modules."""
 
     blocks: tuple[Block, ...]
     params: tuple[ParamSpec, ...]
@@ -298,8 +301,8 @@ def _lay_out(
 
 
 def cut_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the parts of `spans` that are inside [start, stop), with positions relative to
-    `start`."""
+    """Return the parts of `spans` that are inside [start, stop). The positions in the result are
+    relative to `start`."""
     return tuple(
         Span(
             s.param,

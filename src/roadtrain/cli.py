@@ -1,10 +1,10 @@
 """The `roadtrain` command line: find the function of a command, parse its options and call it.
 
 A command is a function with type annotations. `--help` prints the first paragraph of the function's
-docstring and the options listed under `Args:`. Both are read from the source file, and a module is
-imported only when its command runs, so help and usage errors do not wait for the import of torch
-(docs/decisions/0029). A RoadtrainError is printed as a message without a traceback. The exit code
-is 2, or 3 if another process failed and repeating the command may succeed.
+docstring and the options listed under `Args:`. Both are read from the source file. A command's
+module is imported only when the command runs. So help and usage errors do not wait for the import
+of torch (docs/decisions/0029). A RoadtrainError is printed as a message without a traceback. The
+exit code is 2, or 3 if another process failed and repeating the command may succeed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Command:
         target: The function that runs the command, as module:function. It returns an exit code or
             None.
         words: Names of the positional arguments. [WORD] is optional.
-        job_keys: Whether every key of a job is an option too. These are passed as `overrides`.
-        job_word: The index in `words` of the job file, which is checked before torch is imported;
-            -1 if the command has no job file.
+        job_keys: Whether every key of a job is also an option of the command. Such options are
+            passed to the function as `overrides`.
+        job_word: The index in `words` of the argument that is a job file; -1 if the command has no
+            job file. The job file is checked before torch is imported.
     """
 
     target: str
@@ -53,7 +54,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a command. `text` is its help."""
+    """An option of a command. `text` is the option's help text."""
 
     kind: type  # bool, int, float or str; a bool option takes no value
     text: str
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Run the command `args` and return its exit code, like main, but raise errors."""
+    """Run the command line `args` and return its exit code. In contrast to `main`, raises errors
+    instead of printing them."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -126,8 +128,8 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the job file, if the command has one, before the command's module imports torch. Raises
-    ConfigError."""
+    """Check the job file of the command `name`, if the command has one. Called before the command's
+    module imports torch. Raises ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic
         job.load_job(words[number], overrides)
@@ -176,8 +178,9 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Return the value of the option `key`, converted to `kind`. The value is `text` if it was
-    written after `=`, otherwise the first of the remaining arguments `left`."""
+    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`. If
+    there was no `=`, `text` is None, and the value is the first of the remaining arguments,
+    `left`."""
     if kind is bool:
         if text:
             raise ConfigError(f"--{key} takes no value, got {text}")
@@ -205,8 +208,8 @@ def _check_words(name: str, words: Sequence[Any]) -> None:
 
 
 def _function_of(target: str) -> ast.FunctionDef:
-    """Parse the source of a command's function. Raises ConfigError if the function belongs to the
-    benchmarks, and the benchmarks are not installed."""
+    """Return the parsed source of a command's function. Raises ConfigError if the function belongs
+    to the benchmarks and there is no clone of the repository."""
     module, _, name = target.partition(":")
     top = Path(__file__).parents[1]
     if module.startswith("benchmarks."):
@@ -231,7 +234,7 @@ def summary_of(target: str) -> str:
 
 def options_of(target: str) -> Mapping[str, Option]:
     """Return the options that the docstring of a command's function lists under `Args:`, by name.
-    The kinds of the options are the types in the function's signature."""
+    The type of each option's value is read from the function's signature."""
     function = _function_of(target)
     annotations = {
         arg.arg: ast.unparse(arg.annotation)
@@ -247,8 +250,9 @@ def options_of(target: str) -> Mapping[str, Option]:
 
 
 def _find_benchmarks() -> Path:
-    """Make the benchmarks importable, and return the directory that contains them. They are in the
-    directory `benchmarks` of a clone, and are not installed. Raises ConfigError without a clone."""
+    """Make the benchmarks importable, and return the directory that contains them: `benchmarks` in
+    a clone of the repository. The benchmarks are not installed with the package. Raises ConfigError
+    if there is no clone."""
     clone = Path(__file__).parents[2]
     if not (clone / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(

@@ -17,7 +17,7 @@ LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of this process, and the address of the rendezvous store of all ranks."""
+    """The rank of this process, and the address of the rendezvous store at which all ranks meet."""
 
     rank: int
     world_size: int
@@ -28,7 +28,8 @@ class Launch:
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Read the variables that torchrun sets. Raises ConfigError if a variable is missing."""
+    """Read the environment variables that torchrun sets. Raises ConfigError if a variable is
+    missing."""
     if missing := [name for name in LAUNCH_NAMES if not environ.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
@@ -50,8 +51,9 @@ class WorkerIdentity:
     Attributes:
         rank: The rank of this worker.
         workers: The number of workers.
-        session: A string that all workers of one start share. Every restart has a new session.
-        local: The number of workers on each host; 1 if hosts have different numbers of workers.
+        session: A string that is the same for all workers of one start of a job. Every restart has
+            another string.
+        local: The number of workers on each host; 1 if the hosts have different numbers of workers.
     """
 
     rank: int = 0
@@ -62,7 +64,8 @@ class WorkerIdentity:
     @staticmethod
     def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
         """Read the identity of this worker from torchrun's variables. If the variables are not set,
-        this process is the only worker. Raises ConfigError if they contradict each other."""
+        this process is the only worker. Raises ConfigError if the variables contradict each
+        other."""
         (rank, workers), (_, local) = _rank_of(environ), local_rank_of(environ)
         hosts = _number(environ, "GROUP_WORLD_SIZE", workers // max(local, 1))
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
@@ -71,19 +74,19 @@ class WorkerIdentity:
         return WorkerIdentity(rank, workers, session, local if local * hosts == workers else 1)
 
     def of_stage(self, stage: int, replica: int, width: int) -> WorkerIdentity:
-        """Return the identity of this worker within its pipeline stage, where the worker is replica
-        `replica` of `width` replicas.
+        """Return the identity of this worker within its pipeline stage. The stage has `width`
+        replicas, and the worker is replica `replica`.
 
-        `self` is the identity among all processes of the pipeline. The session differs between
-        stages, because the replicas of a stage do not share their servers with other stages.
+        `self` is the worker's identity among all processes of the pipeline. Each stage gets another
+        session, because the replicas of a stage do not share their servers with other stages.
         """
         alone = uuid.uuid4().hex if width == 1 else ""
         return WorkerIdentity(replica, width, f"{self.session}:stage {stage}:{alone}")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank of this process among the ranks of its host, and the number of these
-    ranks."""
+    """Return the rank of this process among the processes of its host, and the number of these
+    processes."""
     return _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
 
 

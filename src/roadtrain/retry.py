@@ -22,11 +22,12 @@ def retry(
 
     Args:
         attempt: The function to call.
-        errors: The classes of errors after which `attempt` is called again. Other errors of
-            `attempt` are raised.
-        for_s: Seconds after which an error is raised instead of trying again. If None, `attempt` is
-            called once.
-        waits: Called every few seconds with the last error and the seconds that are left.
+        errors: The classes of errors after which `attempt` is called again. Errors of other classes
+            are raised at once.
+        for_s: Number of seconds for which `attempt` is called again after an error. Then the error
+            is raised. If None, `attempt` is called once.
+        waits: Called every few seconds, between attempts, with the last error and the number of
+            seconds that are left.
     """
     begin = time.monotonic()
     until, say_at = begin + (for_s or 0.0), begin + SAY_SOON_S
@@ -45,7 +46,7 @@ def retry(
 
 @contextmanager
 def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if the body raises an error, then raise the error."""
+    """Call `undo` if the body of the `with` statement raises an error. Then raise this error."""
     try:
         yield
     except BaseException:

@@ -45,16 +45,17 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parse a size into bytes: `"1.5GiB"`, `"800 MB"`, `4096`. Raises UnitError for anything else,
-    including a negative number."""
+    """Parse a size, such as `"1.5GiB"`, `"800 MB"` or `4096`, and return it in bytes. Raises
+    UnitError if `text` is not a size, or if it is negative."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
 
 
 def parse_rate(text: str) -> float:
-    """Parse a rate above 0 into bytes per second: `"400Mbit/s"`, `"1.5 GB/s"`. Raises UnitError for
-    anything else, including `Gb/s`, which could mean bits or bytes."""
+    """Parse a rate above 0, such as `"400Mbit/s"` or `"1.5 GB/s"`, and return it in bytes per
+    second. Raises UnitError if `text` is not such a rate. `Gb/s` is refused too, because it could
+    mean bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
             f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
@@ -63,20 +64,20 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Parse a compute speed above 0 into floating-point operations per second: `"312TFLOP/s"`.
-    Raises UnitError for anything else."""
+    """Parse a compute speed above 0, such as `"312TFLOP/s"`, and return it in floating-point
+    operations per second. Raises UnitError if `text` is not such a speed."""
     return _parsed(str(text), _FLOPS, "a compute speed", "312TFLOP/s", per="/s")
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a duration into seconds: `"5us"`, `"1.5 ms"`, `"2s"`. Raises UnitError for anything
-    else."""
+    """Parse a duration, such as `"5us"`, `"1.5 ms"` or `"2s"`, and return it in seconds. Raises
+    UnitError if `text` is not a duration."""
     return _parsed(str(text), _SECONDS, "a time", "5us, 1.5ms, 2s")
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """Parse a number with a unit from `units`. `per` is a suffix that follows the unit, such as
-    `/s`. With a suffix, the number must be above 0."""
+    """Parse a number with a unit from `units`. `per` is a suffix that must follow the unit, such as
+    `/s`. If there is a suffix, the number must be above 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (
@@ -90,7 +91,7 @@ def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Format bytes: `9.4 GiB`, `512 B`."""
+    """Format a number of bytes: `9.4 GiB`, `512 B`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}"

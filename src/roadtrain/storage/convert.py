@@ -1,13 +1,13 @@
-"""Access to records by parameter name: read one parameter, fill chunks from a source, convert a
-store to other blocks, chunks, dtypes or directories.
+"""Access to records by parameter name: read a single parameter, fill chunks from a source, convert
+a store to other blocks, chunks, dtypes or directories.
 
 A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
-is "master" (fp32; for a frozen parameter, its own dtype), a state array (fp32) or a state scalar
-(one float64). The source may return None instead: the record then keeps its current values, which
-are zero in a new store. The weights part of a trainable chunk is cast from the master, so a
-conversion is exact. Arrays of 16-bit floats have the dtype uint16.
+is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
+scalar (one float64). If the source returns None, the record keeps its current values, which are
+zero in a new store. The weights part of a trainable chunk is cast from the master, so a conversion
+is exact. Values of bf16 and fp16 are arrays of dtype uint16.
 
-Needs memory for one record, and for a few more records during a conversion. Does not know
+Needs memory for one record; a conversion needs memory for a few more records. Does not know
 optimizers or file formats.
 """
 
@@ -73,8 +73,8 @@ class RecordView:
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the elements of an array that belong to the chunk's span number `span`. If `what`
-        is a scalar, return one element."""
+        """Return the elements of an array that belong to the span with index `span` of the chunk.
+        If `what` is a scalar, return one element."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
@@ -97,8 +97,9 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`. If the array `what` is in the weights part, only that part
-    is read. An absent weights part is cast from the master."""
+    """Read the newest record of `chunk`. If the array `what` is in the weights part, only the
+    weights part is read. If the weights part is absent (storage/tier.py), it is cast from the
+    master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -127,8 +128,8 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Read an array of one parameter as `read_param` does, from the records that `record_of`
-    returns."""
+    """Read an array of one parameter, like `read_param`. `record_of` returns the record of each
+    chunk of the parameter."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
@@ -145,8 +146,8 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """Read an array of one parameter as `gather_param` does, but flat and chunk by chunk. Yields
-    (first element, values)."""
+    """Read an array of one parameter, like `gather_param`, but flat and in pieces, one for each
+    chunk. Yields (first element, values) for each piece."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -183,7 +184,8 @@ def _gather(
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Write every chunk of a new store from `source`. The caller commits."""
+    """Write every chunk of a new store from `source`. The caller must commit the store
+    afterwards."""
     for chunk in store.table.chunks:
         view = RecordView.empty(store.meta, chunk)
         view.fill(store.table.params, source)
@@ -214,8 +216,8 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Commit the records that the body writes to `new` at `step`, and replace the former store by
-    `new`. If anything fails, `new` is removed."""
+    """Commit, at `step`, the records that the body of the `with` statement writes to `new`. Then
+    replace the former store by `new`. If anything fails, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -223,10 +225,11 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether the blocks, chunk size, dtypes, rules or directories of `old` differ from `meta`.
+    """Whether the blocks, chunk size, dtypes or update rules of `old` differ from those of `meta`,
+    or its directories from `directories`.
 
-    Chunks that are distributed differently over the same directories do not count as a difference:
-    the distribution changes when the rates of the directories are measured again.
+    If chunks are only distributed differently over the same directories, this does not count as a
+    difference: the distribution changes when the rates of the directories are measured again.
     """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
@@ -242,13 +245,13 @@ def convert(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """Convert `old` exactly, at the same step, to the blocks, chunks and rules of `meta`.
+    """Convert `old` exactly, at the same step, to the blocks, chunks and update rules of `meta`.
 
     The model must be the same. `old` is closed and removed once the new store is published. If the
     process is killed earlier, `open_store` opens `old`.
 
     Raises:
-        ForeignError: The rules of `meta` need other optimizer state than `old` has.
+        ForeignError: The update rules of `meta` need other optimizer state than `old` has.
         ConfigError: A frozen parameter would lose precision.
     """
     _check_convertible(old.meta, meta)

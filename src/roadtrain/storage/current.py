@@ -1,16 +1,16 @@
 """The current generation of a directory, and the removal of all other generations.
 
-`CURRENT` contains the N of the current `gen-N`, with a checksum. A generation is complete once it
-has a record, because the first record is written after everything else. So if CURRENT is damaged,
-lost, or names a missing generation, the current generation is determined by the records, and a note
-is returned.
+`CURRENT` contains the N of the current `gen-N`, with a checksum. If a generation has a ledger
+record, the generation is complete, because its first record is written after everything else. So if
+CURRENT is damaged, lost, or names a missing generation, the records determine the current
+generation, and the Generation gets a note for the user.
 
 Note "never delete what has trained": a generation without a record is removed. A conversion or a
-refill makes a copy of a generation; once the copy is the current generation, the original is
-removed if it is at no later step. Where there is no room for both (in RAM), it is removed in any
-case. All other generations that have a record are renamed and reported.
+refill makes a copy of a generation. Once the copy is the current generation, the original is
+removed, unless the original is at a later step. In RAM, if there is no room for both, the original
+is always removed. All other generations with a record are renamed, and each rename is reported.
 
-Assumes that the directory is locked, or that nothing is written. Does not know how several
+Assumes that the directory is locked, or that nobody writes to it. Does not know how several
 directories make up a store.
 """
 
@@ -55,8 +55,9 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """The job's id, and the index of this directory in a local store, or of the server whose
-        part this is in a store on servers. None if the description is unreadable."""
+        """The part that this generation holds, as (job's id, index). In a local store, `index` is
+        the index of this directory. In a store on servers, `index` is the index of the server that
+        owns the part. None if the description is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
@@ -74,8 +75,8 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        None if CURRENT is missing, or contains 0. A 0 without a checksum counts only if the
-        directory has no record.
+        None if CURRENT is missing or contains 0. If a 0 has no checksum and the directory has a
+        record, the 0 is ignored.
 
     Raises:
         DamagedError: CURRENT is damaged, and the records do not determine the current generation.
@@ -120,12 +121,13 @@ def current(directory: Path) -> Generation | None:
 
 
 def switch(directory: Path, generation: int) -> None:
-    """Make a generation the current one, atomically and durably."""
+    """Make `generation` the current generation of `directory`, atomically and durably."""
     replace_file(directory / NAME, sealed(str(generation).encode()), "switching the generation")
 
 
 def repair(directory: Path, generation: int) -> None:
-    """Make CURRENT name `generation`, with a checksum, and make CURRENT durable."""
+    """Write the number `generation` and a checksum to CURRENT, if CURRENT has other content, and
+    make CURRENT durable."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -136,7 +138,7 @@ def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
     """Remove or rename all generations except `kept` (Note "never delete what has trained").
 
     Args:
-        copy_of: Number of the generation of which `kept` is a copy; 0 if it is no copy.
+        copy_of: Number of the generation of which `kept` is a copy; 0 if `kept` is no copy.
 
     Returns:
         A report of each rename.
@@ -158,7 +160,8 @@ def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
 
 
 def set_aside(generation: Generation) -> str:
-    """Rename a generation so that it is ignored but not deleted. Returns a report of the rename."""
+    """Rename the directory of a generation. The generation is then ignored, but not deleted.
+    Returns a report of the rename."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())
@@ -173,8 +176,8 @@ def set_aside(generation: Generation) -> str:
 
 
 def remove(home: Path) -> None:
-    """Delete the files that roadtrain makes in a generation directory, then the directory itself if
-    it is empty."""
+    """Delete the files that roadtrain makes in a generation directory. Then delete the directory
+    itself, if it is empty."""
     with typed_errors(home, "removing"):
         for name in (*FILES, "spill.bin"):
             (home / name).unlink(missing_ok=True)
@@ -187,11 +190,11 @@ def remove(home: Path) -> None:
 def _named(content: bytes) -> tuple[int, str, bool]:
     """Parse the content of CURRENT.
 
-    A file without a checksum was written by a person, who followed a hint.
+    A file without a checksum was written by a person, who followed the hint of an error message.
 
     Returns:
-        The number in it (0 stands for no generation, -1 if the file is damaged); the damage, or "";
-        and whether its checksum is correct.
+        The number in the file (0 stands for no generation, -1 for a damaged file); a description of
+        the damage, or ""; and whether the file has a correct checksum.
     """
     if content.strip().isdigit():
         return int(content), "", False
@@ -209,7 +212,8 @@ def _inspect(directory: Path, number: int) -> Generation:
 
 
 def brief_of(home: Path) -> Brief | None:
-    """Read the basic fields of a generation's description. Returns None if it is unreadable."""
+    """Read the basic fields of a generation's description. Returns None if the description is
+    unreadable."""
     try:
         return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:

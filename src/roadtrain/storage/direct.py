@@ -1,9 +1,10 @@
 """DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT).
 
 If the file system does not support direct I/O, the file is read and written through the page cache,
-its pages are dropped after use, and `note` contains a warning for the caller to print. Views that
-are not page-aligned are copied to or from an aligned buffer. OSErrors are converted to typed errors
-that name the file and the operation. Does not know chunks, slots or checksums.
+and its pages are dropped from the cache after use. In this case `note` contains a warning that the
+caller should print. Views that are not page-aligned are copied to or from an aligned buffer.
+OSErrors are converted to typed errors that name the file and the operation. Does not know chunks,
+slots or checksums.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Convert an OSError in the body to FullError, GoneError or StoreError.
+    """Convert an OSError that the body of the `with` statement raises to FullError, GoneError or
+    StoreError.
 
     Args:
         path: The file, named in the message.
         doing: The operation, named in the message, such as "reading".
-        nbytes: Number of bytes that the operation writes; 0 if it writes none or few.
+        nbytes: Number of bytes that the operation writes; 0 if the operation writes no or few
+            bytes.
     """
     try:
         yield
@@ -59,8 +62,8 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
-    """Return the error for a full device. If `nbytes` is 0, the operation writes only a name or a
-    size, which needs at most one block."""
+    """Return the error for a full device. If `nbytes` is 0, the operation writes only a file name
+    or a file size, and needs at most one block."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
@@ -84,7 +87,8 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """Write a new file from `pieces`. On return its content is durable, but its name is not."""
+    """Write a new file from `pieces`. On return the file's content is durable, but its name in the
+    directory is not (`sync_directory`)."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -120,7 +124,7 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """Return `directory`, or if it does not exist, the nearest parent that exists."""
+    """Return `directory`. If `directory` does not exist, return the nearest parent that exists."""
     return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
 
 
@@ -142,7 +146,7 @@ def in_ram(path: Path) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
+    """Make the names of the files in `directory` durable."""
     with typed_errors(directory, "fsync"):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -152,8 +156,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that files can be created in a directory. The directory may not exist yet. Changes
-    nothing. Raises ConfigError."""
+    """Check that files can be created in `directory`, even if the directory does not exist yet.
+    Changes nothing. Raises ConfigError if files cannot be created."""
     path = directory.absolute()
     there = next(path for path in (path, *path.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -169,7 +173,7 @@ def check_directory(directory: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Check that a file can be written and that its directory exists. Changes nothing. Raises
-    ConfigError."""
+    ConfigError if the check fails."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():
@@ -199,7 +203,7 @@ def make_directory(directory: Path) -> None:
 
 
 class DirectFile:
-    """An open file. If `create` is given, the file is new, and so many bytes are allocated."""
+    """An open file. If `create` is given, a new file of `create` bytes is allocated."""
 
     def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
         self.path, self.note = path, ""

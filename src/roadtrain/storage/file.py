@@ -2,13 +2,13 @@
 record per step.
 
 Note "two slots": a chunk has the same offset in both slot files. A part is written into the slot
-that does not hold its committed bytes, and the ledger record of a step names the slot of each part.
-So the last committed step stays complete while the next step is written. Frozen chunks come last
-and exist in slot 0 only.
+that does not hold the part's committed bytes. The ledger record of a step names the slot of each
+part. So the last committed step stays complete while the next step is written. Frozen chunks come
+last and exist in slot 0 only.
 
-Assumes the rules of storage/tier.py, and that one process uses the directory (the ledger's lock
-enforces this). Does not decide when to commit, or know the store's other directories
-(storage/generation.py does).
+Assumes the rules of storage/tier.py. Assumes that one process uses the directory, which the
+ledger's lock enforces. Does not decide when to commit, and does not know the store's other
+directories; storage/generation.py does both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """The place of a chunk in the files of a tier."""
+    """The place of a chunk in the slot files and the spill file of a tier."""
 
     row: int  # index of its row in a ledger record
     offset: int  # in both slot files
@@ -50,16 +50,16 @@ class ChunkPlace:
 class FileTier:
     """The records of one generation directory, opened at a step.
 
-    The caller should report `note` once. storage/snapshot.py sets three callbacks to copy committed
-    data: `on_write` is called before a chunk is written, `on_prepare` before a step is prepared,
-    and `on_commit` after a step is committed.
+    `note` is a warning, or "", that the caller should report once. storage/snapshot.py copies
+    committed data, and sets three callbacks for this: `on_write` is called before a chunk is
+    written, `on_prepare` before a step is prepared, and `on_commit` after a step is committed.
 
     Args:
         step: The step whose record is loaded. None stands for the newest record.
         direct: Whether to use direct I/O.
         create: Whether to create empty files of the full size.
-        settle: Whether to settle the ledger at once. If False, nothing is written before settle()
-            is called.
+        settle: Whether to call `settle` at once. If False, nothing is written before the caller
+            calls `settle`.
 
     Raises:
         StoreError: FullError, GoneError, DamagedError or ForeignError, with the file's name.
@@ -117,7 +117,7 @@ class FileTier:
 
     @property
     def entry(self) -> LedgerEntry:
-        """The last committed record. The object is not modified later."""
+        """The last committed record of the ledger. The object is not modified later."""
         return self.ledger.entry
 
     @property
@@ -146,8 +146,8 @@ class FileTier:
                     self.read(chunk, part, buffer[: stop - start])
 
     def settle(self) -> None:
-        """Make the loaded record durable and erase uncommitted records. Must be called before the
-        first write."""
+        """Make the loaded ledger record durable, and erase uncommitted ledger records. Must be
+        called before the first write."""
         # the description may have been read before its name was durable
         sync_directory(self.directory)
         self.ledger.settle()
@@ -171,10 +171,11 @@ class FileTier:
         """Read a part of a chunk's record.
 
         Args:
-            into: Destination, of the padded size of the part.
+            into: Destination of the bytes, as large as the padded part.
             check: Whether to verify the checksums. If False, the caller must call `check_sums`
-                before it uses the data.
-            rows: Rows of the ledger record to read by; None stands for the newest rows.
+                before using the data.
+            rows: Rows of a ledger record. They name the slot and the checksums of the part. None
+                stands for the newest rows.
         """
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
@@ -189,8 +190,9 @@ class FileTier:
             self.check_sums(chunk, part, into, rows)
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
-        """Copy the record of a chunk that `rows` describes into tier `to`, and verify its
-        checksums. Returns the number of bytes copied."""
+        """Copy the record of a chunk into tier `to`, and verify the record's checksums. `rows`,
+        from a ledger record, name the slots of the chunk. `buffer` is memory for the copy, as large
+        as the largest record. Returns the number of bytes copied."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
@@ -212,8 +214,8 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums that `write` takes. This is cheapest while `data` is still in the
-        CPU cache."""
+        """Compute the checksums to pass to `write`. The computation is cheapest while `data` is
+        still in the CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -253,8 +255,8 @@ class FileTier:
             row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """Make a step durable. If the data was copied from another tier, `steps` gives the step
-        that last wrote each chunk there."""
+        """Make a step durable. If the data was copied from another tier, `steps` are the steps that
+        last wrote each chunk in that tier."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (
@@ -278,9 +280,9 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Write scratch data of a chunk (a worker's gradient), which is not durable. `spill_slot`
-        must be below `spill_workers`. The first call allocates the spill file, and raises FullError
-        if there is no room for the file."""
+        """Write scratch data of a chunk: the gradient of a worker. The data is not durable.
+        `spill_slot` must be below `spill_workers`. The first call allocates the spill file, and
+        raises FullError if there is no room for the file."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
@@ -321,7 +323,7 @@ class FileTier:
                 assert now == base, chunk
 
     def _reset(self) -> None:
-        """Return to the last committed rows."""
+        """Discard pending changes: go back to the rows of the last committed ledger record."""
         self._now = self.ledger.entry.rows.copy()
         self._written.clear()
 
@@ -360,14 +362,15 @@ def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, in
 
 
 def _parts(place: ChunkPlace, part: str) -> list[str]:
-    """Return those of "weights" and "state" that `part` includes and that are not empty."""
+    """Return a list with "weights", "state" or both: the parts that `part` includes and that are
+    not empty."""
     parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
     return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 
 
 def _extents(place: ChunkPlace, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
-    """Return the byte ranges to read or write: (slot, first byte in the record, byte after the
-    last). If both parts are in one slot, they form a single range."""
+    """Return the byte ranges to read or write, each as (slot, first byte in the record, byte after
+    the last). If both parts are in the same slot, they form a single range."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]
     if len(out) == 2 and out[0][0] == out[1][0]:
         return [(out[0][0], out[0][1], out[1][2])]

@@ -1,14 +1,15 @@
-"""OpenedStore: all directories of a store together (open_store, create_store). For a store that is
-spread over hosts, open_part, create_part and publish_part handle the part of one server.
+"""OpenedStore: all directories of a store together, opened by open_store or created by
+create_store. If a store is spread over hosts, open_part, create_part and publish_part handle the
+part of one server.
 
 A store lies in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names the current N
-(storage/current.py). A generation that was not finished (the process was killed while creating or
-converting it) is removed. A step is committed by the record of directory 0, which is written after
-the records of all other directories.
+(storage/current.py). If a process was killed while it created or converted a generation, this
+unfinished generation is removed. A step is committed by the record of directory 0, which is written
+after the records of all other directories.
 
 Only directories that the caller names are read, written or cleaned, each under a lock that is held
-until `close`. The store also records where its directories were created, for messages only. No
-files are deleted except those that roadtrain has made.
+until `close`. The store's description also contains the paths at which its directories were
+created, for messages only. Only files that roadtrain has made are deleted.
 """
 
 from __future__ import annotations
@@ -79,16 +80,17 @@ class OpenedStore:
     @property
     def session(self) -> str:
         """The id of the session that trained the store's step, or of the session that was begun on
-        this object. "" if unknown. See storage/ledger.py, Note "sessions"."""
+        this object. "" if the session is unknown. See storage/ledger.py, Note "sessions"."""
         session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Begin a new session, which every record written later names. Writes nothing.
+        """Begin a new session. Every record that is written later names this session. Writes
+        nothing.
 
         Returns:
-            A witness for the run directory. It is valid whether or not the new session commits a
-            step.
+            A witness (storage/history.py) to be kept in the run directory. The witness is valid
+            whether or not the new session commits a step.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -103,15 +105,15 @@ class OpenedStore:
 
     def commit(self, step: int, blob: bytes) -> None:
         """Commit the pending writes of all directories, all or nothing. The record of directory 0
-        is written last, and is the commit."""
+        is written last: once this record is written, the step is committed."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
             tier.committed(step)
 
     def publish(self) -> None:
-        """Make this generation the current one, and remove the former one. This generation must
-        have a committed step."""
+        """Make this generation the current generation, and remove the former generation. This
+        generation must have a committed step."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -183,7 +185,8 @@ def create_store(
 
 
 def _check_free(paths: Sequence[Path]) -> None:
-    """Check that `paths` hold no store, and remove what a killed process has left unfinished."""
+    """Check that `paths` hold no store, and remove unfinished generations that a killed process has
+    left."""
     for path in paths:
         if (path / NAME).exists():
             raise ForeignError(
@@ -207,7 +210,7 @@ def open_store(
         also: Directories that the store may have been in before.
         direct: Whether to use direct I/O.
         accept: Called with the store's job, step and session ("", -1 and "" if there is no store)
-            before anything is written or removed. An error that it raises refuses the store.
+            before anything is written or removed. To refuse the store, `accept` raises an error.
 
     Returns:
         The store, whose directories are locked, or None if there is no store.
@@ -216,7 +219,7 @@ def open_store(
         GoneError: A directory of the store is missing.
         ForeignError: The directories hold different stores.
         ForkedError: The directories hold copies of one store that were trained separately.
-        StaleError: One of the directories holds an older copy.
+        StaleError: One of the directories holds an older copy of its part.
         DamagedError: A description or the newest record is damaged.
         StoreError: Another process has the store open.
     """
@@ -234,13 +237,12 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """If the newest record is damaged, check that the data of the older record is complete.
+    """Check that the data of the older record is complete, if the newest record is damaged.
 
-    A record that was torn by a crash belongs to a step that was never committed, so the step before
-    it is complete. But if a committed record was damaged later, the step after it may have
-    overwritten data of the older record. In this case DamagedError is raised and nothing is
-    written, so that the damaged record can still be repaired. The check reads the whole store, but
-    only if a record is damaged.
+    If a crash has torn a record, the record's step was never committed, and the step before is
+    complete. But if a committed record was damaged later, the writes of a following step may have
+    overwritten data of the older record. Then DamagedError is raised and nothing is written, so the
+    damaged record can still be repaired. If a record is damaged, the check reads the whole store.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -303,8 +305,8 @@ def _check_sessions(store: OpenedStore) -> None:
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Call `accept` and pass on its error. If `accept` refuses the store as too old, and the reason
-    is that the newest record is damaged, raise DamagedError instead."""
+    """Call `accept` and raise its error. If the newest record is damaged, and `accept` therefore
+    refuses the older record as too old, raise DamagedError instead."""
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
@@ -330,7 +332,7 @@ def open_part(
     Args:
         step: The step at which to open the part. None stands for the newest step.
         direct: Whether to use direct I/O.
-        read_only: Whether to write, remove and lock nothing.
+        read_only: If True, nothing is written, removed or locked.
 
     Returns:
         The part, or None if there is no part in `directory`.
@@ -367,15 +369,17 @@ def create_part(
 ) -> FileTier:
     """Create empty files for the chunks of server `meta.index`.
 
-    An existing part at step 0, or of the same server, is replaced: it stays the current part until
-    `publish_part` is called. Until then both parts need room on the disk. If there is too little
-    room in RAM, the existing part is removed first.
+    An existing part at step 0, or of the same server, is replaced by the new part when
+    `publish_part` is called. Until then the existing part stays the current part (but see `anew`),
+    and both parts need room. If the directory is in RAM and has too little room for both, the
+    existing part is removed first.
 
     Args:
         direct: Whether to use direct I/O.
-        anew: Whether no part is the current one until `publish_part` is called.
-        keep: Whether `publish_part` renames the existing part in any case. If False, it removes the
-            existing part, unless that part is at a later step.
+        anew: If True, the existing part stops being the current part at once, so there is no
+            current part until `publish_part` is called.
+        keep: If True, `publish_part` renames the existing part. If False, `publish_part` removes
+            the existing part, or renames it if it is at a later step than the new part.
 
     Raises:
         ForeignError: The directory holds a trained part of another job or server.
@@ -418,9 +422,9 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """Make the part that `create_part` created the current part. The new part must have a committed
-    step. The part that it replaces is removed, or renamed if it is at a later step. Returns a
-    report of each rename."""
+    """Make the part that `create_part` has created the current part. The new part must have a
+    committed step. The former part is removed, or renamed if it is at a later step than the new
+    part. Returns a report of each rename."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -429,7 +433,7 @@ def publish_part(directory: str | Path) -> list[str]:
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
-    """Create the description of a store, and empty files for the chunks of directory
+    """Create the description of a store in `path`, and empty files for the chunks of directory
     `meta.index`."""
     home = path / f"gen-{meta.generation}"
     with undone_on_error(lambda: remove(home)):
@@ -457,7 +461,8 @@ def _current_part(path: Path) -> Generation | None:
 
 
 def _unnamed(found: Generation) -> Generation:
-    """Return `found` with the note that it is used although there is no CURRENT."""
+    """Return a copy of `found` with the note that this generation is used although CURRENT is
+    missing."""
     home = found.home
     note = f"{home.parent}: there is no {NAME}; {home.name}, at step {found.step}, is used"
     return replace(found, note=note)
@@ -466,8 +471,8 @@ def _unnamed(found: Generation) -> Generation:
 def _roots(named: Iterable[Path]) -> list[Generation]:
     """Return the generations whose directory 0 has a record but no CURRENT.
 
-    CURRENT was lost, or the process was killed before it was written. Directory 0 gets its record
-    last, so the other directories of such a generation have their records.
+    Either CURRENT was lost, or the process was killed before CURRENT was written. Directory 0 gets
+    its record last, so the other directories of such a generation have their records too.
     """
     found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
@@ -507,8 +512,8 @@ def _check_jobs(named: Iterable[Path], meta: StoreMeta) -> None:
         counts = generation.recorded or generation.number == meta.generation
         if counts and generation.job not in (None, meta.job):
             raise ForeignError(
-                f"{generation.home.parent}: holds job {generation.job}, but the store is job"
-                f" {meta.job}",
+                f"{generation.home.parent}: holds data of job {generation.job}, but the store"
+                f" belongs to job {meta.job}",
                 hint="name the directories of one store",
             )
 
@@ -532,8 +537,8 @@ def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
 
 
 def _check_unfinished(named: Iterable[Path]) -> None:
-    """Raise GoneError if there is a generation that may have trained, but its directory 0 is not
-    among the named directories."""
+    """Raise GoneError if a generation may hold trained data, but its directory 0 is not among the
+    named directories."""
     found = _all(named)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
@@ -549,8 +554,8 @@ def _check_unfinished(named: Iterable[Path]) -> None:
 def _remove_unfinished(named: Iterable[Path]) -> None:
     """Remove generations that were never finished. Called only if there is no current generation.
 
-    Directory 0 of each generation is removed last: without it, another directory at step 0 looks as
-    if it may have trained (`_check_unfinished`).
+    Directory 0 of each generation is removed last. If directory 0 is missing, another directory of
+    this generation at step 0 looks as if it may hold trained data (`_check_unfinished`).
     """
     for generation in sorted(_all(named), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:

@@ -2,27 +2,29 @@
 from the steps that the servers hold. Pure: no I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
-takes part in the session stores the link durably before the session's first commit, and a step is
-committed only when all these servers hold the step. Two rules follow:
+takes part in the session stores the link durably before the session's first commit. A step is
+committed only when all these servers hold the step. Three rules follow:
 
-Note "empty links": a link is empty if its session has trained no step. This is certain if a server
-that took part in the session holds no step of the session, or if a server that should have taken
-part never stored the link. Empty links at the end of a history are ignored.
+Note "empty links": a link is empty if its session has trained no step. A link is certainly empty in
+two cases: a server that took part in the session holds no step of the session; or a server that
+should have taken part never stored the link. Empty links at the end of a history are ignored.
 
-Note "forked": of two histories without empty links, one must be a prefix of the other. Otherwise
-the two servers were trained separately from the same step. A start that sees both histories is
-refused, because it cannot tell which one the user wants.
+Note "forked": two histories have forked if, without their empty links, neither begins with the
+other. Then the two servers were trained separately from the same step. If a start sees both
+histories, it is refused, because nobody but the user can tell which history to continue.
 
-Note "who may hold more": a step later than the steps found can only have been trained together with
-a server that took part in the last link. So a start is safe if all servers of the last link have
-answered. With three or more servers, a majority that has a history suffices, because every session
-had a majority, and two majorities share a server.
+Note "who may hold more": let the servers that have answered hold certain steps. A later step can
+only have been trained together with a server that took part in the last link. So a start is safe if
+all servers of the last link have answered. With three or more servers, it also suffices that a
+majority has answered and has a history: a majority took part in every session, and two majorities
+share a server.
 
 With two servers, a witness of the last link must confirm that the missing server was not trained
-alone. The witness is the mark of the run directory that began the link. If there is no mark, it is
-worker 0 of that session, while this worker lives: it allows at most one server to continue without
-the other (`Without` in servers/frames.py). If there is no witness, a dead server cannot be
-distinguished from a server that was trained alone, so the user must decide (`given_up`).
+alone. The witness is the mark of the run directory that began the link. If there is no mark, the
+witness is worker 0 of that session, as long as this worker lives. Worker 0 allows at most one
+server to continue without the other (`Without` in servers/frames.py). If there is no witness, a
+dead server cannot be distinguished from a server that was trained alone, so the user must decide
+(`given_up`).
 
 Assumes that each server's report is complete. Does not communicate and changes nothing.
 """
@@ -52,7 +54,7 @@ class HistoryLink:
 
 @dataclass(frozen=True)
 class ServerHoldings:
-    """The contents of a server's store, as reported by the server."""
+    """The steps and the history of a server's store, as reported by the server."""
 
     newest: int = -1  # its newest step; -1 if there is none
     history: tuple[HistoryLink, ...] = ()
@@ -63,8 +65,8 @@ class ServerHoldings:
 
 @dataclass(frozen=True)
 class Witness:
-    """A run directory's record of the last session that this run began, and of the session before
-    it in the store's history."""
+    """A run directory's record of two sessions: the last session that this run began, and the
+    session before that one in the store's history."""
 
     before: str  # id of the session before `last`; "" if there was none
     last: str  # id of the last session that this run began
@@ -102,12 +104,12 @@ class Unclear:
 
 
 class Histories:
-    """The histories of the servers that have answered.
+    """The histories of the servers that have answered a start.
 
     Args:
         found: The report of each server that has answered, by its number.
         names: The names of all servers of the job.
-        holders: For every chunk, the servers that should hold it.
+        holders: For every chunk, the servers that should hold the chunk.
 
     Raises:
         ForkedError: Two servers were trained separately.
@@ -136,7 +138,8 @@ class Histories:
 
         Args:
             witness: The record of the run directory, or None.
-            given_up: Servers whose contents are to be discarded. They are not in `found`.
+            given_up: Numbers of the servers whose stored data is to be discarded. These servers are
+                not in `found`.
 
         Raises:
             StaleError: The run directory knows of a session that no server knows of.
@@ -181,9 +184,10 @@ class Histories:
     def _committed(self, number: int) -> int:
         """Return the highest step that is certainly committed according to one server's report.
 
-        A step is prepared only after the step before it is committed, so the second newest step of
-        a server is committed. The newest step is committed if the server is the first one of its
-        session, which commits, or if the session has continued from this step.
+        A step is prepared only after the step before is committed, so the second newest step of a
+        server is committed. The newest step is certainly committed in two cases: the server is the
+        first server of its session, which commits for all; or the last session in the server's
+        history began at this step.
         """
         held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
@@ -203,7 +207,7 @@ class Histories:
                     )
 
     def _fork_hint(self, *forked: int) -> str:
-        """Return a hint that names the servers to give up. The remaining servers must agree with
+        """Return a hint that names the servers to give up. The servers that remain must agree with
         each other and hold every chunk."""
         spare: list[str] = []
         for kept in forked:
@@ -277,8 +281,8 @@ class Histories:
         return set(self.found[number].without) if len(self.names) == 2 else set()
 
     def _witnessed(self, witness: Witness | None) -> bool:
-        """Whether there are two servers, and the run directory proves that the missing server was
-        not trained alone."""
+        """Whether there are two servers, and `witness` proves that the missing server was not
+        trained without the other."""
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
@@ -291,10 +295,11 @@ class Histories:
         return False
 
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Unclear | None:
-        """Check that a server knows the run's last session, or that this session trained no step.
+        """Check that some server knows the run's last session, or that this session trained no
+        step.
 
         Returns:
-            None if the check succeeds; the reason to wait if missing servers may know the session.
+            None if the check succeeds. If missing servers may know the session, the reason to wait.
 
         Raises:
             StaleError: All servers of the session have answered, and none knows the session.
@@ -318,7 +323,7 @@ class Histories:
 
     def _ends(self, number: int) -> set[str]:
         """Return the ids of two links: the last link of a server's own history, and the last link
-        of `self.history`. The id is "" if the history is empty."""
+        of `self.history`. If one of these histories is empty, its id is ""."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
             for links in (self.found[number].history, self.history)
@@ -351,7 +356,8 @@ class Histories:
 
 
 def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...]:
-    """Return the part of a history that remains when a start goes back to a snapshot of `step`."""
+    """Return the first links of a history, those that remain when a start goes back to a snapshot
+    of `step`."""
     links = tuple(history)
     while links and links[-1].step > step:
         links = links[:-1]
@@ -359,7 +365,8 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
-    """Return the servers that should hold a chunk that none of `members` holds."""
+    """Return the servers that hold chunks which no server in `members` holds. `holders`: For every
+    chunk, the servers that should hold it."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

@@ -1,8 +1,8 @@
 """Ledger: the commit records of a generation directory, which name the slots of each step.
 
 The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
-all these bytes]. The record is written to the file that does not hold the last committed step, and
-this file is then synced. So a torn record never damages the last commit.
+all these bytes]. Of the two files, the record is written to the file that does not hold the last
+committed step. Then this file is synced. So a torn record never damages the last commit.
 
 Note "durable before use": a record that was read may exist only in the page cache, because its
 writer was killed before the sync, or because the sync failed. A step built on such a record would
@@ -11,8 +11,8 @@ anything else is written, `settle` rewrites the valid record, erases all other r
 both files. A record whose sync fails is erased at once, and its step is not committed.
 
 Note "sessions": a record names the session that trained its step (a HistoryLink,
-storage/history.py). A session is one opening of a store on files for training. So two copies of a
-directory that were trained separately have different sessions at the same step, and are not
+storage/history.py). A session begins when a store on files is opened for training. So two copies of
+a directory that were trained separately have different sessions at the same step, and are not
 confused. The records of a server's part name no session; the part's history is in `store.json`.
 
 Assumes one writer (a lock on the ledger enforces this). Does not touch slots.
@@ -79,8 +79,8 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """Return the workers' blobs in order. Blobs that the relay of a host has packed are unpacked
-    too."""
+    """Return the blobs of the workers in order. If a blob was packed by the relay of a host, return
+    the blobs inside it."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
@@ -104,9 +104,9 @@ class Ledger:
     """The two ledger files of one generation directory.
 
     Attributes:
-        entry: The last committed record. Before the first commit, its step is -1 and it has the
-            initial rows.
-        pending: The record that was appended but not confirmed, or None.
+        entry: The last committed record. Before the first commit, the step of this record is -1,
+            and its rows are the initial rows.
+        pending: The record that was appended but is not committed yet, or None.
         session: The session that new records name (Note "sessions"). Initially it is the session of
             the loaded record.
         dropped: Reports of records that are ignored.
@@ -140,7 +140,8 @@ class Ledger:
             The steps that have records.
 
         Raises:
-            DamagedError: There is no record, or a record is damaged and there is none of `step`.
+            DamagedError: There is no record, or a record is damaged and no other record is of
+                `step`.
             StaleError: The records are of other steps than `step`.
             ForeignError: A record belongs to another store.
         """
@@ -160,8 +161,8 @@ class Ledger:
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """Return the error for a ledger without a record of `step`. If `step` is None, the ledger
-        has no intact record. `steps`: The steps of the intact records."""
+        """Return the error for a ledger that lacks a record of `step`, or any intact record if
+        `step` is None. `steps`: The steps of the intact records."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:
@@ -187,7 +188,7 @@ class Ledger:
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:
-        """Begin a new session, which all further records name.
+        """Begin a new session. All further records name this session.
 
         Returns:
             The id of the session that trained the last step ("" if unknown), and the id of the new
@@ -199,7 +200,7 @@ class Ledger:
         return before, begun
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
-        """Write a record durably, without touching the committed record."""
+        """Write a record durably. The committed record is not changed."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
         job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
         counts = len(rows), step, len(blob)
@@ -262,8 +263,8 @@ def _header_nbytes(fmt: int) -> int:
 
 
 def record_in(path: Path) -> bytes | None:
-    """Read the record of a ledger file, including its checksum. Returns b"" if no record was ever
-    written, and None if the record is torn or damaged."""
+    """Read the record of a ledger file. The returned bytes include the record's checksum. Returns
+    b"" if no record was ever written, and None if the record is torn or damaged."""
     with typed_errors(path, "reading"):
         data = path.read_bytes()
     if not any(data[: HEADER.size]):

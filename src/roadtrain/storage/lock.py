@@ -2,9 +2,9 @@
 locked directories.
 
 The lock is on the directory itself, so no file is left behind. If the file system cannot lock
-directories (NFS), the lock is on a file named `lock` in the directory. A lock ends with its
-process: forked children, such as those of a DataLoader, do not keep the lock. Locking waits at most
-LOCK_WAIT_S.
+directories (NFS), the lock is on a file named `lock` in the directory. A lock ends when the process
+that took it ends; forked children, such as those of a DataLoader, do not keep the lock. If another
+process holds a lock, locking waits at most LOCK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOCK_WAIT_S = 5.0  # subprocesses of a killed process may hold the lock briefly
 
 
 class Locks:
-    """A set of locked directories. A directory is identified by device and inode, and is locked
-    once even if several of its paths are given."""
+    """A set of locked directories. A directory is identified by device and inode. If several paths
+    lead to the same directory, the directory is locked once."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
@@ -56,8 +56,8 @@ _ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # all locks of this process
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked child. Otherwise the child would keep the locks while it
-    lives."""
+    """Close the locks in a forked child. Otherwise the child would keep the directories locked
+    while the child lives."""
     for locks in list(_ALL):
         locks.close()
 
@@ -66,8 +66,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _locked(fd: int, directory: Path) -> int:
-    """Lock a directory, whose descriptor is `fd`. Returns the descriptor that holds the lock:
-    either `fd`, or the descriptor of a file in the directory. In the second case `fd` is closed."""
+    """Lock a directory. `fd` is the directory's descriptor. Returns the descriptor that holds the
+    lock: either `fd`, or the descriptor of a file in the directory. In the second case `fd` is
+    closed."""
     try:
         lock(fd, directory)
         return fd
@@ -82,7 +83,7 @@ def _locked(fd: int, directory: Path) -> int:
 
 
 def lock(fd: int, directory: Path) -> None:
-    """Lock a descriptor. `directory` is named in the error.
+    """Lock the file or directory of a descriptor. `directory` is named in the error.
 
     Raises:
         StoreError: Another process, or this process, has locked the file.

@@ -1,18 +1,18 @@
-"""Mark: a run directory's record of its store. With the mark, a start recognizes and refuses the
-store of another job, an older copy of the store, or a copy that was trained elsewhere.
+"""Mark: a run directory's record of its store. A start compares a store with the mark. It refuses
+the store of another job, an older copy of the store, and a copy that was trained elsewhere.
 
 `mark.json` names the store (its job's uuid), the highest step known to be committed, and the
-session that trains the store. It is replaced only every few seconds. The lines of metrics.jsonl
-tell which later steps were committed (`witness`, `sessions`): each line is durable before its step
-can be committed.
+session that trains the store. The file is replaced only every few seconds. For later steps, the
+lines of metrics.jsonl tell which steps were committed (`witness`, `sessions`). The line of a step
+is durable before the step can be committed.
 
 A store is refused if it is missing, belongs to another job, is at an earlier step, or was trained
-by another session. This happens before anything is created, moved or removed. With `new_store` the
-user accepts such a store.
+by another session. A store is refused before anything is created, moved or removed. With
+`new_store` the user accepts such a store.
 
-Note "settled": a start that may go back to an earlier step first writes settled=False. While
-settled is False, the lines of metrics.jsonl are ignored, until the file has been cut to the same
-step.
+Note "settled": a start that may go back to an earlier step first writes settled=False to the mark.
+While settled is False, the lines of metrics.jsonl are ignored. settled becomes True again when
+metrics.jsonl has been cut to the step of the store.
 
 Assumes that one process, worker 0, writes the mark. Does not read metrics.jsonl or know of
 replicas.
@@ -60,8 +60,9 @@ class Mark:
     """The mark of a run directory.
 
     Attributes:
-        record: The content of the mark: as read when it was opened, later as written last.
-        fresh: Whether `check` has accepted a store to which metrics.jsonl does not belong.
+        record: The content of the mark, as read when the mark was opened, or as written last.
+        fresh: Whether `check` has accepted another store than the store that metrics.jsonl
+            describes.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
@@ -80,10 +81,10 @@ class Mark:
         Args:
             directory: The run directory.
             witness: The step that metrics.jsonl proves to be committed, or -1.
-            sessions: For each step that has a line in metrics.jsonl, the session that trained the
-                step; "" if the line does not name the session.
+            sessions: For each step with a line in metrics.jsonl, the session that trained the step;
+                "" if the line names no session.
             new_store: Whether the user accepts the store that is found.
-            reads: Whether the command only reads a store, so that a missing store is an error.
+            reads: Whether the command only reads a store. If True, a missing store is an error.
             report: Called with each line to be printed.
         """
         self.path = directory / NAME
@@ -98,20 +99,22 @@ class Mark:
     def check(
         self, job: str, step: int, where: str, *, session: str | None = None, back: bool = False
     ) -> None:
-        """Refuse a store that is not this run's. Called before anything is changed.
+        """Refuse a store that is not the store of this run. Called before anything is changed.
 
         Args:
             job: The store's uuid.
             step: The store's last committed step; -1 if there is no store.
             where: The store's location, for messages.
-            session: The session that trained this step; "" if the store does not name the session.
-                If None, sessions are not compared: servers and stages compare the store's history.
-            back: Whether the store may be at an earlier step (state in RAM with snapshots).
+            session: The session that trained this step; "" if the store names no session. If None,
+                `check` does not compare sessions, because servers and stages compare the histories
+                of stores themselves.
+            back: Whether the store may be at an earlier step than the mark, as with state in RAM
+                that is restored from a snapshot.
 
         Raises:
             GoneError: There is no store.
             ForeignError: The store is not that of this run.
-            StaleError: The store is at an earlier step than this run.
+            StaleError: The store is at an earlier step than the mark.
             ForkedError: The store was trained outside of this run.
         """
         refusal = self._refusal(job, step, where, session)
@@ -126,8 +129,8 @@ class Mark:
         self._write(MarkRecord(job if step >= 0 else "", step, settled=False))
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
-        """Record `job` at `step` as this run's store. If `job` is "", the state is in the memory of
-        this process."""
+        """Record that this run's store belongs to `job` and is at `step`. If `job` is "", the state
+        is in the memory of this process."""
         if step >= 0 and job and self.record.job != job and self.record.step > 0:
             self._report(f"{self.path}: this run now uses the store of job {job}, at step {step}")
         self.fresh |= self.record.job not in ("", job)
@@ -135,7 +138,7 @@ class Mark:
 
     def advance(self, step: int, *, now: bool = False) -> None:
         """Record that `step` is committed and that metrics.jsonl agrees with the store. The mark is
-        written at most every EVERY_S; if `now` is True, it is written in any case."""
+        written at most once in EVERY_S seconds. If `now` is True, the mark is always written."""
         if not self.record.job or (self.record.settled and step <= self.record.step):
             return
         if now or not self.record.settled or time.monotonic() - self._written > EVERY_S:

@@ -38,7 +38,7 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Brief:
-    """The fields that the description of a store has in every format."""
+    """The fields that the description of a store has in every version of the format."""
 
     format: int
     job: str
@@ -51,7 +51,7 @@ class Brief:
 class StoreMeta:
     """The description of a store: what it contains, and where its directories are.
 
-    `of` sets the fields that describe the content. `create_store` sets those that describe the
+    `of` sets the fields that describe the content. `create_store` sets the fields that describe the
     directories: `owners`, `directories`, `generation`, `index` and `copy_of`.
     """
 
@@ -101,8 +101,8 @@ class StoreMeta:
 
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """The spans of each parameter, by the parameter's name. Each is (chunk, index of the span
-        in the chunk, span)."""
+        """The spans of each parameter, by the parameter's name. Each list element is (chunk, index
+        of the span in the chunk, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):
@@ -121,7 +121,7 @@ class StoreMeta:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The servers of the last session."""
+        """The numbers of the servers that took part in the last session."""
         return self.history[-1].members if self.history else tuple(range(len(self.directories)))
 
     def write(self, directory: Path) -> None:
@@ -130,8 +130,8 @@ class StoreMeta:
 
     @property
     def signature(self) -> str:
-        """A hash that is equal for two workers if their parameters, dtypes, chunks and rules are
-        equal."""
+        """A hash of the parameters, dtypes, chunks and update rules. Two workers have the same
+        signature only if all of these are the same."""
         keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
         body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
@@ -159,7 +159,7 @@ class StoreMeta:
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
-        """Parse a description. `where` is the source of the text, which messages name.
+        """Parse a description. `where` names the source of the text in messages.
 
         Raises:
             DamagedError: The text is not a valid description.

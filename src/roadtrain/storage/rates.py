@@ -54,8 +54,8 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together. Each call is repeated over the whole
-    file, in THREADS threads, until all have transferred `at_least` bytes in total."""
+    """Return the bytes per second of all `calls` together. THREADS threads repeat each call over
+    the whole file, until all calls together have transferred `at_least` bytes."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file. Its values are read by `read`."""
+    """A tensor in a file. `read` reads the values of the tensor."""
 
     name: str
     dtype: str
@@ -54,10 +54,12 @@ class Tensor:
 
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a safetensors file or of a directory, by name. Only headers are read.
+    """Return the tensors of a safetensors file, or of all safetensors files of a directory, by
+    name. Only the headers of the files are read.
 
     Args:
-        path: A file, or a directory with an index, `model.safetensors`, or other safetensors files.
+        path: A safetensors file, or a directory that contains an index, `model.safetensors`, or
+            other safetensors files.
 
     Raises:
         ConfigError: There is no safetensors file at `path`.
@@ -116,8 +118,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 def open_weights(
     weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Tensor]:
-    """Return the tensors in `weights`, by name. `shapes` maps each parameter of the model to its
-    shape. Raises ConfigError if a tensor is missing or has another shape."""
+    """Return the tensors in the file or directory `weights`, by name. `shapes` maps each parameter
+    of the model to the parameter's shape. Raises ConfigError if a tensor is missing or has another
+    shape."""
     tensors = open_dir(weights)
     lacking = [name for name in shapes if name not in tensors]
     wrong = [n for n, shape in shapes.items() if n in tensors and tuple(tensors[n].shape) != shape]

@@ -1,8 +1,8 @@
 """Scratch: an unnamed file that is mapped into memory, for values that may not fit in memory.
 
-The pages of the file are page cache: the kernel reclaims them when memory is short, and they do not
-count as memory of this process. Offsets must be multiples of the page size. The file is not synced,
-and has no checksums. It is deleted when the last view of the map is released.
+The pages of the file are page cache: the kernel reclaims these pages when memory is short, and they
+do not count as memory of this process. Offsets must be multiples of the page size. The file is not
+synced, and has no checksums. It is deleted when the last view of the map is released.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """An unnamed file of `nbytes` in `directory`. It takes no space until it is written. Raises
-    FullError."""
+    """An unnamed file of `nbytes` in `directory`. Parts that were never written take no space.
+    Raises FullError."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
@@ -40,6 +40,6 @@ class Scratch:
                 data, offset = data[done:], offset + done
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Unmap the pages of a range from this process. Reading through the map loads them
-        again."""
+        """Unmap the pages of a range of the file from this process. When the range is read through
+        the map again, its pages are loaded again."""
         self.map.madvise(mmap.MADV_DONTNEED, offset, round_up(nbytes, PAGE))

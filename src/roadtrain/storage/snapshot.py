@@ -1,17 +1,17 @@
 """Snapshots: a server's part that is in RAM is copied to files every few steps, during training.
 
-A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. A
-write that would overwrite a chunk before it is copied waits for the copy, so a slow snapshot slows
-down these steps to the rate of its device. Only chunks that changed since the last snapshot are
-copied. The copy is an ordinary part with two slots and a ledger, so a kill during a snapshot leaves
-the previous snapshot intact.
+A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. If a
+write would overwrite a chunk that is not copied yet, the write waits for the copy. So a slow
+snapshot slows down these steps to the rate of the snapshot's device. Only chunks that changed since
+the last snapshot are copied. The copy is an ordinary part with two slots and a ledger, so a kill
+during a snapshot leaves the previous snapshot intact.
 
-Note "same steps": before a server prepares a step that is to be copied, it finishes its last
-snapshot; and a step is committed only after all servers have prepared the step. So when a server
-begins a snapshot, all servers have finished the previous snapshot. Take the newest snapshot of each
-server: the oldest of these is therefore a snapshot that all servers still have. A session begins at
-a snapshot that all servers have (with replicas: enough servers to have every chunk). A server
-without this snapshot begins a new one at once.
+Note "same steps": before a server prepares a step that is to be copied, the server finishes its
+last snapshot. A step is committed only after all servers have prepared the step. So when a server
+begins a snapshot, all servers have finished the previous snapshot. Therefore, among the newest
+snapshots of all servers, the oldest is one that all servers still have. A session begins at a
+snapshot that all servers have. If chunks have replicas, it suffices that the servers with this
+snapshot together hold every chunk. A server without this snapshot begins a new snapshot at once.
 
 Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
 (servers/opening.py does).
@@ -39,7 +39,7 @@ WAIT_S = 600.0
 
 
 def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
-    """Describe where the state is kept and how durable it is there.
+    """Return a text that describes where the state is kept, and how durable the state is there.
 
     Args:
         directory: The directory of the state.
@@ -56,7 +56,7 @@ def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
 
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
-    """Return the steps of which the part in `directory` has records, and the part's description.
+    """Return the steps for which the part in `directory` has records, and the part's description.
     If there is no part, return () and None."""
     tier = open_part(directory, read_only=True)
     if tier is not None:
@@ -66,8 +66,8 @@ def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
 
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
     """Open the snapshot of `step` and discard later snapshots. If `step` is -1 or there is no
-    snapshot, create an empty one. Raises ForeignError if the snapshot in `directory` belongs to
-    another job or server."""
+    snapshot, create an empty part for snapshots. Raises ForeignError if the snapshot in `directory`
+    belongs to another job or server."""
     tier = (open_part(directory, step) if step >= 0 else None) or create_part(
         directory, meta, anew=True
     )
@@ -91,9 +91,10 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """Copies `source` to `target` at the steps that are multiples of `every`, after `start` is
-    called. A write or prepare of `source` that would spoil a copy waits for the copy first, and
-    raises the copy's error."""
+    """Copies the part `source` to the part `target` at each step that is a multiple of `every`,
+    after `start` is called. If a write or prepare of `source` would spoil a copy in progress, the
+    write or prepare first waits for the copy. If the copy has failed, the write or prepare raises
+    its error."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
@@ -133,8 +134,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """If a chunk was already written after the snapshot's step, wait for its copy, because the
-        next write overwrites the slot that is being copied."""
+        """Wait for the copy of a chunk if the chunk was already written after the snapshot's step.
+        Then the next write overwrites the slot that is being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -147,7 +148,8 @@ class Snapshots:
             self._begin()
 
     def close(self) -> None:
-        """Finish the snapshot in progress. If it fails, the failure is reported, not raised."""
+        """Finish the snapshot in progress. If the snapshot fails, the failure is reported, not
+        raised."""
         self._closed = True
         wait([self._finished] if self._finished else [], WAIT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -166,8 +168,8 @@ class Snapshots:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies and commit the snapshot. Runs in the pool, queued after the
-        copies."""
+        """Wait for the copies of all chunks, then commit the snapshot. The pool runs this function
+        after it has started all copies."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())

@@ -5,15 +5,17 @@ that is passed to a tier has exactly the padded size of its part. Between two co
 written at most once.
 
 The state part of most chunks contains a master, from which the weights can be cast. If only the
-state part of such a chunk is written, its weights part becomes *absent* until it is written again.
-Reading "record" while the weights part is absent leaves the weights bytes of the view unchanged.
+state part of such a chunk is written, the weights part becomes *absent* until the weights part is
+written again. Reading "record" while the weights part is absent leaves the weights bytes of the
+view unchanged.
 
-Writes are pending until `committed` is called; `prepare` makes them durable under a record of the
-step. Opening the tier again discards pending writes.
+Writes are pending until `committed` is called. `prepare` makes pending writes durable, together
+with a ledger record of the step. If the tier is closed and opened again, pending writes are
+discarded.
 
 Assumes that each chunk is used by one thread at a time (different threads may use different
-chunks), and that nothing is written between `prepare` and `committed`. A state that has no tier is
-in the memory of the server process. Does not know blocks, gradients or rules.
+chunks), and that nothing is written between `prepare` and `committed`. If a server has no tier, the
+state is in the memory of the server process. Does not know blocks, gradients or rules.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ WEIGHTS, STATE_PART, RECORD = "weights", "state", "record"
 
 
 def part_range(record: Record, part: str) -> tuple[int, int]:
-    """Return where a part lies inside its record: (first byte, byte after the last)."""
+    """Return the byte range of a part inside its record: (first byte, byte after the last)."""
     if part == WEIGHTS:
         return 0, record.weights_nbytes
     assert part in (STATE_PART, RECORD), part

@@ -6,9 +6,9 @@ worker 0 runs the state machine, sums/protocol/agreement.py.
                                               operation, or at once if they agreed on it earlier
     agreement.done(ticket)
 
-An operation on which the workers agreed earlier needs no messages. A thread reports waits of more
-than a second to the coordinator, and ends the summation after the deadline (Rule 5). Assumes that
-`dropped` returns soon. Does NOT sum.
+An operation on which the workers agreed earlier needs no messages. A thread reports to the
+coordinator when an operation has waited for more than a second. After the deadline, the thread ends
+the summation (Rule 5). Assumes that the callback `dropped` returns soon. Does NOT sum.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ HINT = "every worker must run the same program over the same model"
 
 
 def short(text: str) -> str:
-    """Shorten a text that is longer than TEXT characters, and append a hash of the whole text, so
-    that different texts stay different."""
+    """Shorten a text that is longer than TEXT characters. A hash of the whole text is appended, so
+    two different texts stay different."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 class OperationTicket:
-    """An operation that this worker has begun. `error`: Why the operation was abandoned, or None if
-    it was not."""
+    """An operation that this worker has begun. `error`: Why the operation was abandoned; None if
+    the operation was not abandoned."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
@@ -57,17 +57,18 @@ class OperationTicket:
 class Agreement:
     """The agreement of one worker with all other workers.
 
-    The program gets the error of each mismatch once: when it waits for an operation that was
-    abandoned, or, if no operation was abandoned, when it begins the next operation.
+    The program gets the error of each mismatch once. If an operation was abandoned, waiting for it
+    raises the error. If no operation was abandoned, beginning the next operation raises the error.
 
     Args:
-        waits: As for AgreementStateMachine.
-        say: Sends a frame to the coordinator. None if there is only one worker.
-        give_up: Abandons all sums in progress. Called before the `dropped` callbacks of the sums.
+        waits: As in AgreementStateMachine (protocol/agreement.py).
+        say: Function that sends a frame to the coordinator. None if there is only one worker.
+        give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
+            of the sums.
         failed: Called with the error that ends the summation.
 
-    Invariants, under `order`: an open ticket belongs to this epoch; a ticket with `_ready` is not
-    agreed on yet."""
+    Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; if
+    the `_ready` of a ticket is set, the workers have not agreed on its operation yet."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class Agreement:
                 identity and signature before.
 
         Raises:
-            DifferError: Workers differed, and no operation of this worker was abandoned. Raised
-                once for each mismatch.
+            DifferError: Workers began different operations earlier, and no operation of this worker
+                was abandoned. Raised once for each mismatch.
             BaseException: The error that has ended the summation.
         """
         with self.order:
@@ -140,13 +141,13 @@ class Agreement:
         return ticket
 
     def mark_seen(self) -> None:
-        """Note that the program has seen the last mismatch, so that it can begin operations
-        again."""
+        """Note that the program has seen the error of the last mismatch. After that, the program
+        can begin operations again."""
         with self.order:
             self._unseen, self._given_up = None, False
 
     def resume(self) -> None:
-        """Note that the program has started over because an abandoned operation raised an error.
+        """Note that the program has started over, after an abandoned operation has raised an error.
         Blocks while a mismatch is being handled. Does nothing if no operation was abandoned."""
         with self.order:
             if self._given_up:
@@ -158,9 +159,9 @@ class Agreement:
         ready: Callable[[], None],
         dropped: Callable[[BaseException], None],
     ) -> None:
-        """Call `ready`, with `order` held, once all workers agree on the operation. If the
-        operation is abandoned, call `dropped` with the error: this can happen until `done` is
-        called, even after `ready` was called."""
+        """Call `ready` once all workers agree on the operation. The lock `order` is held during the
+        call. If the operation is abandoned, call `dropped` with the error. An operation can be
+        abandoned until `done` is called, also after `ready` was called."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -199,8 +200,8 @@ class Agreement:
 
     @contextmanager
     def waiting(self, ticket: OperationTicket) -> Iterator[None]:
-        """Declare that the calling thread is blocked on an operation in the body, and begins no
-        other operation."""
+        """Declare that, in the body of the `with` statement, the calling thread is blocked on the
+        operation of `ticket` and begins no other operation."""
         mine = threading.get_ident()
         with self.order:
             self._threads[mine] = ticket
@@ -213,8 +214,8 @@ class Agreement:
                     self.mark_seen()
 
     def fail(self, error: BaseException) -> None:
-        """End the summation: no operation can be begun, and all operations that are not agreed on
-        are abandoned."""
+        """End the summation with `error`. No operation can be begun any more, and all operations on
+        which the workers have not agreed are abandoned."""
         with self.order:
             self._error = self._error or error
             for ticket in list(self._open.values()):
@@ -244,7 +245,8 @@ class Agreement:
                     pass  # the frame belongs to an earlier epoch
 
     def lost(self, error: PeerError) -> None:
-        """Handle the loss of the coordinator. Operations that are agreed on can still finish."""
+        """Handle the loss of the coordinator. Operations on which the workers have agreed can still
+        finish."""
         with self.order:
             self._error = self._error or error
             unagreed = any(not ticket.agreed.is_set() for ticket in self._open.values())
@@ -268,8 +270,9 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the mismatch that was held back, once its deadline has passed or no operation that
-        is agreed on is open. Called under `order`."""
+        """Handle the mismatch that was held back, if its deadline has passed. Also handle it
+        earlier, if all operations on which the workers have agreed are done. The caller holds the
+        lock `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)
@@ -290,7 +293,8 @@ class Agreement:
     # waits
 
     def _blocked(self) -> OperationTicket | None:
-        """Return the operation on which this worker is blocked, or None. Called under `order`."""
+        """Return the operation on which this worker is blocked, or None. The caller holds the lock
+        `order`."""
         if len(self._threads) != 1 or time.monotonic() - self._begun < STALL_S:
             return None
         (ticket,) = self._threads.values()

@@ -5,9 +5,9 @@ carry no gradients, so their small frames never wait behind gradients.
     worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
 The coordinator checks that all workers begin the same operations, and decides which spare hosts
-sum. When the link of a worker ends, the worker has left. The worker's end of the link is a
-CoordinatorLink (coordinator_link.py). Frames are sent in the order of the decisions. Does NOT sum,
-does NOT restart workers.
+sum. When the link of a worker ends, the coordinator considers that the worker has left. A worker's
+side of the link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the
+decisions. Does NOT sum, does NOT restart workers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ STALL_LIMIT = 4 << 20  # bytes of the payload of a Stall
 
 
 class SumGroup:
-    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for
-    them."""
+    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for this
+    group."""
 
     def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
         self.coordinator, self.ranks = coordinator, ranks
@@ -54,7 +54,7 @@ class SumGroup:
 
     @property
     def spares(self) -> dict[str, int]:
-        """The spare hosts in use, as address -> number of the host's reducer."""
+        """The spare hosts in use: the address of each host -> the number of the host's reducer."""
         with self._lock:
             return {address: number for number, (address, _) in self.machine.spares.items()}
 
@@ -94,9 +94,9 @@ class Coordinator(HostedSession[WorkerConnection]):
     """The coordinator of one run of a job.
 
     Args:
-        waits: As for AgreementStateMachine.
-        groups: The groups that use spare hosts: the ranks that sum with each other. A worker is in
-            at most one group.
+        waits: As in AgreementStateMachine (protocol/agreement.py).
+        groups: The groups that use spare hosts, each as the ranks of the workers that sum with each
+            other. A worker is in at most one group.
         spares: The spare hosts that are used at the start.
     """
 
@@ -177,7 +177,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     def send(
         self, ranks: Sequence[int], kind: int, fields: tuple[Any, ...], payload: bytes = b""
     ) -> None:
-        """Send a frame to those of `ranks` that are connected."""
+        """Send a frame to the workers in `ranks` that are connected."""
         for worker in self.everyone():
             if worker.rank in ranks:
                 self._send(worker, kind, fields, payload)

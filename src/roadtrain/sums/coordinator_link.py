@@ -17,8 +17,8 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The Receiver of a worker's link to the coordinator. The owner sets `agreement` and `sums`
-    before it calls `linked`. If the worker does not use spare hosts, `sums` stays None."""
+    """The Receiver of a worker's link to the coordinator. Before the owner calls `linked`, it sets
+    `agreement` and `sums`. If the worker does not use spare hosts, `sums` stays None."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
@@ -36,8 +36,8 @@ class CoordinatorLink:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """Send a frame to the coordinator. If `linked` was not called yet, the frame is kept until
-        `linked` is called: the coordinator may ask, and spare hosts may die, before that. Raises
+        """Send a frame to the coordinator. If `linked` was not called yet, the frame is kept, and
+        `linked` will send the frame. (A spare host may die before `linked` is called.) Raises
         PeerError."""
         header = m.encode(fields)
         with self._lock:
@@ -79,8 +79,8 @@ class CoordinatorLink:
                 raise WireError(f"a coordinator sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
-        """Handle the end of the link. Sums that use spare hosts fail too, because the coordinator
-        is needed to change the spare hosts."""
+        """Handle the end of the link. Sums that use spare hosts fail too, because only the
+        coordinator can replace a spare host that dies."""
         if not self._closed:
             self.agreement.lost(error)
             if self.sums is not None:

@@ -3,8 +3,8 @@
     gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
     (network) -> decode
 
-Workers and reducers keep the residuals (error feedback). The formats lose precision, so none is
-used unless the user chooses it (Rule 2).
+Workers and reducers keep the residuals (error feedback). The formats lose precision, so a format is
+used only if the user chooses it (Rule 2).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: the sign of every value, and the mean magnitude of all values."""
+    """onebit: the sign of every value and one mean magnitude of all values are sent."""
 
     name = "onebit"
 
@@ -60,8 +60,8 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS, where BITS is 2, 4 or 8: every value is rounded at random to the next level
-    above or below, so that the expected value is exact."""
+    """dither:BITS, with BITS 2, 4 or 8: every value is rounded to the next level above or below.
+    The choice is random, and its probabilities make the expected value exact."""
 
     name = "dither"
 
@@ -120,13 +120,14 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed that is different for different `numbers`, and the same in every run."""
+    """Return a seed for random numbers. Different `numbers` give different seeds, and the same
+    `numbers` give the same seed in every run."""
     return hash(numbers) & (1 << 64) - 1  # Python's hash of integers is not randomized
 
 
 def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
-    """Decode received bytes of the format `text` into `out`. Raises WireError if they are
-    malformed."""
+    """Decode the received bytes `raw`, which have the format `text`, into `out`. Raises WireError
+    if the bytes are malformed."""
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
@@ -134,12 +135,14 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """Encode `values` in the format `text` with error feedback (`encode_with_feedback`).
+    """Encode `values` in the format `text`, with error feedback if there is a residual
+    (`encode_with_feedback`).
 
     Args:
         values: float32 [n].
-        residual: float32 [n], the errors of earlier encodings; None without error feedback.
-        out: Destination, of the codec's `nbytes(n)` bytes.
+        residual: float32 [n], the part of earlier values that encoding has lost so far; None if
+            there is no error feedback.
+        out: Destination of the encoded bytes. Its size is the codec's `nbytes(n)`.
     """
     raw = np.frombuffer(out, np.uint8)
     encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)

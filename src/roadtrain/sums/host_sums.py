@@ -19,12 +19,12 @@ from roadtrain.sums.worker_sums import WorkerSums
 
 
 class CrossHostSums:
-    """Sums this host's sums with the sums of other hosts. The host's reducer (reducer.py) calls the
-    object before it answers its workers.
+    """Adds this host's sums to the sums of other hosts. The host's reducer (reducer.py) calls this
+    object before the reducer answers its workers.
 
     Attributes:
-        how: Maps each tensor to the (priority, format) of its sum between hosts. An entry is set
-            before the tensor is pushed.
+        how: Maps the key of each tensor to the (priority, format) of the tensor's sum between
+            hosts. The entry of a tensor is set before the tensor is pushed.
     """
 
     def __init__(self, sums: WorkerSums) -> None:
@@ -68,7 +68,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The connection of one worker to the summation service."""
+    """The connection of one worker to the summation service. It sums within the host, between
+    hosts, or both."""
 
     near: WorkerSums  # sums this worker's tensors: inside the host, if there are two levels
     above: CrossHostSums | None  # sums with other hosts, if this worker does so in a second level

@@ -2,8 +2,8 @@
 node of each accelerator, of each network card, and of the disks under given directories.
 
 The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
-prints it. On virtual machines many facts are missing: they are listed, and are not errors. Does NOT
-measure.
+prints it. On virtual machines many facts are missing. Missing facts are listed, and are not errors.
+Does NOT measure rates.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces of hardware devices. Virtual interfaces have no device."""
+    """List the network interfaces of hardware devices. Virtual interfaces are not listed, because
+    they have no device."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 
 def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
-    """Find the network cards of this host.
+    """Find the network cards of this host in /sys.
 
     Returns:
-        The cards that report a rate, in the form of a cluster.toml; and a list of missing facts.
+        The cards that report a rate, as entries of a cluster.toml; and a list of missing facts.
     """
     found, missing = [], []
     for path in interfaces(root):
@@ -68,8 +69,8 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def roots_here() -> list[int]:
-    """Choose the workers of this host that sum, by the PCIe topology of its accelerators and
-    network cards. If there are no accelerators, return an empty list, which stands for all
+    """Choose the workers of this host that sum, by the PCIe topology of the host's accelerators and
+    network cards. If there are no accelerators, return an empty list. An empty list stands for all
     workers."""
     return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
@@ -85,7 +86,7 @@ class _Device:
     most: str  # the greatest speed and width of the link
 
     def lines(self) -> list[str]:
-        """Describe the device."""
+        """Return lines that describe the device."""
         most = f" of at most {self.most}" if self.most != self.link else ""
         out = [f"{self.name}: NUMA node {self.node}, {self.path}, link {self.link}{most}"]
         lanes, of = (link.split(" x")[-1] for link in (self.link, self.most))
@@ -94,18 +95,18 @@ class _Device:
         return out
 
     def gaps(self) -> list[str]:
-        """List the facts that are unknown."""
+        """List the facts about the device that are unknown."""
         facts = {"NUMA node": self.node, "PCIe path": self.path, "PCIe link": self.link + self.most}
         return [name for name, value in facts.items() if UNKNOWN in value]
 
     def is_far_from(self, other: _Device) -> bool:
-        """Return whether it is known that this device and `other` are on different NUMA nodes."""
+        """Return True if this device and `other` are known to be on different NUMA nodes."""
         return UNKNOWN not in (self.node, other.node) and self.node != other.node
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Read the facts about a device. `path`: The resolved path in /sys of the device, or of a child
-    device."""
+    """Read the facts about a device from /sys. `path`: The resolved path in /sys of the device, or
+    of a child of the device."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [
@@ -124,8 +125,8 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the disks of which an array or a volume consists. For any other block device, return
-    the device itself."""
+    """Return the paths of the disks of which an array or a volume consists. For any other block
+    device, return the path of the device itself."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 

@@ -2,10 +2,10 @@
 2017), packed.
 
 One bit (`pack_signs`) keeps the sign of each element, and one mean magnitude for all elements.
-Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|; it
-rounds up or down at random, so that the expected value is exact. The random numbers are a hash of
-`seed` and the element's index, so the same call gives the same bits on every host (Rule 1). If any
-value is not finite, all decoded values are NaN.
+Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|. The
+direction is random, and its probabilities make the expected value exact. The random numbers are a
+hash of `seed` and the element's index, so the same call gives the same bits on every host (Rule 1).
+If any value is not finite, all decoded values are NaN.
 
 Arrays must be contiguous: float32 [N] and uint8. Single-threaded, allocates nothing.
 """
@@ -53,8 +53,9 @@ def largest(x: Any) -> Any:
 
 @kernel
 def pack_levels(x: Any, most: Any, width: Any, seed: Any, packed: Any) -> Any:
-    """Write the level of each element plus L to `packed`, in `width` (2, 4 or 8) bits per element.
-    L is 2^(width - 1) - 1. `most`: The largest magnitude of all elements."""
+    """Round each element to a level from -L to L, and write level + L to `packed`, in `width` (2, 4
+    or 8) bits per element. L is 2^(width - 1) - 1. `most`: The largest magnitude of all
+    elements."""
     top = np.float64((1 << (width - 1)) - 1)
     # In float64, because in float32 the quotient overflows if `most` is subnormal.
     scale = top / np.float64(most) if most > 0 else np.float64(0)

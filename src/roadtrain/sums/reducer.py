@@ -1,13 +1,15 @@
-"""Reducer: adds the parts that the workers push and returns the sums, on a worker's host or on a
-spare host (BytePS's summation service). It keeps no parameters, no optimizer state and no files.
+"""Reducer: a part of a worker's process or of a spare host's process. It adds the parts that the
+workers push, and returns the sums (BytePS's summation service). It keeps no parameters, no
+optimizer state and no files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-A buffer is allocated when a part arrives for the first time. It is reused in every round, until the
-part is assigned to another reducer. Encoded parts (formats.py) are decoded one by one, and their
-sum is encoded. One thread adds; links have their own threads. protocol/reducer.py makes the
-decisions. Does NOT know layers or models, does NOT divide by the number of workers.
+A buffer is allocated when a part arrives for the first time. The buffer is reused in every round,
+until the part is assigned to another reducer. Encoded parts (formats.py) are decoded one by one,
+and their sum is encoded. One thread does the additions; links have their own threads.
+protocol/reducer.py makes the decisions. Does NOT know layers or models, does NOT divide by the
+number of workers.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ Above = Callable[
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the number of bytes of a part on the wire. `summed`: As in Arrived. Raises WireError
-    for an unknown format."""
+    """Return the number of bytes of a part on the wire. `summed`: The field of this name of the
+    class Arrived (protocol/reducer.py). Raises WireError for an unknown format."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -91,10 +93,10 @@ class Reducer(HostedSession[_ReducerConnection]):
 
     Args:
         rule: "sum" or "accumulate" (protocol/reducer.py).
-        reserve: Reserves bytes of the host's budget. Raises BudgetError.
+        reserve: Function that reserves bytes of the host's budget. Raises BudgetError.
         forget: Called once, when the last worker has left or the reducer has failed.
-        above: Adds the sums of other hosts to a sum before the workers get the total. None if this
-            host does not sum with other hosts.
+        above: Function that adds the sums of other hosts to a sum of this host, before the workers
+            get the total. None if this host does not sum with other hosts.
     """
 
     connection_class = _ReducerConnection
@@ -128,8 +130,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer. It replaces the buffer `instead`, whose bytes become free in the
-        budget. Raises BudgetError."""
+        """Allocate a buffer of `nbytes`. If a buffer `instead` is given, the new buffer replaces
+        `instead`, whose bytes become free in the budget. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -165,19 +167,20 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._end_if_lost()
 
     def _sum_soon(self, worker: _ReducerConnection, part: Arrived, complete: PartRound) -> None:
-        """Queue a complete round for the thread that adds. Called under the lock."""
+        """Queue a complete round for the thread that does the additions. The caller holds the
+        lock."""
         alone = self.rule == "accumulate"
         workers = [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
         views = [each.buffers[part.key, part.start].view for each in workers]
         self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Release the buffers that a worker may not need any more: those of parts that are not in
-        use. A buffer that is still being read is kept alive by its readers.
+        """Release the buffers of parts that are not in use, because `worker` may not need them any
+        more. If a buffer is still being read, its memory is freed only when the readers are done.
 
         Args:
-            given_up: Whether the worker has abandoned its parts, and will use other keys. If False,
-                some of its parts were assigned to other reducers.
+            given_up: Whether the worker has abandoned its parts and will use other keys. If False,
+                some of the worker's parts were assigned to other reducers.
         """
         with self.lock:
             if given_up:
@@ -195,8 +198,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
-        """Return the workers for which other workers wait, as name -> (seconds since the worker's
-        last frame, what is missing)."""
+        """Return the workers for which other workers wait: name of each worker -> (seconds since
+        the worker's last frame, the part that is missing, as text)."""
         with self.lock:
             missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
@@ -209,9 +212,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         }
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Handle the loss of a worker. The reducer ends once another worker waits for a part of the
-        lost worker, or when all workers have left. It does not end at once, because at the end of a
-        job the workers leave one after another."""
+        """Handle the loss of a worker. The reducer ends when another worker waits for a part of the
+        lost worker, or when all workers have left. The reducer does not end at once, because at the
+        end of a job the workers leave one after another."""
         with self.lock:
             self._left[rank] = error
         self._end_if_lost()
@@ -322,8 +325,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         payload: memoryview | None,
         summed: bool,
     ) -> None:
-        """Send a sum to `workers`. If `payload` is None, send the notice that all workers have the
-        sum."""
+        """Send a sum, `payload`, to `workers`. If `payload` is None, send them the notice that all
+        workers have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for worker in workers:
             with suppress(PeerError):  # handled by `one_left`
@@ -333,8 +336,8 @@ class Reducer(HostedSession[_ReducerConnection]):
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Decode the parts one after another. The first part is decoded into `total`, and each later
-    part into the same buffer. Yields (values, dtype)."""
+    """Decode the parts of all workers, one after another. The first part is decoded into `total`.
+    All later parts are decoded into a single buffer. Yields (values, dtype) for each part."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

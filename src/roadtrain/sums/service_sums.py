@@ -1,19 +1,21 @@
-"""connect_sums: sums the gradients of a data group by the summation service. Reducers of workers
-and of spare hosts add them. Spare hosts may be added and removed during training.
+"""connect_sums: connects the ranks of a data group to the summation service, which sums their
+gradients. The reducers of workers and of spare hosts add the gradients. Spare hosts may be added
+and removed during training.
 
     gradient -> reducers (shares in protocol/shares.py) -> the whole sum
 
 Each worker sends a gradient once and receives the gradient's sum once. A worker's reducer also
 receives its share of the other workers' gradients, and returns the sums. Each worker keeps the
-whole state and updates all of it on its device, as the planner and the simulator assume for the
-placements `summation` and `parameter-server` (Rule 7). If each worker updated only a share of the
-state and gathered the rest, it would need less work and memory, but M (n - 1) / n more bytes each
-way.
+whole state, and updates the whole state on its device. The planner and the simulator assume the
+same for the placements `summation` and `parameter-server` (Rule 7). In another design, each of n
+workers would update only a share of the state and gather the rest. This would need less work and
+memory, but each worker would send and receive M (n - 1) / n more bytes, where M is the size of the
+parameters.
 
 If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
-without reducers: gradients are added in the order of the ranks. Otherwise the workers of each host
-are summed first, which is reported (Rule 6). Does NOT know layers or steps. Several stages (pp, tp)
-are refused in ParallelOptions.
+without reducers: gradients are added in the order of the ranks. Otherwise the gradients of each
+host are summed first. The order of the sum is then different, which is reported (Rule 6). Does NOT
+know layers or steps. Several stages (pp, tp) are refused in ParallelOptions.
 """
 
 from __future__ import annotations
@@ -50,14 +52,13 @@ def connect_sums(
     deadline_s: float,
     report: Callable[[str], None],
 ) -> TensorSums | None:
-    """Connect this rank to the service. Collective.
+    """Connect this rank to the summation service. All ranks must call this function.
 
     Args:
-        reducers: Addresses of spare hosts, or the path of a file that lists the addresses.
-        alone: Whether spare hosts alone sum. If True, the workers' reducers sum nothing while there
-            is a spare host.
-        hosts: Host of each rank.
-        address: Address at which the other ranks reach this host.
+        reducers: Addresses of the spare hosts, or the path of a file that lists these addresses.
+        alone: If True, the workers' own reducers sum nothing while there is a spare host.
+        hosts: The host of each rank.
+        address: The address at which the other ranks reach this host.
 
     Returns:
         The GradientSum (stages/gradient_sum.py) of this rank, or None if there is only one rank.

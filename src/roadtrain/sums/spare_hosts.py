@@ -27,12 +27,14 @@ RETRY_S, MOST_RETRY_S = 2.0, 300.0  # first and longest wait before a host is tr
 
 @dataclass(frozen=True)
 class SpareHosts:
-    """The user's spare hosts.
+    """The spare hosts that the user has listed.
 
     Args:
         spares: Addresses, or the path of a file that lists addresses and may change.
-        rates: Relative link rates of the addresses. If None, all rates are equal.
-        token: Token of the spare hosts. The token for links between workers is derived from it.
+        rates: Relative link rates of the spare hosts, in the order of `spares`. If None, all rates
+            are equal.
+        token: Token of the spare hosts. The token for links between workers is derived from this
+            token.
         tls: TLS options for links to spare hosts and between workers of different hosts.
     """
 
@@ -42,13 +44,13 @@ class SpareHosts:
     tls: Tls | None = None
 
     def own_token(self) -> bytes | None:
-        """Derive the token for links between workers."""
+        """Derive the token for links between workers. Returns None if there is no token."""
         return self.token and hmac.digest(
             self.token, b"roadtrain: workers of a summation", "sha256"
         )
 
     def now(self) -> dict[str, float]:
-        """Return the current list as a dict, address -> rate. Raises ConfigError."""
+        """Return the current list of spare hosts: address -> rate. Raises ConfigError."""
         if isinstance(self.spares, str):
             return self._read(Path(self.spares))
         rates = self.rates or [1.0] * len(self.spares)
@@ -82,8 +84,8 @@ def watch(hosts: SpareHosts, coordinator: Coordinator, options: TcpOptions) -> C
     silent = dict[str, str]()  # address -> last reported reason why the host does not answer
 
     def due(address: str) -> bool:
-        """Return whether to try a host now. The waits between attempts grow, because an unstable
-        host costs more than it contributes."""
+        """Return whether to try to reach a host now. The waits between attempts grow, because a
+        host that fails often costs more than it contributes."""
         at, wait_s = attempts.get(address, (0.0, RETRY_S))
         if found := time.monotonic() >= at:
             attempts[address] = time.monotonic() + wait_s, min(2 * wait_s, MOST_RETRY_S)

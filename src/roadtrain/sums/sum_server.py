@@ -1,5 +1,6 @@
-"""Reducers: the reducers of all jobs on a worker's host or a spare host, which share one budget.
-`serve_sums` is the process of a spare host (`roadtrain serve --sum`).
+"""Reducers: the reducers of all jobs on one host. The host is a worker's host or a spare host, and
+its reducers share one budget. `serve_sums` is the process of a spare host (`roadtrain serve
+--sum`).
 
     listener: a link and its greeting --> Reducers.accept --> the job's Reducer (reducer.py), the
     coordinator (at worker 0), or the answer to a status request
@@ -28,7 +29,8 @@ END_S = 10.0  # timeout for threads to end
 
 
 class Reducers:
-    """The reducers of all jobs on one host. The buffers of all reducers use at most `nbytes`."""
+    """The reducers of all jobs on one host. The buffers of all reducers together use at most
+    `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
@@ -39,8 +41,8 @@ class Reducers:
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept a link of a worker or of a status request. If the worker's job has no reducer yet,
-        create one. Returns the Receiver of the link. Raises WireError, BusyError."""
+        """Accept the link of a worker or of a status request. If the worker's job has no reducer
+        yet, create its reducer. Returns the Receiver of the link. Raises WireError, BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
@@ -121,8 +123,8 @@ def serve_sums(
     """Run `roadtrain serve HOST:PORT --sum`: sum gradients until the process is interrupted.
 
     Args:
-        budget: Memory for buffers, such as "8GiB". If None, half of the free memory is used.
-        module: Name of a module to import, which registers the user's own formats.
+        budget: Memory for the buffers, such as "8GiB". If None, half of the free memory is used.
+        module: Name of a module of the user, which is imported to register the user's own formats.
 
     Returns:
         The exit code of the command.

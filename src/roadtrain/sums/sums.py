@@ -11,11 +11,11 @@ sum_server.py, and the state machines are in protocol/.
 
 NOTE no secrets. Messages of `gather` (usually a torch process group) are not encrypted, so they
 contain no token. Workers of one host connect through Unix sockets, which check the user. Workers of
-several hosts authenticate with a token that is derived from the token in each worker's token file.
-If there is no token, only loopback addresses are used.
+several hosts authenticate with a token. Each worker derives this token from the token in its token
+file. If there is no token file, only loopback addresses are used.
 
-Assumes a function `gather` that exchanges a few bytes among all workers, and is called only at the
-start. Does NOT know torch.
+Assumes that the function `gather` exchanges a few bytes among all workers. `gather` is called only
+at the start. Does NOT know torch.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSum
 
 
 def _gathered(gather: Gather, mine: T) -> list[T]:
-    """All-gather a struct. Returns the structs of all workers by rank."""
+    """Exchange a struct among all workers. Returns the structs of all workers, by rank."""
     return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 
 def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
-    """Make this worker's greeting. Raises ConfigError if options are invalid or the address does
-    not resolve."""
+    """Make this worker's greeting. Raises ConfigError if options are invalid or if the worker's
+    address does not resolve."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="give each one")
@@ -154,8 +154,8 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
 
 
 class _JoiningWorker:
-    """A worker while it connects: the state of the function `connect`. `names`: The host of each
-    worker."""
+    """The state of the function `connect` at one worker. `names`: The name of each worker's
+    host."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """Set the budgets of the reducers, and create the coordinator at worker 0. If `twice`,
-        gradients are summed inside hosts and then between hosts, so the reducers of either stage
-        get half of the budget."""
+        """Set the budgets of the reducers. At worker 0, also create the coordinator. If `twice`,
+        gradients are summed inside hosts and then between hosts; the reducers of each of these two
+        stages get half of the budget."""
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)
@@ -216,8 +216,9 @@ class _JoiningWorker:
     def sum_between_hosts(
         self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
     ) -> WorkerSums | None:
-        """Connect this worker with its group: with other hosts, or with all workers if there is
-        only one stage. Returns None if this worker is in no group."""
+        """Connect this worker with the other workers of its group. These are workers of other
+        hosts, or all workers if sums have only one stage. Returns None if this worker is in no
+        group."""
         rank, start = self.setup.rank, self.start
         number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
         if number is None:
@@ -268,7 +269,7 @@ class _JoiningWorker:
     def agree(
         self, near: WorkerSums, above: CrossHostSums | None, link: CoordinatorLink
     ) -> Agreement:
-        """Make the agreement, which checks that all workers sum the same tensors."""
+        """Make this worker's Agreement, which checks that all workers sum the same tensors."""
 
         def give_up() -> None:
             near.give_up()
@@ -284,15 +285,15 @@ class _JoiningWorker:
     def link_coordinator(
         self, link: CoordinatorLink, agreement: Agreement, sums: WorkerSums | None
     ) -> None:
-        """Connect to the coordinator. `sums`: The sums that use spare hosts, or None."""
+        """Connect to the coordinator. `sums`: The WorkerSums that uses spare hosts, or None."""
         link.agreement, link.sums = agreement, sums
         hello = self.start.session, self.setup.rank, self.setup.workers, TO_COORDINATOR
         link.linked(link_to(link, self._address(0), self.far.accept, hello, self.options))
         self.ends.callback(link.close)
 
     def _address(self, rank: int) -> Address | str | None:
-        """Return the address of a worker's reducers for sums between hosts, or None if the worker
-        is this one."""
+        """Return the address of the reducers of worker `rank` for sums between hosts. Returns None
+        if `rank` is this worker's own rank."""
         if rank == self.setup.rank:
             return None
         place = self.places[rank]
@@ -300,7 +301,7 @@ class _JoiningWorker:
         return place.far if same else address_of(place.address)
 
     def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
-        """Number the spare hosts, beginning after the workers of a group. The numbers are the same
-        in all groups, because all groups have the same size."""
+        """Give the spare hosts the numbers that follow the numbers of a group's workers. All groups
+        have the same size, so the numbers are the same in all groups."""
         first = len(groups[0]) if groups else 0
         return tuple((first + i, *spare) for i, spare in enumerate(self.start.spares.items()))

@@ -20,8 +20,8 @@ from roadtrain.sums import formats
 
 
 class TensorCodec:
-    """The encoding of one tensor. Holds the tensor's residual, and its encoded parts of the last
-    round."""
+    """The encoding of one tensor. Holds the tensor's residual, and the tensor's encoded parts of
+    the last round."""
 
     def __init__(self, format: str, elements: int) -> None:
         self.format, self.codec = format, formats.format_of(format)
@@ -29,12 +29,12 @@ class TensorCodec:
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> (round, bytes)
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Return the encoded bytes of a part. Each part is encoded once per round, so a part that
-        is pushed again has the same bytes.
+        """Return the encoded bytes of a part. Each part is encoded once per round. So if a part is
+        pushed again in the same round, its bytes are the same.
 
         Args:
             start: First element of the part.
-            number: The round.
+            number: The number of the round.
         """
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
@@ -68,9 +68,9 @@ class TensorRound:
         return self.dtype if self.codec is None else self.codec.format
 
     def number(self, start: int) -> int:
-        """Return the number of the part that begins at element `start`, or -1 if no part does.
-        `start` may be inverted (~start), which marks parts that go to a replacement of a removed
-        reducer (Map.moved)."""
+        """Return the number of the part that begins at element `start`, or -1 if no part begins
+        there. If the part goes to another reducer because its first reducer was removed
+        (Map.moved), `start` is inverted (~first element)."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
@@ -80,11 +80,12 @@ class TensorRound:
         return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
 
     def values(self, memory: memoryview, number: int) -> np.ndarray:
-        """Return a part of an fp32 tensor as an array that shares its memory."""
+        """Return part `number` of an fp32 tensor as an array. `memory` is the memory of the whole
+        tensor; the array shares this memory."""
         return np.frombuffer(self.of(memory, number), np.float32)
 
     def pushed(self, number: int, rank: int) -> memoryview:
-        """Return the bytes that worker `rank` sends for a part."""
+        """Return the bytes that this worker, which has the rank `rank`, sends for part `number`."""
         if self.codec is None:
             return self.of(self.grad, number)
         start = self.parts[number][0]

@@ -1,8 +1,9 @@
-"""TensorSums: sums of torch tensors over all connected workers (sums.py). Each sum is a future on
-the tensor's device.
+"""TensorSums: sums torch tensors over all connected workers (sums.py). Each sum is a future, whose
+result is a tensor on the same device as the summed tensor.
 
-A tensor on an accelerator is copied to pinned memory, and its sum is copied back. A thread waits
-for these copies. Does NOT divide by the number of workers, does NOT know models or process groups.
+If a tensor is on an accelerator, the tensor is copied to pinned memory, and the sum is copied back.
+A thread waits for these copies. Does NOT divide by the number of workers, does NOT know models or
+process groups.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """The sum of a tensor, in progress. `ticket`: The operation in `agreement` for this sum."""
+    """A sum of a tensor that is in progress. `ticket`: The operation for this sum, of the Agreement
+    `agreement`."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
     agreement: Agreement
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum. If workers wait for each other in a cycle, this is detected, which
-        `future.wait` does not do.
+        """Wait for the sum. In contrast to `future.wait`, this method detects that workers wait for
+        each other in a cycle.
 
         Returns:
             The sum, with the dtype, shape and device of the tensor.
@@ -85,18 +87,18 @@ class TensorSums:
         """Begin the sum of a tensor over all workers.
 
         Args:
-            number: Number of the result buffer. A sum must not be written to, and is valid until
-                `sum` is called again with the same number.
-            identity: Name of the operation, which must be the same on all workers.
+            number: Number of the result buffer. The result must not be written to. The result is
+                valid until `sum` is called again with the same number.
+            identity: Name of the operation. Must be the same on all workers.
             tensor: A contiguous tensor of fp32, bf16 or fp16. Must not be changed until the sum is
                 complete.
-            detail: Text that must be the same on all workers, as the dtype and shape must be.
+            detail: A text. The text, the dtype and the shape must be the same on all workers.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor. If empty, the default is used.
 
         Returns:
-            The sum in progress. If the workers do not sum the same tensors, waiting for it raises
-            DifferError on all workers. Other sums may be begun after such an error.
+            The sum in progress. If the workers do not sum the same tensors, waiting for the sum
+            raises DifferError on all workers. Other sums may be begun after such an error.
 
         Raises:
             ConfigError: The dtype cannot be summed.
@@ -171,15 +173,15 @@ class TensorSums:
         self._agreement.agree(identity, signature)
 
     def resume(self) -> None:
-        """Note that the program has started over after a DifferError. A program must call this if
-        it waits for the futures directly instead of calling `TensorSum.wait`."""
+        """Note that the program has started over after a DifferError. A program must call this
+        method if it waits for futures directly instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum or raise the error. This is a `then` callback, because DDP takes an
-        exception that is set with `set_exception` for a value."""
+        """Return the sum or raise the error. The method is a `then` callback of the future. It does
+        not use the future's `set_exception`, because DDP would take the exception for a value."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -230,8 +232,8 @@ class TensorSums:
     def _buffer(
         kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
     ) -> torch.Tensor:
-        """Return the buffer of `key` in `kept`. If there is none of the size and dtype of `like`,
-        allocate one."""
+        """Return the buffer of `key` in `kept`. If `kept` has no buffer of the size and dtype of
+        `like`, allocate a buffer."""
         if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
         return kept[key]

@@ -1,5 +1,5 @@
 """The greetings and addresses that workers exchange at the start, and the groups of workers that
-sum with each other. A root is a worker of a host that sums for the workers of its host.
+sum with each other. A root is a worker that sums for the workers of its host.
 
     a host's workers <--(shared memory)--> its roots <--(network)--> the same roots of other hosts,
                                                                      spare hosts
@@ -18,8 +18,8 @@ from roadtrain.errors import ConfigError
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """The greeting that a worker sends before it listens. The fields from `session` to `rates` are
-    used only in the greeting of worker 0."""
+    """The greeting that a worker sends to all workers before it listens. The fields from `session`
+    to `rates` are used only in the greeting of worker 0."""
 
     session: str  # name of the run
     spares: dict[str, float]  # address -> link rate
@@ -100,8 +100,9 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Return the workers of a host that sum, as numbers on the host from 0. The roots that the
-    host's first worker has sent count. Raises ConfigError if the user chose invalid roots.
+    """Return the workers of a host that sum, as numbers on the host from 0. If the workers of a
+    host have sent different roots, those of the host's first worker count. Raises ConfigError if
+    the user chose invalid roots.
 
     Args:
         own: The ranks of the host's workers.

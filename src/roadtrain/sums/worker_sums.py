@@ -7,9 +7,9 @@ part to its reducer in the order of priorities, and receives the sums.
 Parts for the worker's own reducer cross no network. Bytes are sent from `grad` and received in
 `out` without copies, unless they are encoded. Spare hosts may be added and removed
 (sums/protocol/membership.py). If a removed host has not returned the sum of a part to all workers,
-the part is pushed again to another reducer: workers that have the sum push it from `out`, and the
-other workers push their part from `grad`. So the memory of the last two rounds is kept. Every wait
-has a deadline (Rule 5). Does NOT divide by the number of workers, does NOT know torch.
+the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
+the other workers push their part from `grad`. So the memory of the last two rounds is kept. Every
+wait has a deadline (Rule 5). Does NOT divide by the number of workers, does NOT know torch.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SumOptions:
 
 
 class _ReducerLink:
-    """A worker's link to a reducer, and the Receiver of the link. `ahead`: Number of parts that are
-    queued in the link."""
+    """A worker's link to a reducer. The object is also the Receiver of this link. `ahead`: Number
+    of parts that are queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -112,17 +112,17 @@ class _ReducerLink:
 
 
 class WorkerSums:
-    """Sums memory with a group of workers.
+    """Sums memory over a group of workers.
 
     Args:
         rank: Rank of this worker in the group.
-        reducers: Address of each worker's reducer. A path stands for a link by shared memory, and
-            None for the reducer of this process.
-        rates: Rates of the workers' links. They determine the reducers' shares of the sums.
+        reducers: Address of each worker's reducer. If an address is a path, the link uses shared
+            memory. None stands for the reducer of this process.
+        rates: Rates of the workers' links. The rates determine the reducers' shares of the sums.
         spares: The spare hosts that are used at the start.
-        own: Accepts the link to the reducer of this process.
-        reducer_lost: Reports a lost spare host to the coordinator. None if spare hosts cannot
-            change.
+        own: Function that accepts the link to the reducer of this process.
+        reducer_lost: Function that reports a lost spare host to the coordinator. None if spare
+            hosts cannot change.
         roots: Workers whose reducers sum equal shares. If given, `rates` are ignored.
 
     Raises:
@@ -252,7 +252,7 @@ class WorkerSums:
         self._post(posts)
 
     def _begin(self, tensor: TensorRound) -> None:
-        """Begin a tensor's next round: queue all parts of the tensor. Called under the lock."""
+        """Begin a tensor's next round: queue all parts of the tensor. The caller holds the lock."""
         key = tensor.key
         self._rounds[key] = tensor.round = self._rounds.get(key, 0) + 1
         tensor.waits.update(range(len(tensor.parts)))
@@ -262,14 +262,16 @@ class WorkerSums:
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
-        """Take the entries to send now from the queue. Called under the lock.
+        """Remove from the queue the entries to send now, and return them. The caller holds the
+        lock.
 
         If the link of the first entry is full, all entries wait, although other links may be idle.
-        This keeps the links in step, so that links with a small share do not finish early.
+        So all links progress at the same pace, and a link with a small share does not finish early.
 
         Returns:
-            For each entry: (reducer, tensor, part, `start` for the header, round). The round is
-            that of the sum to push, or 0 if the worker's part is pushed.
+            For each entry: (reducer, tensor, part, `start` for the header, round). If a sum is
+            pushed, `round` is the round of this sum. If the worker's own part is pushed, `round` is
+            0.
         """
         out = []
         while self._queue:
@@ -337,8 +339,8 @@ class WorkerSums:
     def place_of(
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
-        """Return the memory in which to receive a sum, or None if the sum must be decoded or was
-        abandoned. Raises WireError."""
+        """Return the memory in which to receive the sum of a part. Returns None if the sum must be
+        decoded first, or if the sum was abandoned. Raises WireError."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -371,8 +373,8 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have a sum that this worker had pushed. The part's next round
-        may be sent."""
+        """Note that all workers now have a sum that this worker had pushed. So this worker may send
+        the next round of the sum's part."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
@@ -385,8 +387,9 @@ class WorkerSums:
         self._post(posts)
 
     def give_up(self) -> None:
-        """Abandon all sums in progress, without calling `done`. All workers must do so. For later
-        sums they must use other keys, whose rounds are counted from 1."""
+        """Abandon all sums in progress. Their `done` is not called. All workers must call this
+        method, and must use other keys for later sums. The rounds of these keys are counted from
+        1."""
         with self._lock:
             self._given_up |= self._rounds.keys()
             for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
@@ -425,14 +428,15 @@ class WorkerSums:
         return refused
 
     def hold(self) -> dict[int, tuple[int, bool]]:
-        """Begin no round until `change` is called. Returns the last round of each tensor, and
-        whether the sum of this round is complete."""
+        """Pause: no round is begun until `change` is called. Returns, for each tensor, the last
+        round, and whether the sum of this round is complete."""
         with self._lock:
             self._held = True
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def change(self, change: Change) -> None:
-        """Apply a change of the spare hosts, and begin rounds again."""
+        """Apply a change of the spare hosts. Parts that were sent to removed hosts are pushed
+        again. This ends the pause that `hold` has begun, so new rounds may begin."""
         for number in change.removed:
             if (reducer := self._reducers.get(number)) is not None:
                 reducer.link.close()  # first, so that no more frames arrive on this link
@@ -467,8 +471,8 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the entries of `_owed` that are settled without a notice: all workers have the sum,
-        but its reducer was removed before it sent the notice."""
+        """List the entries of `_owed` whose sums all workers have, but whose reducers were removed.
+        A removed reducer cannot send the notice that all workers have the sum."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
@@ -478,9 +482,9 @@ class WorkerSums:
         return out
 
     def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
-        """Make queue entries for the parts whose reducer was removed. A part without a sum is
-        pushed again. A sum that has arrived is pushed if some worker lacks it, that is if the
-        tensor's round is `lacked`."""
+        """Make queue entries for the parts of a tensor whose reducer was removed. If the sum of a
+        part has not arrived, the part is pushed again. If the sum has arrived but some worker lacks
+        it, the sum is pushed. Some worker lacks the sum if the tensor's round is `lacked`."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):
@@ -500,7 +504,7 @@ class WorkerSums:
 
     def _watch(self) -> None:
         """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s`, end all
-        sums with a DeadlineError that names what is missing."""
+        sums with a DeadlineError that names the missing parts."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest
@@ -515,7 +519,7 @@ class WorkerSums:
             )
 
     def _waited_for(self, tensor: TensorRound) -> str:
-        """Describe the missing sums of a tensor, for a message. Called under the lock."""
+        """Describe the missing sums of a tensor, for a message. The caller holds the lock."""
         if not tensor.round:
             return "all workers to agree on the spare hosts"
         waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent}

@@ -3,11 +3,11 @@
     checked      validates the job's greeting
     SlotQuota    reserves memory, counted in slots of the job's table
     job_socket   opens a UDP port for the job
-    job_table    makes the table of its sums, in the network device or in this process
+    job_table    makes the table of the job's sums, in the network device or in this process
 
 A job needs its table, the kernel's send and receive buffers of its socket, and a buffer of unsent
-packets. All of these are counted before the job is admitted, so the memory of a switch is bounded
-by its budget (Rule 4).
+packets. The memory for all of these is counted before the job is admitted. So the memory of a
+switch is bounded by the budget of the switch (Rule 4).
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 
 class SlotQuota:
-    """The memory budget of a switch, from which jobs reserve slots. Thread-safe. Invariant, under
-    `_lock`: 0 <= `used_nbytes` <= `nbytes`."""
+    """The memory budget of a switch. Each job reserves slots of its table from this budget.
+    Thread-safe. Invariant, while `_lock` is held: 0 <= `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError if `nbytes` are too few for the smallest job."""
+        """Raises ConfigError if `nbytes`, the memory for all jobs, is too small for the smallest
+        job."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
@@ -81,7 +82,8 @@ class SlotQuota:
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that the next job can have, whatever its number of children."""
+        """The number of slots that the next job can have, even if it has the maximum number of
+        children."""
         left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
@@ -89,7 +91,7 @@ class SlotQuota:
         """Reserve slots for a job.
 
         Raises:
-            BusyError: Other jobs use the slots, which may become free.
+            BusyError: Other jobs use the slots. The slots may become free later.
             BudgetError: The switch is too small for so many slots.
         """
         cost = self._cost(slots, self.receive_nbytes(slots, children))
@@ -118,8 +120,8 @@ def job_socket(
     quota: SlotQuota,
     report: Report,
 ) -> DatagramSocket:
-    """Open a socket at the port that the job asks for, because it had this port before its link was
-    lost. If the job asks for no port, open the socket at a free port.
+    """Open the UDP socket of a job. A job whose link was lost asks for the port that it had before,
+    and gets this port. A job that asks for no port gets a free port.
 
     Args:
         switch: Host and TCP port of this switch.
@@ -170,8 +172,8 @@ def job_table(
     parent: Address,
     report: Report,
 ) -> Table:
-    """Make the job's table in the device. If there is no device, or if the device fails, make the
-    table in this process."""
+    """Make the job's table in the network device. If there is no device, or if the device cannot
+    make the table, make the table in this process."""
     if device is not None:
         try:
             return device.table(hello, port, key, parent)

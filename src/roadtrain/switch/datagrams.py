@@ -5,13 +5,13 @@
     nbytes, segment, source = socket.receive(buffer, 0.5)
 
 The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If the
-kernel cannot split runs, this is reported once, and packets are sent one by one. Lost packets (an
-absent peer, a full queue, a firewall) raise no error; `unsent` and `drops` count the losses that
-this host knows of.
+kernel cannot split runs, a warning is reported once, and packets are sent one by one. If packets
+are lost (an absent peer, a full queue, a firewall), no error is raised. `unsent` and `drops` count
+the losses that this host knows of.
 
 Multicast (IPv4 only): a socket with a `group` receives only the datagrams of the group, on the
 interface of the socket's address. Any socket can send to a group, on the interface of the socket's
-address. The TTL is 1, and sockets of this host receive the datagrams too.
+address. The TTL is 1. Sockets of the sending host receive the datagrams too.
 
 One thread may send while another receives. Linux only. Does NOT authenticate senders.
 """
@@ -66,7 +66,8 @@ _LOST = {
 
 
 class DatagramSocket:
-    """A UDP socket. Raises ConfigError if it cannot be bound to the address or join the group."""
+    """A UDP socket. The constructor raises ConfigError if the socket cannot be bound to the address
+    or cannot join the group."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class DatagramSocket:
             into: The buffer, at least RECEIVE_NBYTES.
 
         Returns:
-            (bytes, bytes per packet, sender), or None after `timeout_s`. The last packet may be
-            shorter.
+            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`. The
+            last packet may be shorter.
 
         Raises:
             LostError: The socket is closed.
@@ -159,7 +160,7 @@ class DatagramSocket:
 
     def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
         """Wait until this socket or one of the others is readable, or `timeout_s` has passed.
-        Raises LostError if one is closed."""
+        Raises LostError if one of these sockets is closed."""
         sockets = (self, *others)
         with contextlib.ExitStack() as used:
             poll = select.poll()
@@ -173,7 +174,7 @@ class DatagramSocket:
 
     def fileno(self) -> int:
         """Return the descriptor, for select and epoll. Only the thread that closes the socket may
-        call this, because the descriptor is invalid after `close`."""
+        call this method, because the descriptor is invalid after `close`."""
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
@@ -181,7 +182,7 @@ class DatagramSocket:
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
-        """Return whether `send` would not block."""
+        """Return whether the send buffer has room, so that `send` would not block."""
         with self._using():
             return self._wait(select.POLLOUT, 0.0)
 
@@ -212,7 +213,8 @@ class DatagramSocket:
                     self._changed.notify_all()
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait for a poll event. Returns False after the timeout. Raises LostError when closed."""
+        """Wait for a poll event. Returns False after the timeout. Raises LostError if the socket is
+        closed."""
         poll = select.poll()
         poll.register(self._socket, event)
         poll.register(self._awake, select.POLLIN)
@@ -242,8 +244,9 @@ class DatagramSocket:
                 at += step
 
     def _send_part(self, part: memoryview, segment: int, to: Address) -> bool:
-        """Send a part of a run, or count it as lost. Returns False if the kernel cannot split the
-        part, which must then be sent packet by packet."""
+        """Send a part of a run. If the peer or the network cannot be reached, the packets of the
+        part are counted in `unsent`. Returns False if the kernel cannot split the part; then the
+        caller must send the part packet by packet."""
         joined = len(part) > segment
         control = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
         deadline = time.monotonic() + SEND_S
@@ -317,8 +320,8 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Set a buffer size. Without CAP_NET_ADMIN, the kernel limits the size, which is reported.
-        Returns the size that the kernel has set."""
+        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel limits the size; a
+        warning is reported then. Returns the size that the kernel has set."""
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, forced, nbytes)
@@ -363,8 +366,8 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
 
 
 def _named(raw: Sequence[object]) -> Address:
-    """Convert a socket address to (host, port). For a link-local IPv6 address, the host is written
-    as HOST%INDEX, with the index of the interface."""
+    """Convert a socket address to (host, port). For a link-local IPv6 address, the host is
+    HOST%INDEX, where INDEX is the index of the network interface."""
     host, port = str(raw[0]), int(str(raw[1]))
     if len(raw) == 4 and raw[3] and "%" not in host:
         host = f"{host}%{raw[3]}"

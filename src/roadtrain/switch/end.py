@@ -1,15 +1,15 @@
-"""FanInEnd: receives the sums of a job's switches and sends parameters to all its participants, in
-the process of the server (Sun et al., LuWu, section 3). A participant is a worker, or the relay of
-a host for its workers.
+"""FanInEnd: the part of a server's process that receives the sums of a job's switches, and sends
+parameters to all participants of the job (Sun et al., LuWu, section 3). A participant is a worker,
+or the relay of a host for its workers.
 
     participants --TCP--> FanInEnd --local link--> ServerSession       everything but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
-To the server, all participants together look like one relay, which pushes sums in fp32. The state
+To the server, all participants together look like one relay that pushes sums in fp32. The state
 machine in switch/protocol/fan_in.py makes the decisions. First the job is registered at the
-switches (Registration). Then each participant gets a FAN_IN frame, which contains what it needs to
-take part. The FanInEnd and its ServerSession end together.
+switches (Registration). Then each participant gets a FAN_IN frame with the addresses and numbers
+that the participant needs to take part. The FanInEnd and its ServerSession end together.
 
 Links have their own threads. Besides these, one thread sends packets, one thread receives packets
 and runs timers, and one thread keeps the links to the switches. Does NOT decide, restart switches,
@@ -87,8 +87,8 @@ DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
-    """The connection of a participant. Gradients are only announced on this connection; their
-    packets come over UDP."""
+    """The connection of a participant. The participant announces gradients on this connection, and
+    sends the packets of the gradients over UDP."""
 
     session: FanInEnd
 
@@ -116,11 +116,11 @@ class FanInConnection(ParameterConnection):
 
 
 class FanInEnd(IntermediarySession):
-    """The fan-in end of a job. Raises ConfigError if the plan is invalid, and LostError if there is
-    no route to the root switch.
+    """The fan-in end of a job. The constructor raises ConfigError if the job's FanIn is invalid,
+    and LostError if there is no route to the root switch.
 
-    Invariants, under `lock`: `_ports` has all switches or none; `_maxima` has the rounds whose
-    exponents have arrived and whose gradients are not granted yet."""
+    Invariants, while `lock` is held: `_ports` has the ports of all switches or is empty; `_maxima`
+    has the rounds whose exponents have arrived, but whose gradients are not granted yet."""
 
     name = "fan-in"
     connection_class = FanInConnection
@@ -210,7 +210,7 @@ class FanInEnd(IntermediarySession):
 
     def accept(self, link: Link, greeting: switch_frames.FanInHello) -> ParameterConnection:
         """Add a participant. For the first participant, also connect to the server. Raises
-        ForeignError if the greeting contradicts that of the first participant."""
+        ForeignError if the greeting contradicts the greeting of the first participant."""
         check_same(self.first, greeting)
         with self.lock:
             worker = self.join(greeting.hello.rank, link)
@@ -249,8 +249,8 @@ class FanInEnd(IntermediarySession):
     # memory
 
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
-        """Allocate the buffers. Called once the layout is known. Returns how many of the server's
-        `nbytes` this fan-in end uses."""
+        """Allocate the buffers. Called when the layout of the store is known. Returns how many
+        bytes of the server's budget, `nbytes`, this fan-in end uses."""
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
@@ -293,7 +293,7 @@ class FanInEnd(IntermediarySession):
         )
 
     def _send_fan_in(self, worker: ParameterConnection) -> None:
-        """Send a participant its FAN_IN frame. Under `lock`."""
+        """Send a participant its FAN_IN frame. The caller holds `lock`."""
         rank, group = worker.rank, "" if self._trial is None else "{}:{}".format(*self._group or ())
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
@@ -327,7 +327,7 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: parameters are copied by {by}: {trying}")
 
     def _send_to(self, to: Address) -> None:
-        """Begin to send parameters, to the address `to`. Called under `lock`."""
+        """Begin to send parameters to the address `to`. The caller holds `lock`."""
         self._sender = sender = PacketSender(
             self._socket,
             to,
@@ -343,9 +343,9 @@ class FanInEnd(IntermediarySession):
     # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """Select the packets that the root switch sent. A packet that was recorded on its way to a
-        switch and replayed to this host has a valid tag too, but its header names another
-        sender."""
+        """Select the packets that the root switch sent. If somebody records a packet on its way to
+        a switch and replays it to this host, the packet has a valid tag too. But the header of such
+        a packet names another sender."""
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
@@ -413,8 +413,8 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: {line}")
 
     def _send_silent(self) -> None:
-        """Tell each participant for which switches or participants it waits. The participant's
-        error messages then name them."""
+        """Tell each participant which other participants or switches it waits for. Error messages
+        of the participant then name these other participants or switches."""
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()
@@ -431,9 +431,9 @@ class FanInEnd(IntermediarySession):
         self._sent_silent = bool(absent or late)
 
     def _group_is_lost(self) -> bool:
-        """If multicast has stopped working, for example because network switches forgot the group's
-        members, send to the root switch instead. Returns whether this happened. Called under
-        `lock`."""
+        """Check whether multicast has stopped working, for example because network switches forgot
+        the members of the group. If it has, send parameters to the root switch instead, and return
+        True. The caller holds `lock`."""
         sender = self._sender
         if sender is None or sender.to != self._group or not sender.stuck:
             return False
@@ -494,7 +494,8 @@ class FanInEnd(IntermediarySession):
     # status
 
     def status(self) -> m.Status:
-        """Return the server's status with counters, and what the participants wait for."""
+        """Return the server's status, with the counters of this fan-in end, and with what the
+        participants wait for."""
         text, waits, stages = self.server.status()
         now, waits = time.monotonic(), dict(waits)
         with self.lock:
@@ -534,7 +535,8 @@ class FanInEnd(IntermediarySession):
     # the end
 
     def _failed(self, error: BaseException) -> None:
-        """End after an error in a thread of packets or of the links to switches."""
+        """End this fan-in end, after an error in a thread that handles packets or the links to
+        switches."""
         if isinstance(error, RoadtrainError):
             self.end(error)
         else:
@@ -548,7 +550,7 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP side and the link to the server. `over` is set already, so `_send_to`
+        """Close the UDP side and the link to the server. `over` was set before, so `_send_to`
         starts no more threads."""
         with self.lock:
             sender = self._sender
@@ -561,8 +563,8 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """End and release all memory. Called by the host's thread after it has torn down the
-        ServerSession."""
+        """End, and release all memory. Called by the host's thread, after the thread has torn down
+        the ServerSession."""
         self.end(error)
         self.wait_for_the_end(END_S)
         for buffer in [*self._sums, *(self._copies if self._chunks else [])]:

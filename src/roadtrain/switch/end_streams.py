@@ -4,14 +4,14 @@ Incoming: exponents and gradients. Sums are converted to fp32 in their destinati
 
     expect (numbers were granted) -> take (packets) -> take -> ... -> the complete run
 
-`take` must always be called by the same thread. Does NOT decide which participant sends, or when.
+The same thread must make all calls of `take`. Does NOT decide which participant sends, or when.
 
 Outgoing: parameters and maxima, kept until all workers have them.
 
     add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
-The bytes of a run are read each time its packets are made, so they must not change until its `done`
-is called. Does NOT send.
+Each time the packets of a run are made, the bytes of the run are read. So these bytes must not
+change until the `done` of the run is called. Does NOT send.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ LEAST_BUFFERS, MOST_BUFFERS = 2, 6
 def derive_fan_in(
     table: ChunkTable, records: Mapping[int, Record], host_bytes: int
 ) -> FanInBudgets:
-    """Derive the sizes of the buffers. In total they have at most a quarter of the server's
-    `host_bytes`, unless the minimum is more. The server gets the rest of `host_bytes`, and
-    `derive_server` checks that the rest suffices. `records`: The records of this server."""
+    """Derive the sizes of the buffers. The total is at most a quarter of the server's budget,
+    `host_bytes`, or the minimum that a fan-in end needs, if this is more. The server gets the rest
+    of the budget, and `derive_server` checks that the rest suffices. `records`: The records of this
+    server."""
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -107,7 +108,8 @@ class Incoming:
     def expect_gradient(
         self, chunk: int, round: int, first: int, maxima: np.ndarray, into: np.ndarray
     ) -> None:
-        """Expect the packets of a sum. `into`: The destination of the sum, fp32 [elements]."""
+        """Prepare to receive the packets of a sum. `into`: The destination of the sum, fp32
+        [elements]."""
         count = fixed_point.packets_of(into.size, self._width)
         self._expect(ExpectedRun(first, count, Kind.GRADIENT, chunk, round, maxima, into, count))
 
@@ -118,8 +120,8 @@ class Incoming:
             self._runs.append(run)
 
     def take(self, batch: Batch) -> list[ExpectedRun]:
-        """Take packets. Returns the runs that are complete now. Raises WireError for packets with
-        numbers that were not granted."""
+        """Process received packets. Returns the runs that are complete now. Raises WireError for
+        packets with numbers that were not granted."""
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
             raise WireError(f"a sum's packet has {batch.segment} bytes, expected {PACKET_NBYTES}")
@@ -142,8 +144,8 @@ class Incoming:
             return [run for run, _, _ in overlapping(self._runs, low, high + 1)]
 
     def _put(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
-        """Put the packets of a run into its destination. If the run is complete, remove it. Returns
-        whether it is complete."""
+        """Write the payloads of packets to the destination of their run. If the run is complete
+        now, remove the run. Returns whether the run is complete."""
         ours = new & (numbers >= run.first) & (numbers < run.end)
         count = int(np.count_nonzero(ours))
         if not count:
@@ -188,7 +190,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingBytes:
-    """The content of a run of packets."""
+    """The content of a run of packets: parameters or maxima."""
 
     kind: Kind  # PARAMETERS or MAXIMA
     chunk: int
@@ -215,8 +217,9 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
-        """Append a run. Returns its end: all smaller numbers may be sent. `done` is called when all
-        workers have received the run."""
+        """Append a run of packets. Returns the number after the last packet of the run: all packets
+        with smaller numbers may now be sent. `done` is called when all workers have received the
+        run."""
         with self._lock:
             count = -(-carried.bytes.size // PAYLOAD_NBYTES)
             self._runs.append(OutgoingRun(self.end, count, carried, done))
@@ -224,8 +227,8 @@ class Outgoing:
             return self.end
 
     def acknowledged(self, below: int) -> None:
-        """Note that all workers have received all numbers less than `below`. Removes the runs that
-        consist of such numbers."""
+        """Note that all workers have received all packets with numbers less than `below`. Removes
+        the runs that consist only of such packets."""
         with self._lock:
             whole = 0
             while whole < len(self._runs) and self._runs[whole].end <= below:
@@ -235,8 +238,8 @@ class Outgoing:
             run.done()
 
     def fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make sealed packets for the numbers in [first, first + count) that are not acknowledged,
-        and write them to `staging`. Returns the number of packets."""
+        """Make packets, with their tags, for the numbers in [first, first + count) that are not
+        acknowledged. Writes the packets to `staging`. Returns the number of packets."""
         made = 0
         with self._lock:
             for run, packet, number in overlapping(self._runs, first, first + count):

@@ -7,16 +7,17 @@ a worker, or the relay of a host for its workers.
       |   ^
      UDP  UDP  the participant's switch                  integers and exponents up, parameters down
 
-The owner uses a FanInLink like any other link: the memory of a gradient may be reused when `sent`
-is called, and parameters arrive as PULLED frames. Frames sent after a push follow the push's
-announcement on the TCP link, and the fan-in end holds them back until the sum is complete.
+The owner uses a FanInLink like any other link. When the callback `sent` of a push is called, the
+memory of the gradient may be reused. Parameters arrive as PULLED frames. If frames are sent after a
+push, they follow the announcement of the push on the TCP link. The fan-in end holds these frames
+back until the sum is complete.
 
 The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
-second receives packets, and the third calls the owner. So an owner that is busy, or waits for
-memory that a sum will free, does not block packets and grants. For the same reason the destination
-of a pull is determined when the pull is sent. An exception in a thread ends the link; the owner's
-`lost` gets the error, with the names of the server and the switch. Does NOT know which frames
-belong to a step.
+second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
+that a sum will free, packets and grants are not blocked. For the same reason the destination of a
+pull is determined when the pull is sent. An exception in a thread ends the link. The owner's `lost`
+is called with this error, which names the server and the switch. Does NOT know which frames belong
+to a step.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class _Member:
 class FanInLink:
     """A Link for its owner, and the Receiver of the TCP link.
 
-    Invariants: `_pulls`, `_granted` and `_member` are guarded by `_lock`, which is never held while
-    the owner is called. The `sent` of each pushed gradient is called exactly once."""
+    Invariants: `_lock` guards `_pulls`, `_granted` and `_member`. `_lock` is never held while the
+    owner is called. The callback `sent` of each pushed gradient is called exactly once."""
 
     def __init__(self, owner: Receiver, participant: Participant, token: bytes | None) -> None:
         self.peer = f"the server of switch {participant.switch}"
@@ -121,7 +122,7 @@ class FanInLink:
 
     @property
     def strangers(self) -> int:
-        """Packets without the job's tag, which were dropped."""
+        """Number of packets that were dropped because they did not have the job's tag."""
         return self._member.port.strangers if self._member is not None else 0
 
     # the Link
@@ -172,8 +173,8 @@ class FanInLink:
                 raise
 
     def close(self) -> None:
-        """Close the link, and release gradients that are not summed. After a committed step there
-        are no such gradients."""
+        """Close the link, and release the gradients that are not summed yet. After a committed
+        step, all gradients are summed."""
         self._closed = True
         if threading.current_thread() is self._caller:  # a thread cannot join itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
@@ -241,7 +242,8 @@ class FanInLink:
         self._calls.put(partial(self._owner.arrived, kind, header, payload))
 
     def _call_owner(self) -> None:
-        """Make the calls to the owner in order, in a thread, until the link is lost or closed."""
+        """Call the owner's methods in the order of the queue, until the link is lost or closed.
+        Runs in a thread of its own."""
         while (call := self._calls.get()) is not None and not self._closed:
             try:
                 call()
@@ -311,7 +313,8 @@ class FanInLink:
         )
 
     def _failed(self, error: BaseException) -> None:
-        """End the link after an error in a thread of packets or in a call of the owner."""
+        """End the link, after an error in a thread that handles packets, or in a call of the
+        owner."""
         if self._over:
             return
         if isinstance(error, PeerError):
@@ -346,7 +349,8 @@ class FanInLink:
             self._deliver(m.PULLED, pull.header, pull.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
-        """Return which packets are not duplicates. Raises WireError for a wrong packet length."""
+        """Return a mask of the packets that are not duplicates. Raises WireError for a wrong packet
+        length."""
         if batch.segment != PACKET_NBYTES:
             raise WireError(f"bulk packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
         new = batch.ok.copy()
@@ -390,7 +394,8 @@ class FanInLink:
         self._settle_trial(True)
 
     def _settle_trial(self, reached: bool) -> None:
-        """Send the result of the multicast trial to the server, unless it was sent earlier."""
+        """Send the result of the multicast trial to the server. If the result was sent earlier, do
+        nothing."""
         with self._lock:
             member = self._member
             if member is None or member.trial_until is None:
@@ -418,8 +423,9 @@ class FanInLink:
             member.sockets[0].send(packet, packet.size, member.sender.to)
 
     def _take_progress(self, doing: str, header: bytes) -> None:
-        """Forward the server's report of stragglers, which takes precedence over `_check_silent`.
-        An empty report is forwarded only if it clears an earlier report."""
+        """Forward the server's report of stragglers to the owner. Such a report takes precedence
+        over a report of `_check_silent`. An empty report is forwarded only if it clears an earlier
+        report."""
         with self._lock:
             if not doing and not self._server_names:
                 return
@@ -429,9 +435,9 @@ class FanInLink:
             self._deliver(m.PROGRESS, header, memoryview(b""))
 
     def _check_silent(self, member: _Member) -> None:
-        """If the switch is silent, notify the owner, so that the owner's errors name the switch. A
-        switch normally forwards at least two heartbeats per second. A report of the server takes
-        precedence."""
+        """Notify the owner if the switch is silent. The owner's errors then name the switch. A
+        switch normally forwards at least two heartbeats per second. If the server has reported
+        stragglers, the server's report takes precedence."""
         received, now = member.port.packets - member.port.strangers, time.monotonic()
         if received != member.received:
             member.received, member.last = received, now
@@ -448,7 +454,8 @@ class FanInLink:
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make packets of gradients (streams.Fill). Called by the thread that sends packets."""
+        """Make the packets of gradients, as streams.Fill describes. Called by the thread that sends
+        packets."""
         with self._lock:
             if (member := self._member) is None:
                 return 0

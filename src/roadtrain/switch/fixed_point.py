@@ -12,9 +12,9 @@ E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits` 
 
 Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
 the tree of switches (Rule 1). A block with exponent byte 255 becomes NaN at the server, so a NaN
-never turns into a number (Rule 6). This is lossy, so the user must choose it (Rule 2);
-`error_bound` bounds the error. The idea to agree on a scale per block first is from SwitchML (Sapio
-et al., NSDI 2021), fixed point in the network from LuWu (section 3.2.2).
+never turns into a number (Rule 6). Fixed point is lossy, so it is used only if the user chooses it
+(Rule 2). `error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea that
+workers first agree on a scale per block; fixed point in the network is from LuWu (section 3.2.2).
 
 Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
 gradient packet p has elements [p n, (p + 1) n), n = PAYLOAD_NBYTES / width. Computed in float64.
@@ -53,7 +53,7 @@ def blocks_of(elements: int) -> int:
 
 
 def packets_of(elements: int, width: int) -> int:
-    """Return the number of gradient packets for `elements` of `width` bytes each."""
+    """Return the number of packets for a gradient of `elements` elements, each of `width` bytes."""
     return -(-elements * width // PAYLOAD_NBYTES)
 
 
@@ -62,8 +62,9 @@ def exponent_packets_of(elements: int) -> int:
 
 
 def _spare_bits(workers: int, width: int) -> int:
-    """Return bits - 1 - L, the number of bits for the magnitude of one worker's integers. Raises
-    ConfigError if `width` is not supported or too small for so many workers."""
+    """Return how many bits the magnitude of one worker's integers may have, so that the sum of all
+    workers does not overflow. This is 8 width - 1 - L, where L = ceil(log2 workers). Raises
+    ConfigError if `width` is not supported, or is too small for so many workers."""
     if width not in INTEGER:
         raise ConfigError(f"integers of {width} bytes are not supported", hint="use 1, 2 or 4")
     bits = 8 * width - 1 - (workers - 1).bit_length()
@@ -77,12 +78,13 @@ def _spare_bits(workers: int, width: int) -> int:
 
 
 def error_bound(maximum: int, workers: int, width: int) -> float:
-    """Return a bound of the absolute error of an element of the sum, in a block whose largest
-    exponent byte is `maximum`.
+    """Return a bound of the absolute error of an element of the sum. `maximum` is the largest
+    exponent byte of the element's block.
 
-    The bound is one unit of the integers per worker (the error is at most half a unit per worker if
-    nothing was clamped), or infinite for a block that becomes NaN. Rounding the sum to float32 adds
-    at most 2^-24 of its magnitude, or 2^-150 if this is larger. Raises ConfigError.
+    The bound is one unit of the integers per worker. (If nothing was clamped, the error is at most
+    half a unit per worker.) For a block that becomes NaN, the bound is infinite. Rounding the sum
+    to float32 adds at most 2^-24 of the sum's magnitude, or at most 2^-150 if this is larger.
+    Raises ConfigError.
     """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
@@ -115,7 +117,8 @@ def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
 
 @kernel
 def _scale(exponent: Any, bits: Any) -> Any:
-    """Return 2^(bits - E) in float64; 0 for a block that is all zeros or not finite."""
+    """Return 2^(bits - E) in float64, where E belongs to the exponent byte `exponent`. Returns 0 if
+    the elements of the block are all zeros, or if an element is not finite."""
     power = np.int64(1023 + BIAS) + np.int64(bits) - np.int64(exponent)
     scale = np.uint64(power << np.int64(52)).view(np.float64)
     return np.float64(0) if exponent in (ZERO, NOT_FINITE) else scale
@@ -159,8 +162,9 @@ def quantize(
     packet: int,
     run: np.ndarray,
 ) -> None:
-    """Write the integers of gradient packets packet, packet + 1, ... into the payloads of a run of
-    packets, padded with zeros after the last element.
+    """Quantize the elements of the gradient packets `packet`, `packet` + 1, ..., and write the
+    integers into the payloads of `run`, a run of packets. After the last element of the gradient,
+    the payloads are padded with zeros.
 
     Args:
         values: [N] of `dtype`; N = 0 stands for all zeros.
@@ -229,9 +233,9 @@ def dequantize(
 
 
 def load_kernels(width: int) -> None:
-    """Load the compiled kernels of a fan-in. Called before other processes wait for packets of this
-    process, because the first use of the kernels takes a second on a busy host. `width`: Number of
-    bytes of an element on the wire."""
+    """Load the compiled kernels of a fan-in. On a busy host, the first use of the kernels takes a
+    second, so this function is called before other processes wait for packets of this process.
+    `width`: Number of bytes of an element on the wire."""
     packet, ok = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
     key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
     maximum = np.zeros(1, np.uint8)

@@ -1,4 +1,4 @@
-"""The greeting that a fan-in participant sends to the fan-in end, and the checks of the end.
+"""The greeting that a fan-in participant sends to the fan-in end, and how the fan-in end checks it.
 
 Participant --> hello_of --> (the TCP link) --> plan_of, check_same
 """
@@ -39,7 +39,8 @@ def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
 
 
 def plan_of(hello: switch_frames.FanInHello) -> FanIn:
-    """Build the FanIn that a participant's greeting describes. Raises ConfigError."""
+    """Build the FanIn that a participant's greeting describes. Raises ConfigError if the greeting
+    is invalid."""
     nodes = tuple(SwitchNode(*fields) for fields in hello.switches)
     plan = FanIn(nodes, hello.wire, hello.window, hello.multicast)  # type: ignore[arg-type]
     plan.check(hello.hello.workers)

@@ -25,8 +25,8 @@ UNKNOWN = -2  # a worker that has not sent any packet, so that its rank is unkno
 
 
 class Lateness:
-    """Names the stragglers. `root` is the address of the root switch. `named` maps the ranks that
-    are late now to what each has not done."""
+    """Names the stragglers. `root` is the address of the root switch. `named` maps the rank of each
+    straggler to a description of the action for which the others wait."""
 
     def __init__(self, participants: int, root: str) -> None:
         self._participants, self._root = participants, root
@@ -35,8 +35,8 @@ class Lateness:
         self._root_beat = 0.0  # time of the root's last heartbeat
 
     def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
-        """Note a heartbeat of the root switch. It says that worker `rank` has been silent for
-        longest, for `silent_ms`."""
+        """Note a heartbeat of the root switch. The heartbeat reports that, of all workers, worker
+        `rank` has been silent for the longest time: `silent_ms`."""
         silent = rank if rank < self._participants else UNKNOWN
         self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 
@@ -85,7 +85,8 @@ class Lateness:
 
 
 def since(seconds: float) -> str:
-    """Format a duration with its begin: "for 1.5 s (since 12:00:00 UTC)"."""
+    """Format a duration that ends now, with the time at which it began: "for 1.5 s (since 12:00:00
+    UTC)"."""
     return f"for {seconds:.1f} s (since {ago(seconds)})"
 
 

@@ -1,7 +1,7 @@
 """FanIn: the tree of switches that sums a job's gradients inside the network.
 
-    workers --> switch of the rack --> root switch --> optimizer node        (sums go up)
-    workers <-- switch of the rack <-- root switch <-- optimizer node        (parameters go down)
+    workers --> switch of the rack --> root switch --> server        (sums go up)
+    workers <-- switch of the rack <-- root switch <-- server        (parameters go down)
 
 See Sun et al. (LuWu), section 3.2 and appendix A. Gradients are sent as integers (`wire`), so a sum
 does not depend on the order of packets. Gradients and parameters are sent as UDP datagrams,
@@ -34,10 +34,11 @@ class SwitchNode:
 
     Args:
         address: HOST:PORT of the switch's `roadtrain serve --switch`.
-        parent: Address of the switch above this switch. If empty, this switch is the root, which
-            sends to the server.
-        workers: Ranks of the workers that send to this switch. If workers share relays, the numbers
-            of the hosts. If the tree has only one switch, an empty tuple stands for all workers.
+        parent: Address of the switch above this switch. If empty, this switch is the root of the
+            tree and sends to the server.
+        workers: Ranks of the workers that send to this switch. If the workers of a host share a
+            relay, these are the numbers of the hosts instead. If the tree has only one switch, an
+            empty tuple stands for all workers.
 
     Raises:
         ConfigError: A value has the wrong type.
@@ -59,10 +60,11 @@ class FanIn:
     Args:
         switches: The switches of the tree, in any order.
         wire: Integer type in which the elements of gradients are sent: "int32", "int16" or "int8".
-        window: Number of packets in flight per stream, and of slots in each switch's table. Must be
-            a power of two.
-        multicast: "off" copies parameters in the switches. "auto" copies them by IP multicast if a
-            trial reaches all workers, and otherwise in the switches.
+        window: Maximum number of packets in flight per stream, which is also the number of slots in
+            the table of each switch. Must be a power of two.
+        multicast: If "off", the switches copy the parameters. If "auto", a trial is made. If IP
+            multicast reaches all workers in the trial, parameters are copied by IP multicast, and
+            otherwise by the switches.
 
     Raises:
         ConfigError: The switches do not form a tree, or an option has a wrong value.
@@ -112,7 +114,7 @@ class FanIn:
 
     @cached_property
     def from_root(self) -> tuple[SwitchNode, ...]:
-        """The switches that are reachable from the root, each after its parent."""
+        """The switches that are reachable from the root. Each switch comes after its parent."""
         found = [self.root]
         for above in found:  # `found` grows during this loop
             found += [node for node in self.switches if node.parent == above.address]
@@ -138,10 +140,10 @@ class FanIn:
         return len(self.below(switch)) + len(self.workers_of(switch, workers))
 
     def first_child(self, switch: SwitchNode, workers: int) -> int:
-        """Return the sender number of the switch's child 0, which the child's packets carry in
-        their header. The following children have the following numbers. Sender numbers are unique
-        in the tree, so a switch never accepts a packet that was recorded on its way to another
-        switch."""
+        """Return the sender number of child 0 of `switch`. The other children have the following
+        numbers. Each packet carries the sender number of its sender. Sender numbers are unique in
+        the tree. So if a packet is recorded on its way to one switch and replayed to another
+        switch, the other switch does not accept the packet."""
         before = self.from_root[: self.from_root.index(switch)]
         return sum(self.children(node, workers) for node in before)
 
@@ -154,7 +156,7 @@ class FanIn:
         raise ConfigError(f"fan_in: no switch lists worker {rank}")
 
     def check(self, workers: int) -> None:
-        """Check that the tree has each of the ranks 0 to `workers` - 1 once.
+        """Check that each of the ranks 0 to `workers` - 1 is in the tree once.
 
         Raises:
             ConfigError: A rank is missing, listed twice or too large; or a switch has no children
@@ -177,7 +179,7 @@ class FanIn:
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Build a FanIn of `switches`. A string stands for a SwitchNode with this address and without a
-    parent. `options`: Other arguments of FanIn."""
+    """Build a FanIn of `switches`. A string among them stands for a SwitchNode with this address
+    and without a parent. `options`: The other arguments of FanIn."""
     nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

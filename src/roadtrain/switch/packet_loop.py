@@ -2,9 +2,9 @@
 
     epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
 
-A turn is short and never blocks, so a busy job does not starve other jobs. A job that cannot send
-is not read until it can send again. An exception while a job is served ends only this job. Jobs may
-be added and removed from any thread.
+To serve a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
+send buffer of a job is full, its packets are not read until there is room again. If an exception is
+raised while a job is served, only this job ends. Jobs may be added and removed from any thread.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class PacketLoop:
     """Serves jobs in a thread of its own.
 
     Args:
-        ended: Called from the thread as ended(job, error) once a job is closed. `error` is None if
-            the job was removed.
-        failed: Called from the thread with the error if the loop itself fails.
+        ended: Called from the thread as ended(job, error) after a job was closed. `error` is None
+            if the job was closed by `remove`.
+        failed: Called from the thread with the error, if the packet loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:
@@ -52,7 +52,8 @@ class PacketLoop:
         self._request(job, None)
 
     def remove(self, job: SwitchJob, wait: bool) -> None:
-        """Close a job. With `wait`, block until it is closed, or raise DeadlineError."""
+        """Close a job. If `wait`, block until the job is closed; raises DeadlineError if this takes
+        too long."""
         closed = threading.Event()
         self._request(job, closed)
         if wait and not closed.wait(END_S):
@@ -71,7 +72,8 @@ class PacketLoop:
             self._close_unhandled()
 
     def _close_unhandled(self) -> None:
-        """Close the jobs of requests that the thread did not handle before it ended."""
+        """Close the jobs of requests that the thread has not handled. Called after the thread has
+        ended."""
         with suppress(queue.Empty):
             while True:
                 job, closed = self._requests.get_nowait()
@@ -128,8 +130,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Select the job for reading, or, while it has unsent packets, for room in its send
-        buffer."""
+        """Register the job with epoll: to wait for packets, or, while the job has unsent packets,
+        to wait for room in its send buffer."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

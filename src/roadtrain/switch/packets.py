@@ -7,11 +7,11 @@ header and a bitmap. Integers are little-endian.
     HEADER (48 bytes, the last 8 are the tag), payload
 
 `Kind` documents the fields `a`, `b`, `c` and `credit` for each kind. The tag covers all other bytes
-of the packet: the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999) under two
-keys, and the tag is SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the packet's
-length. All keys are derived from the job's token. Two different packets have the same hashes with a
-probability of 2^-64. Forged packets fail verification; replayed packets are recognized by their old
-numbers.
+of the packet. First the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999), under
+each of two keys. The tag is then SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the
+packet's length. All keys are derived from the job's token. The probability that two different
+packets have the same hashes is 2^-64. Forged packets fail verification. Replayed packets are
+recognized by their old numbers.
 
 Packet i of a run of packets is the bytes [i * segment, (i + 1) * segment) of a buffer. A run of
 bulk packets is an array that contains only bulk packets. Assumes a little-endian host and
@@ -56,9 +56,9 @@ assert HEADER_NBYTES == 48
 
 
 class Kind(IntEnum):
-    """Kinds of packets. "Up" is from a worker towards the server, "down" from the server towards
-    the workers. Each direction has one sequence of numbers: up for GRADIENT and EXPONENTS, down for
-    PARAMETERS and MAXIMA."""
+    """Kinds of packets. "Up" means from a worker towards the server, and "down" means from the
+    server towards the workers. Each direction has one sequence of packet numbers. Going up,
+    GRADIENT and EXPONENTS packets share the sequence; going down, PARAMETERS and MAXIMA packets."""
 
     GRADIENT = 1  # up: integers of `width` bytes, which are added
     EXPONENTS = 2  # up: one byte per block of BLOCK elements; combined by maximum
@@ -93,7 +93,7 @@ _HEAD_MASK = np.uint64(0xFFFFFF)
 
 @dataclass(frozen=True, eq=False)
 class PacketKey:
-    """The secret keys of one session's packets. Not shown by repr."""
+    """The secret keys of one session's packets. `repr` does not show the keys."""
 
     # uint64 [words of a packet + 1]: the first NH key is words[:-1], the second is words[1:] (a
     # Toeplitz construction, as in UMAC)
@@ -106,7 +106,7 @@ class PacketKey:
 
         Args:
             token: The job's token. None for a job on one host, which needs no secret.
-            nonce: Bytes that are unique to the session.
+            nonce: Bytes that are different in every session.
         """
         secret = b"" if token is None else token
         seeds = b"".join(len(part).to_bytes(8, "little") + part for part in (secret, nonce))
@@ -173,7 +173,7 @@ def _product(word: Any, key: Any) -> Any:
 
 @kernel
 def _tag(packet: Any, words: Any, sip: Any) -> Any:
-    """Compute the tag of a packet: uint8 [HEADER_NBYTES to PACKET_NBYTES]."""
+    """Compute the tag of `packet`, an array of HEADER_NBYTES to PACKET_NBYTES bytes (uint8)."""
     whole = packet.size // 8
     body = packet[: whole * 8].view(np.uint64)
     first, second = np.uint64(0), np.uint64(0)
@@ -217,7 +217,7 @@ def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
 
 
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
-    """Compute the tags of `count` packets and write them into the packets."""
+    """Compute the tags of `count` packets, and write each tag into its packet."""
     check_run(buffer, segment, count)
     _seal(buffer, segment, count, key.words, key.sip)
 
@@ -226,7 +226,7 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
     """Check the magic, version, job, tag and length of each packet.
 
     Returns:
-        Whether each packet is right: bool [count].
+        For each packet, whether all five are right: bool [count].
     """
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
@@ -236,8 +236,8 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """Return a copy of the headers, HEADER [count], whether the packets are verified or not. If the
-    packets are shorter than a header, the headers are zeros."""
+    """Return a copy of the headers, as an array HEADER [count]. The packets need not be verified.
+    If the packets are shorter than a header, the headers are zeros."""
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
@@ -265,7 +265,8 @@ def write_headers(
 
     Args:
         first: Number of the first packet. Packet i gets the number `first` + i.
-        fields: Other fields of HEADER by name; omitted fields are 0. Packet i gets `c` + i.
+        fields: Values of other fields of HEADER, by name. Omitted fields are 0. The field `c` of
+            packet i is `c` + i.
     """
     check_run(buffer, segment, count)
     header = np.zeros(1, HEADER)
@@ -293,8 +294,8 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
-    """Fill the payload of packet i from source[(packet + i) * PAYLOAD_NBYTES :], padded with zeros
-    after the end of `source` (uint8)."""
+    """Fill the payload of each packet i from `source` (uint8), beginning at byte (packet + i) *
+    PAYLOAD_NBYTES. After the end of `source`, payloads are padded with zeros."""
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -310,8 +311,9 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
-    """Copy the payload of each packet i with ok[i] to into[index[i] * PAYLOAD_NBYTES :]. Bytes
-    beyond the end of `into` (uint8) are dropped. `ok` and `index` have one element per packet."""
+    """Copy the payloads of packets into `into` (uint8). If ok[i] is set, the payload of packet i is
+    copied to the place that begins at byte index[i] * PAYLOAD_NBYTES. Payload bytes beyond the end
+    of `into` are left out. `ok` and `index` have one element per packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 

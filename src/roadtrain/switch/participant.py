@@ -1,23 +1,24 @@
 """State of a fan-in participant: gradients to send and parameters to receive. No threads, no I/O.
 
-Granted: announced gradients, and the packet numbers granted for them.
+Granted: the announced gradients, and the packet numbers that the fan-in end has granted for these
+gradients.
 
     announce -> wait for the grant of a round -> packet numbers for the exponents
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
-A participant without a gradient for a round sends zeros. Packets are made from the memory of the
-gradient, even when they are sent again. So the memory is released only when all packets are
-acknowledged and no packet is being made.
+If a participant has no gradient for a round, the participant sends zeros. Packets are made from the
+memory of the gradient, also when they are sent again. So this memory is released only when all
+packets are acknowledged and no packet is being made.
 
-Pulls: parameters that were requested from the server and have not arrived. They are broadcast to
-all participants in datagrams. If the other participants do not request the same parameters, they
-are sent to one participant over TCP.
+Pulls: requests to the server for parameters that have not arrived yet. Requested parameters are
+broadcast to all participants in datagrams. If the other participants do not request the same
+parameters, these are sent to one participant over TCP.
 
-NOTE matching pulls. A broadcast names chunk and version, not a ticket. It fills the oldest pull of
-that chunk and version that no other broadcast has begun to fill. The packets of a broadcast have
-consecutive numbers, so `number - index` identifies it. As each pull is answered once, for an answer
-over TCP there is a pull that no broadcast has begun to fill; the answer fills the newest of these,
-whichever ticket it names.
+NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Of the pulls of this
+chunk and version that no other broadcast has begun to fill, the broadcast fills the oldest. The
+packets of a broadcast have consecutive numbers, so `number - index` identifies the broadcast. Each
+pull is answered once. So when an answer arrives over TCP, there are pulls that no broadcast has
+begun to fill. The answer fills the newest of these, even if it names the ticket of another pull.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ NOTHING = Gradient(np.empty(0, np.float32), "fp32", lambda: None)  # stands for 
 
 @dataclass
 class Round:
-    """One sum of a chunk."""
+    """The state of one round at a participant. A round is one sum of a chunk's gradients."""
 
     chunk: int
     round: int
@@ -71,7 +72,8 @@ class Round:
         return fixed_point.blocks_of(self.elements)
 
     def exponents(self) -> np.ndarray:
-        """Compute `own` on the first call. Not thread-safe."""
+        """Return `own`, the exponents of this participant's gradient. They are computed on the
+        first call. Not thread-safe."""
         if self.own is None:
             self.own = np.zeros(self.blocks, np.uint8)
             if len(self.gradient.values):
@@ -81,17 +83,18 @@ class Round:
 
 @dataclass(slots=True)
 class Numbers(NumberRun):
-    """The packet numbers for the exponents, or the integers, of a round."""
+    """The packet numbers that were granted for the exponents of a round, or for its integers."""
 
     kind: Kind
     round: Round
 
 
 class Granted:
-    """The gradients of one link.
+    """The announced gradients of one link, and the packet numbers that were granted for these
+    gradients.
 
     Invariants: `_runs` are sorted and do not overlap; each number below `ready` is acknowledged or
-    in a run; the gradients of the rounds in `_making` are not released."""
+    is in a run; the gradients of the rounds in `_making` are not released."""
 
     def __init__(self, chunks: Sequence[Chunk], width: int) -> None:
         self._chunks, self._width = chunks, width
@@ -110,7 +113,7 @@ class Granted:
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
-        """Take the packet numbers for the exponents of a round. Raises WireError."""
+        """Process a grant: the packet numbers for the exponents of a round. Raises WireError."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
                 f"invalid grant of packet {grant.first} for chunk {grant.chunk}: there are"
@@ -133,8 +136,9 @@ class Granted:
         self._add(Numbers(grant.first, count, Kind.EXPONENTS, round))
 
     def maxima(self, chunk: int, number: int, index: int, first: int, payload: np.ndarray) -> None:
-        """Take a packet of a round's maxima. Once all have arrived, the packets of the round's
-        gradient get the numbers from `first` on. Raises WireError for an unexpected packet."""
+        """Process a packet with maxima of a round. When all packets of maxima have arrived, the
+        packets of the round's gradient get the numbers from `first` on. Raises WireError for an
+        unexpected packet."""
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
             raise WireError(f"unexpected maxima: packet {index} of chunk {chunk}, round {number}")
@@ -154,11 +158,11 @@ class Granted:
                 self.ready = granted.end
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
-        """Find the unacknowledged numbers in [first, first + count). They count as being made until
-        `made` is called.
+        """Find the unacknowledged numbers in [first, first + count). Until `made` is called, the
+        packets with these numbers count as being made.
 
         Returns:
-            (run, first packet in the run, number of packets) of each run.
+            For each run: (run, first packet in the run, number of packets).
         """
         out = list(overlapping(self._runs, first, first + count))
         self._making = [run.round for run, _, _ in out]
@@ -185,8 +189,8 @@ class Granted:
         return out
 
     def give_up(self) -> list[Sent]:
-        """Release all gradients after the link has ended, while no packets are being made. Returns
-        the `sent` callbacks to call."""
+        """Release all gradients. Called after the link has ended, while no packets are being made.
+        Returns the `sent` callbacks to call."""
         waiting = [g.sent for chunk in self._announced.values() for g in chunk]
         under_way = [round.gradient.sent for round in self._rounds.values()]
         granted = [r.round.gradient.sent for r in self._runs if r.kind is Kind.GRADIENT]
@@ -203,7 +207,8 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull whose answer is incomplete. Invariant: `missing` counts the packets not in `here`."""
+    """A pull whose answer is incomplete. Invariant: `missing` is the number of packets that are not
+    set in `here`."""
 
     ticket: int
     key: Key
@@ -213,11 +218,12 @@ class PendingPull:
 
     @property
     def header(self) -> bytes:
-        """The header of the PULLED frame that answers it."""
+        """The header of the PULLED frame that answers this pull."""
         return m.encode((self.ticket, self.key[0]))
 
     def take(self, index: np.ndarray) -> None:
-        """Note the arrival of the packets `index`. Raises WireError if one does not exist."""
+        """Note that the packets `index` of the answer have arrived. Raises WireError if the answer
+        has no such packet."""
         if len(index) and int(index.max()) >= len(self.here):
             raise WireError(
                 f"received packet {int(index.max())} of chunk {self.key[0]}, but the chunk has only"
@@ -228,8 +234,9 @@ class PendingPull:
 
 
 class Pulls:
-    """The pending pulls of one link. Invariants: a pull is in `_waiting` or in `_begun`, not in
-    both; `_keys` has the tickets of exactly those keys that have a pull in either."""
+    """The pending pulls of one link. Invariants: each pull is either in `_waiting` or in `_begun`;
+    a key (chunk, version) is among the values of `_keys` if and only if a pull of this key is in
+    `_waiting` or `_begun`."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first
@@ -237,7 +244,7 @@ class Pulls:
         self._keys: dict[int, Key] = {}  # by ticket
 
     def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
-        """Add a pull. `into`: uint8, as long as the answer."""
+        """Add a pull. `into`: The memory for the answer, uint8, as long as the answer."""
         key = (pull.chunk, pull.version % VERSIONS)
         count = -(-into.size // PAYLOAD_NBYTES)
         pending = PendingPull(pull.ticket, key, into, np.zeros(count, bool), count)
@@ -245,8 +252,8 @@ class Pulls:
         self._keys[pull.ticket] = key
 
     def broadcast(self, key: Key, base: int) -> PendingPull:
-        """Return the pull that is filled by the broadcast whose first packet has the number `base`.
-        Raises WireError if there is none."""
+        """Return the pull that is filled by the broadcast of `key` whose first packet has the
+        number `base`. Raises WireError if there is no such pull."""
         found = self._begun.get((key, base))
         if found is None:
             if not (waiting := self._waiting.get(key)):
@@ -262,7 +269,8 @@ class Pulls:
         self._answered(pull.key)
 
     def over_tcp(self, ticket: int, chunk: int) -> PendingPull:
-        """Remove and return the pull for an answer over TCP. Raises WireError if there is none."""
+        """Remove and return the pull that an answer over TCP fills. Raises WireError if there is no
+        such pull."""
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:

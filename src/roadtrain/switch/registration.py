@@ -3,8 +3,9 @@
     Registration --TCP--> root, then the switches below: SwitchHello --> SwitchReady(port, slots)
 
 The links stay open, because a switch forgets a job when the job's link ends. If a switch is lost,
-the fan-in end registers at the switch again and asks for the same port, to which the other switches
-and the workers keep sending. Every wait has a deadline (Rule 5). Does NOT send datagrams.
+the fan-in end registers at the switch again. The fan-in end then asks for the same port, because
+the other switches and the workers keep sending to this port. Every wait has a deadline (Rule 5).
+Does NOT send datagrams.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class JobTree:
         """Encode the greeting to the switch `node`.
 
         Args:
-            port: The job's UDP port at this switch before the switch was lost; 0 if there was none.
+            port: The UDP port that the job had at this switch before the switch was lost; 0 if the
+                switch was not lost.
             ready: UDP ports of the switches above this switch, by address.
         """
         parent, child = self.root_parent, ROOT
@@ -75,7 +77,7 @@ class JobTree:
 
 
 class SwitchLink:
-    """The job's link to one switch, and the Receiver of its frames."""
+    """The job's link to one switch. The object is also the Receiver of the switch's frames."""
 
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
         self.name, self._lost = name, lost  # name: the switch's address
@@ -85,7 +87,8 @@ class SwitchLink:
         self.ended = 0.0  # time of `error`
 
     def ready(self) -> switch_frames.SwitchReadyHeader:
-        """Wait for the switch's answer. Raises DeadlineError, or the error that it sent."""
+        """Wait for the switch's answer. Raises DeadlineError, or the error that the switch has
+        sent."""
         try:
             answer = self._answer.get(timeout=ANSWER_S)
         except queue.Empty:
@@ -117,9 +120,9 @@ class Registration:
     """Keeps a job registered at all switches of its tree, in a thread.
 
     Args:
-        ready: Called once, when all switches have accepted the job, with their UDP ports by
-            address.
-        failed: Called at most once, with the error, when a switch cannot be reached in time.
+        ready: Called once, when all switches have accepted the job. The argument is a dict: address
+            of each switch -> UDP port of the job at this switch.
+        failed: Called at most once, with the error, if a switch cannot be reached in time.
     """
 
     def __init__(
@@ -152,9 +155,9 @@ class Registration:
 
     @property
     def absent(self) -> dict[str, float]:
-        """The switches that do not answer, as address -> for how many seconds. Switches are
-        contacted in the order of the tree: until a switch has answered once, the switches after it
-        are not contacted and not listed."""
+        """The switches that do not answer: address -> the number of seconds for which the switch
+        has not answered. Switches are contacted in the order of the tree. Until a switch has
+        answered once, the switches after it are neither contacted nor listed."""
         now, found = time.monotonic(), dict[str, float]()
         for node in self.tree.plan.from_root:
             link = self._links.get(node.address)

@@ -38,8 +38,8 @@ class SwitchRoute:
     """A Route through switches.
 
     Args:
-        fan_in: A FanIn, its JSON, or the switches as `Servers` takes them: a list of HOST:PORT or
-            SwitchNode.
+        fan_in: A FanIn, or a FanIn as JSON, or a list of switches as in `Servers`, each HOST:PORT
+            or a SwitchNode.
     """
 
     fan_in: FanIn | Sequence[str | SwitchNode]
@@ -107,7 +107,7 @@ def dial(
     number: int,
     report: Report,
 ) -> FanInLink:
-    """Connect a participant to the fan-in end in front of server `number`. Raises as tcp.connect,
+    """Connect a participant to the fan-in end of server `number`. Raises the errors of tcp.connect,
     and ConfigError if no switch lists the participant."""
     load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
@@ -119,7 +119,7 @@ def dial(
 
 
 class OpenSwitchRoute:
-    """An OpenRoute with a FanInLink to each server."""
+    """An OpenRoute, the route to the servers in one session, with a FanInLink to each server."""
 
     def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
         group = ends.group

@@ -4,7 +4,8 @@
     PacketPort     thread: sockets -> read_runs -> verify -> take[kind]; calls `tick` in between
     beat_packet    encodes a heartbeat as a packet; beats_of decodes it
 
-No lock is held while bytes are copied, sealed or sent. Does NOT look into payloads.
+No lock is held while bytes are copied, tags are computed or packets are sent. Does NOT look into
+payloads.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ Fill = Callable[[int, int, np.ndarray], int]
 
 @dataclass(frozen=True, slots=True)
 class DatagramRun:
-    """Packets of the same length that were read at once. The next read overwrites `buffer`."""
+    """A run of packets of the same length that were read at once. The next read overwrites
+    `buffer`."""
 
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
@@ -64,7 +66,7 @@ class DatagramRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch(DatagramRun):
-    """The packets of one kind in a run: those whose `ok` is set."""
+    """The packets of one kind in a run: the packets for which `ok` is set."""
 
     kind: Kind
     ok: np.ndarray  # bool, one per packet: whether it is verified and of this kind
@@ -80,11 +82,12 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
     """Read datagrams without blocking.
 
     Bulk packets of all senders are gathered into one run. (The kernel coalesces only packets of the
-    same sender, and only on some devices.) Reading stops after the first packet that is no bulk
-    packet, such as a heartbeat.
+    same sender, and only on some devices.) After a packet that is no bulk packet, such as a
+    heartbeat, reading stops.
 
     Args:
-        memory: uint8, the memory of the runs. Needs RECEIVE_NBYTES, and room for the bulk packets.
+        memory: The memory for the runs, uint8. Must have RECEIVE_NBYTES, and in addition room for
+            the bulk packets.
 
     Returns:
         The run of bulk packets and the run of other packets, without empty runs; and whether all
@@ -107,8 +110,8 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """Make runs of received bytes. A last packet that is shorter gets its own run: the kernel may
-    coalesce it with longer packets."""
+    """Make runs of received bytes. The kernel may coalesce packets of equal length and a last
+    packet that is shorter. The shorter packet gets a run of its own."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
@@ -118,7 +121,8 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
 
 
 class PacketSender:
-    """Sends a stream of numbered packets to one address. `_changed` guards `machine`."""
+    """Sends a stream of numbered packets to one address, in a thread. `_changed` guards
+    `machine`."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class PacketSender:
             self._changed.notify_all()
 
     def heartbeat(self, beat: Heartbeat) -> int:
-        """Take a heartbeat of the receivers. Returns the sequence number below which all packets
+        """Process a heartbeat of the receivers. Returns the sequence number below which all packets
         are acknowledged."""
         with self._changed:
             before = self.machine.beat
@@ -168,7 +172,7 @@ class PacketSender:
         return self._patience_s >= MOST_LOSS_S and not self.machine.idle
 
     def close(self) -> None:
-        """End the thread, and wait until it has ended, unless the thread itself calls this.
+        """End the thread. If another thread calls `close`, wait until the thread has ended.
         Idempotent."""
         with self._changed:
             self._over = True
@@ -185,7 +189,7 @@ class PacketSender:
                 self._failed(error)
 
     def _next(self) -> range | None:
-        """Wait for numbers to send. Returns None after `close`."""
+        """Wait until there are numbers to send, and return them. Returns None after `close`."""
         with self._changed:
             while not self._over:
                 if numbers := self.machine.next_numbers(RUN):
@@ -212,7 +216,8 @@ class PacketPort:
     """Receives the packets of one job from its sockets, in one thread.
 
     `strangers` counts packets that failed verification and were dropped. The thread calls the
-    functions in `take`, and `tick`. An exception ends the thread and is passed to `failed`."""
+    functions in `take` with received packets, and calls `tick` in between. If an exception is
+    raised, the thread ends and calls `failed` with the exception."""
 
     def __init__(
         self,
@@ -284,8 +289,8 @@ class PacketPort:
 
 
 class Moderation:
-    """Interrupt moderation: decides how long to sleep, so that the thread handles many packets each
-    time it wakes up. At low packet rates it does not sleep."""
+    """Interrupt moderation: decides how long the receiving thread sleeps. A thread that sleeps
+    handles many packets each time it wakes up. At low packet rates the thread does not sleep."""
 
     def __init__(self) -> None:
         self._last = 0.0  # when the last batch was handled
@@ -299,8 +304,8 @@ class Moderation:
 
 
 class BeatClock:
-    """Decides when a receiver sends a heartbeat: after a quarter of a window, BUSY_S after a packet
-    arrived, and every IDLE_S otherwise (Sun et al., appendix B)."""
+    """Decides when a receiver sends a heartbeat: after a quarter of a window has arrived, BUSY_S
+    after a packet has arrived, and otherwise every IDLE_S (Sun et al., appendix B)."""
 
     def __init__(self, window: int) -> None:
         self._quarter = max(window // 4, 1)
@@ -311,7 +316,8 @@ class BeatClock:
         self._received += count
 
     def due(self) -> bool:
-        """Return whether to send a heartbeat now. If so, it counts as sent."""
+        """Return whether to send a heartbeat now. If the result is True, the heartbeat counts as
+        sent."""
         since = time.monotonic() - self._last
         if self._received < self._quarter and since < (BUSY_S if self._received else IDLE_S):
             return False
@@ -320,8 +326,8 @@ class BeatClock:
 
 
 def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
-    """Make a sealed heartbeat packet: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`: Values
-    of the header fields that `beat` does not determine."""
+    """Make a heartbeat packet, with its tag: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`:
+    Values of the header fields that `beat` does not determine."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)

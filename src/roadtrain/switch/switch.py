@@ -1,5 +1,5 @@
-"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time, each
-until the job's link ends.
+"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time. Each
+job is served until the job's link ends.
 
     TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); status requests
     UDP  PORT+1 ...    one port for each job --> PacketLoop --> SwitchJob
@@ -34,11 +34,12 @@ from roadtrain.units import show_bytes
 class SwitchHost:
     """A running switch, which listens until it is closed.
 
-    Raises ConfigError if it cannot listen at the address, or if the memory is too small for any
-    job.
+    The constructor raises ConfigError if the switch cannot listen at the address, or if the memory
+    is too small for even a small job.
 
-    Invariant, under `_lock`: `_links` has the jobs that are in the packet loop or about to be added
-    to it. Each job holds slots of `quota`, which are returned when the job's socket is closed."""
+    Invariant, while `_lock` is held: `_links` has the jobs that are in the packet loop or are about
+    to be added to the loop. Each job holds slots of `quota`. The slots are returned when the job's
+    socket is closed."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class SwitchHost:
         """
         Args:
             nbytes: Memory for all jobs.
-            device: Network device with the tables of jobs. The caller closes it.
+            device: Network device in which the tables of jobs are made. The caller closes the
+                device.
         """
         self.quota = SlotQuota(nbytes)
         self._token, self._report, self._device = options.token, report, device
@@ -69,7 +71,7 @@ class SwitchHost:
         self.where = f"{self._host}:{self.port}"
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Answer an authenticated link; called by the listener."""
+        """Answer a link that was authenticated. Called by the listener."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if not hello.startswith(switch_frames.SWITCH_GREETING):
@@ -88,8 +90,9 @@ class SwitchHost:
         return receiver
 
     def _register(self, hello: switch_frames.SwitchHello, link: Link) -> _JobLink:
-        """Admit a job. If the job reconnects before the loss of its old link was noticed, end the
-        old link first. Raises ConfigError if the parent's host name does not resolve."""
+        """Admit a job. If the job reconnects before this switch has noticed the loss of its old
+        link, the old link is ended first. Raises ConfigError if the parent's host name does not
+        resolve."""
         with self._lock:
             earlier = self._links.get(hello.nonce)
         if earlier is not None:
@@ -121,12 +124,13 @@ class SwitchHost:
         return receiver
 
     def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
-        """End a job whose link has ended. With `wait`, block until its slots and port are free."""
+        """End a job whose link has ended. If `wait`, block until the slots and the port of the job
+        are free."""
         if self._forget(link, error):
             self._loop.remove(link.job, wait)
 
     def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
-        """Return the slots of a job whose socket is closed; called by the packet loop."""
+        """Give back the slots of a job whose socket was closed. Called by the packet loop."""
         self.quota.give_back(job.hello.slots, job.hello.children)
         with self._lock:
             link = self._links.get(job.hello.nonce)
@@ -135,8 +139,8 @@ class SwitchHost:
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
         """Report why a job has ended, to the user and to the job's fan-in end. A new thread reports
-        to the fan-in end, because the caller may be the link's own thread. Returns False if the job
-        had ended already."""
+        to the fan-in end, because the caller may be the link's own thread. If the job had already
+        ended, returns False."""
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False
@@ -167,7 +171,7 @@ class SwitchHost:
             self._lock.notify_all()
 
     def run(self) -> None:
-        """Block until `stop`. Raises the error of the packet loop if that fails."""
+        """Block until `stop` is called. Raises the error of the packet loop if the loop fails."""
         with self._lock:
             while self._over is None:
                 self._lock.wait(1.0)
@@ -194,7 +198,7 @@ class SwitchHost:
 
 
 class _JobLink:
-    """The Receiver of a job's link, on which no frame may arrive after the greeting."""
+    """The Receiver of a job's link. After the greeting, no frame may arrive on this link."""
 
     def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
         self.host, self.job, self.link = host, job, link

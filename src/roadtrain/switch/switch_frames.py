@@ -1,4 +1,5 @@
-"""TCP frames of a job that sums in the network. Its packets (UDP) are in packets.py.
+"""TCP frames of a job whose gradients are summed in the network. The job's UDP packets are in
+packets.py.
 
     worker -> fan-in end: Announce, TrialResult    fan-in end -> worker: FanIn, Grant
     switch -> fan-in end: SwitchReady
@@ -28,7 +29,8 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """A worker announces its next gradient of the chunk, to be summed."""
+    """Header of ANNOUNCE: a worker announces its next gradient of the chunk. The gradient is to be
+    summed."""
 
     chunk: int
     fresh: bool  # whether this is the step's first gradient, which replaces the server's sum
@@ -39,8 +41,9 @@ class TrialResultHeader(NamedTuple):
 
 
 class FanInHeader(NamedTuple):
-    """Everything a worker needs to take part; sent once the switches are ready. The payload is the
-    nonce from which the packets' keys are derived."""
+    """Header of FAN_IN, which is sent when the switches are ready: everything that a worker needs
+    to take part. The payload of the frame is the nonce from which the keys of packets are
+    derived."""
 
     job: int  # job number in the packets
     child: int  # sender number of this worker in packets to its switch
@@ -50,7 +53,9 @@ class FanInHeader(NamedTuple):
 
 
 class GrantHeader(NamedTuple):
-    """All workers have announced or closed the chunk: ask for the exponents of its gradients."""
+    """Header of GRANT: the fan-in end asks a worker to send the exponents of the worker's gradient
+    of the chunk. GRANT is sent when each worker has either announced a gradient of the chunk or
+    closed the chunk."""
 
     chunk: int
     round: int  # counts the sums of this chunk, from 1
@@ -93,7 +98,8 @@ SWITCH_GREETING = b"roadtrain switch "
 
 
 class SwitchHello(NamedTuple):
-    """A request to a switch: sum and copy for this job until the link ends."""
+    """A request of a fan-in end to a switch: sum and copy the packets of this job until the link
+    ends."""
 
     session: str  # shown to users
     job: Annotated[int, Meta(ge=0, lt=1 << 32)]  # job number in the packets

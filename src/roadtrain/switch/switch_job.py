@@ -1,15 +1,15 @@
-"""SwitchJob: the work of a switch for one job. It handles whole runs of packets; no Python code is
-executed per packet.
+"""SwitchJob: the work of a switch for one job. A SwitchJob handles whole runs of packets, and
+executes no Python code for single packets.
 
     from children   GRADIENT EXPONENTS          --> SwitchTable --> sums, sealed --> parent
                     PARAMETER_BEAT              --> Children    --> merged        --> parent
     from the parent PARAMETERS MAXIMA           --> unchanged   --> every child
                     GRADIENT_BEAT               --> ack is read --> unchanged, every child
 
-See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is that of
-switch/protocol/switch.py, whose code handles the heartbeats here, while SwitchTable is its compiled
-version for sums. A packet without the job's tag is counted and dropped. All methods but `rows` run
-in the thread of the packet loop. Does NOT block, does NOT know other jobs.
+See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is the one of
+switch/protocol/switch.py. The code of that module handles the heartbeats here, and SwitchTable is a
+compiled version of its code for sums. A packet without the job's tag is counted and dropped. All
+methods but `rows` run in the thread of the packet loop. Does NOT block, does NOT know other jobs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Buffers:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of packets since the job began. The table and SwitchOutgoing have further counts."""
+    """Numbers of packets since the job began. The table and SwitchOutgoing count further
+    packets."""
 
     received: int = 0  # with the job's tag
     strangers: int = 0  # without the job's tag
@@ -82,7 +83,8 @@ class Child:
     below_ms: int = 0  # silence of that worker at the time of the heartbeat
 
     def silent_ms(self, now: float) -> int:
-        """Return the silence of the most silent worker below the child, including its own."""
+        """Return for how many ms the most silent worker below this child has been silent. The
+        silence of the child itself counts too."""
         return min(int((now - self.last_beat) * 1000) + self.below_ms, MOST_MS)
 
     def __str__(self) -> str:
@@ -94,13 +96,13 @@ class Child:
 class Children:
     """The addresses, heartbeats and silences of a switch's children.
 
-    A child is a worker, or a switch with all workers below it. Its address is learned from its
-    heartbeats, whose tags were verified. A heartbeat from another address may have been recorded
-    and replayed, so it changes the address only if it acknowledges more than before, or if the
-    child has been silent.
+    A child is a worker, or a switch with all workers below it. The address of a child is learned
+    from its verified heartbeats. A heartbeat from another address may have been recorded and
+    replayed. So such a heartbeat changes the child's address only if it acknowledges more packets
+    than before, or if the child has been silent.
 
     Invariants: `addresses` has the known addresses of all children without duplicates; `merged` is
-    the merged heartbeat of all children, NOTHING until each has sent one."""
+    the merged heartbeat of all children, or NOTHING if a child has not sent a heartbeat yet."""
 
     def __init__(self, machine: SwitchStateMachine, now: float) -> None:
         self._machine = machine
@@ -111,10 +113,10 @@ class Children:
     def heartbeat(
         self, number: int, beat: Heartbeat, source: Address, below: tuple[int, int], now: float
     ) -> bool:
-        """Take a heartbeat of a child. Returns False if it was ignored.
+        """Process a heartbeat of a child. Returns False if the heartbeat was ignored.
 
         Args:
-            below: Milliseconds of silence and rank of the most silent worker below the child.
+            below: The most silent worker below the child: (milliseconds of its silence, its rank).
         """
         child, before = self.all[number], self._machine.beats.get(number)
         if source != child.address:
@@ -129,13 +131,14 @@ class Children:
         return True
 
     def most_silent(self, now: float) -> tuple[int, int]:
-        """Return the milliseconds of silence and the rank of the most silent worker."""
+        """Return the most silent worker of all children, as (milliseconds of its silence, its
+        rank)."""
         child = max(self.all, key=lambda child: child.silent_ms(now))
         return child.silent_ms(now), child.rank
 
     def silent(self, now: float) -> list[tuple[Child, float]]:
-        """List the children that have been silent for more than SILENT_S, or have a worker below
-        them that has. Returns (child, seconds of silence) of each."""
+        """List each child whose most silent worker has been silent for more than SILENT_S. Returns
+        (child, seconds of silence) for each of these children."""
         found = [(child, child.silent_ms(now) / 1000) for child in self.all]
         return [(child, seconds) for child, seconds in found if seconds > SILENT_S]
 
@@ -143,11 +146,12 @@ class Children:
 class SwitchOutgoing:
     """Sends packets of one job without blocking. Not thread-safe.
 
-    While the send buffer is full, unsent packets are kept here and the job is not read, so that
-    only the receive buffer of this job fills up. Packets that are unsent for more than WAIT_S are
-    dropped, as in a full queue of a network device.
+    While the send buffer is full, unsent packets are kept here, and no packets of the job are read.
+    So only the receive buffer of this job fills up. Packets that are unsent for more than WAIT_S
+    are dropped, as in a full queue of a network device.
 
-    Invariant: `_unsent` is in the order of the calls to `send`; each run in it has addresses left.
+    Invariant: `_unsent` is in the order of the calls to `send`; each run in `_unsent` must still be
+    sent to at least one address.
     """
 
     def __init__(self, socket: DatagramSocket) -> None:
@@ -185,7 +189,8 @@ class SwitchOutgoing:
             self._unsent.clear()
 
     def _send(self, packets: np.ndarray, segment: int, to: Sequence[Address]) -> int:
-        """Send to addresses until the send buffer is full. Returns the number of addresses."""
+        """Send a run to the addresses in `to`, until the send buffer is full. Returns the number of
+        addresses to which the whole run was sent."""
         for i, address in enumerate(to):
             if not self._socket.has_room():
                 return i
@@ -224,7 +229,7 @@ class SwitchJob:
         return self.hello.session
 
     def take(self, buffers: Buffers) -> bool:
-        """Read and handle one batch of packets. Returns False if none has arrived."""
+        """Read and handle one batch of packets. Returns False if no packet has arrived."""
         runs, _ = read_runs(self.socket, buffers.received)
         for run in runs:
             self._take_run(run, buffers.sums)
@@ -281,8 +286,9 @@ class SwitchJob:
             self.out.send(copied, run.segment, self.children.addresses)
 
     def _refuse(self, run: DatagramRun, there: np.ndarray) -> None:
-        """Drop packets going down that are not from the parent's host. This is reported once,
-        because a parent with several addresses may send from an address that is not in the plan."""
+        """Drop packets going down that are not from the parent's host. The first such drop is
+        reported, because a parent with several addresses may send from an address that is not in
+        the job's FanIn."""
         at = np.flatnonzero(there)
         self.counters.refused += at.size
         if at.size and not self._warned:
@@ -302,7 +308,8 @@ class SwitchJob:
                 self.counters.refused += 1
 
     def tick(self, now: float) -> None:
-        """Send unsent packets, and send heartbeats and check for silent children if it is time."""
+        """Send unsent packets. If their time has come, send heartbeats and check for silent
+        children."""
         self.table.now = int(now * 1000)
         if self.out.waits:
             self.out.resume()

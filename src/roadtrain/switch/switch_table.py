@@ -3,14 +3,15 @@
     number, seen (bitmap of children in the sum), done, payload     slot index: number % slots
 
 See Sun et al. (LuWu), section 3.2.3, with the fix for resends described in
-switch/protocol/switch.py. A slot keeps its number and sum until a greater number takes it. A packet
-below the acknowledged number, or below the slot's number, is dropped. A packet for a complete sum
-is answered with the sum. So each sum has exactly one packet of each child, even if packets are
-lost, duplicated or late.
+switch/protocol/switch.py. A slot keeps its number and sum until a packet with a greater number
+takes the slot. If the number of a packet is below the acknowledged number, or below the slot's
+number, the packet is dropped. If the sum of a packet is already complete, the packet is answered
+with the sum. So each sum has exactly one packet of each child, even if packets are lost, duplicated
+or late.
 
 GRADIENT payloads are added as integers of the packet's width; EXPONENTS payloads are combined by a
-bytewise maximum. Memory use is constant. Packets must be verified before. Does NOT verify, seal or
-lock; not thread-safe.
+bytewise maximum. Memory use is constant. The packets must have been verified. Does NOT verify
+packets, compute tags or lock; not thread-safe.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _ADDED, _COMPLETED, _OLD, _REPEATED, _ANSWERED, _MISMATCHED = range(len(COUNTERS
 
 @dataclass(frozen=True, slots=True)
 class StuckSlot:
-    """An incomplete sum."""
+    """An incomplete sum in a slot of a table."""
 
     number: int
     missing: tuple[int, ...]  # children whose packet has not arrived
@@ -83,7 +84,7 @@ class TableDevice(Protocol):
     mode: str  # how its driver runs the program; shown to users
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
-        """Make a job's table. Raises RoadtrainError or OSError if the device cannot.
+        """Make a job's table. Raises RoadtrainError or OSError if the device cannot make the table.
 
         Args:
             port: UDP port of the job at this switch.
@@ -119,7 +120,7 @@ def _combine(kind: Any, width: Any, payload: Any, total: Any) -> Any:
 
 @kernel
 def _possible(header: Any, child: Any, children: Any) -> Any:
-    """Return whether the header is that of a packet which can be summed."""
+    """Return whether a packet with this header can be summed."""
     if not 0 <= child < children or header.number > _MOST_NUMBER:
         return False
     if header.kind == _EXPONENTS:
@@ -133,8 +134,8 @@ def _possible(header: Any, child: Any, children: Any) -> Any:
 def _take(
     slots: Any, sums: Any, header: Any, bit: Any, payload: Any, acked: Any, now: Any, all_bits: Any
 ) -> Any:
-    """Put a packet into the table if it is new. Returns the counter to increment; after _ADDED and
-    _COMPLETED the payload is in the sum."""
+    """Add a packet to the sum of its slot, if the packet is new. Returns the counter to increment.
+    If this is _ADDED or _COMPLETED, the payload was added to the sum."""
     number = np.int64(header.number)
     at = number % slots.size
     slot = slots[at]
@@ -200,13 +201,14 @@ def _add_packets(
 class SwitchTable:
     """The table of one job at one switch.
 
-    Invariants (`check`): number modulo `slots` is the slot's index; `done` is set if and only if
-    the bits of all children are set; a used slot has at least one bit; `acked` never decreases.
+    Invariants (`check`): the number in a slot, modulo `slots`, is the index of the slot; `done` is
+    set if and only if the bits of all children are set; a used slot has at least one bit set;
+    `acked` never decreases.
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: Sender number of child 0 in packets. The other children have the following
-        numbers."""
+        """`first`: The sender number of child 0, as in the headers of packets. The other children
+        have the following numbers."""
         assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
         self.acked = 0  # the receiver of the sums has every sum with a smaller sequence number
@@ -227,28 +229,28 @@ class SwitchTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The numbers of packets, by what was done with them:
+        """How many packets were added, answered or dropped, by counter:
 
         added: added to a sum that is still incomplete.
         completed: added to a sum as its last packet.
-        dropped_old: dropped, because the number is below the acknowledged number, or below the
-            number of the slot.
-        repeated: dropped, because the packet is already in the sum.
-        answered: answered with the sum, which was complete before.
-        mismatched: dropped, because the packet cannot be summed, or its kind or width is not that
-            of the slot.
+        dropped_old: dropped, because the packet's number is below the acknowledged packet number,
+            or below the packet number that the slot holds.
+        repeated: dropped, because the sum already contains the packet.
+        answered: answered with the sum, because the sum was already complete.
+        mismatched: dropped, because the packet cannot be summed, or because its kind or width
+            differs from the kind or width of the slot's sum.
         """
         return dict(zip(COUNTERS, self._counters.tolist()))
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Sum GRADIENT and EXPONENTS packets. Complete sums, and sums that answer resent packets,
-        are written to `out` as whole packets without tags.
+        """Sum GRADIENT and EXPONENTS packets. Sums that become complete, and complete sums that
+        answer resent packets, are written to `out`, as whole packets without tags.
 
         Args:
             run: uint8, bulk packets.
-            ok: bool, one per packet: whether to take it.
+            ok: bool, one per packet: whether to use the packet.
             out: uint8, at least as large as `run`.
-            child: Sender number in the packets written to `out`.
+            child: The sender number of this switch, which is written into the packets in `out`.
 
         Returns:
             The number of packets in `out`.
@@ -271,11 +273,12 @@ class SwitchTable:
         return made
 
     def snoop(self, ack: int) -> None:
-        """Note that the receiver of the sums has every sum whose sequence number is below `ack`."""
+        """Record that the receiver of the sums has all sums with packet numbers below `ack`."""
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """List the incomplete sums that began at least `older_than` ticks ago, by number."""
+        """List the incomplete sums that began at least `older_than` ticks ago, sorted by packet
+        number."""
         slots = self._slots
         partial = (slots["number"] >= self.acked) & (slots["seen"] != 0) & (slots["done"] == 0)
         found = slots[partial & (self.now - slots["began"] >= older_than)]

@@ -1,7 +1,8 @@
-"""Trial of IP multicast: find out whether the network itself can copy packets to all participants.
+"""Trial of IP multicast, which finds out whether the network itself can copy packets to all
+participants.
 
-Dummy packets are sent to a multicast group of the job. Each participant joins the group and reports
-over TCP whether it received one within a second.
+Dummy packets are sent to a multicast group of the job. Each participant joins the group, and
+reports over TCP whether it has received a dummy packet within a second.
 
     invite (a participant is sent the group's address) -> answered -> all have answered: `verdict`
 
@@ -25,8 +26,8 @@ PORTS = range(20000, 32000)  # below the ephemeral ports of hosts
 
 def group_of(job: int, home: str) -> Address | None:
     """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365). `home` is
-    this host's address towards the switch. If it is an IPv6 address, return None, so that the
-    switches copy."""
+    this host's address towards the switch. If `home` is an IPv6 address, returns None; then the
+    switches copy the packets."""
     if ipaddress.ip_address(home.partition("%")[0]).version != 4:
         return None
     host = ipaddress.ip_address("239.192.0.0") + job % (1 << 18)
@@ -34,7 +35,8 @@ def group_of(job: int, home: str) -> Address | None:
 
 
 def packet_of(job: int, key: PacketKey) -> np.ndarray:
-    """Make a sealed trial packet as long as packets of parameters: uint8 [PACKET_NBYTES]."""
+    """Make a trial packet, with its tag, that is as long as a packet of parameters: uint8
+    [PACKET_NBYTES]."""
     packet = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=job, first=0)
     packets.seal(packet, PACKET_NBYTES, 1, key)
@@ -61,7 +63,7 @@ class MulticastTrial:
             self._answers[rank] = reached
 
     def due(self, now: float) -> bool:
-        """Return whether to send a packet now."""
+        """Return whether to send a trial packet now."""
         if not self._invited or now < self._next:
             return False
         self._next = now + EVERY_S

@@ -1,24 +1,26 @@
 """RDMA links, a plugin of roadtrain named `rdma`. Connections and handshakes are the same as those
-of TCP links, but bytes of frames are transferred by NIXL READs from the other side's memory.
+of TCP links, but the bytes of frames are transferred by NIXL READs: the receiver reads them from
+the sender's memory.
 
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies a piece into a ring of registered memory, and sends the total number of bytes that
-it has written to the ring over the socket. The receiver READs the new bytes into registered memory
-of its own, one READ at a time. When the READ has completed, it passes the bytes on, and sends the
-total number of bytes that it has read, so that the sender can reuse their place in the ring. The
-link ends when the socket is closed.
+The sender copies a piece of a frame into a ring buffer of registered memory. Over the socket, the
+sender sends the total number of bytes that it has written to the ring. The receiver READs the new
+bytes into registered memory of its own, one READ at a time. When a READ has completed, the receiver
+passes the bytes on, and sends the total number of bytes that it has read. Then the sender can reuse
+the place of these bytes in the ring. The link ends when the socket is closed.
 
-READ is used because NIXL's UCX backend completes a READ after its bytes have arrived and the
-endpoint is flushed, so the receiver knows without a message that the bytes are there. With WRITE,
-the receiver would depend on notifications, each of which is sent when the *sender* polls its WRITE.
-Notifications may arrive in any order, so the receiver would have to count them.
+READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived and the
+endpoint is flushed. So the receiver knows without a message that the bytes are there. With WRITE,
+the receiver would depend on notifications, and a notification is sent only when the *sender* polls
+its WRITE. Notifications may arrive in any order, so the receiver would have to count the
+notifications.
 
 Needs the package nixl-cu12, which is imported on first use. Tested only with UCX's TCP mode (a
 network interface as `device`), never on RDMA hardware. UCX_* environment variables override
-`device`. Does not encrypt. Bytes are copied once on each side, like in shm, instead of being sent
-from the owner's buffers.
+`device`. Does not encrypt. As in shm links, bytes are copied once on each side. They are not sent
+directly from the owner's buffers.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ class RdmaOptions(tcp.TcpOptions):
     """Options of RDMA links. `silence_s` is also the time limit of a READ.
 
     Attributes:
-        device: An RDMA device and its port, such as "mlx5_0:1". If it is "", UCX chooses a device.
-            If it is the name of a network interface, such as "eth0", UCX's TCP mode is used.
+        device: An RDMA device and its port, such as "mlx5_0:1". If `device` is "", UCX chooses a
+            device. If `device` is the name of a network interface, such as "eth0", UCX's TCP mode
+            is used.
     """
 
     device: str = ""
@@ -129,9 +132,9 @@ class _RdmaChannel:
     Attributes:
         _written: The number of bytes written to this side's ring.
         _read: The number of bytes read from the other side's ring, into `_piece`.
-        _fetched: The part of `_piece` that was not passed on yet.
-        _theirs: The last counts that the other side has sent: its `_written` and `_read`. They are
-            checked before use.
+        _fetched: The bytes in `_piece` that were not passed on to the receiver yet.
+        _theirs: The last counts that the other side has sent, which are the values of its
+            `_written` and `_read`. These counts are checked before use.
     """
 
     def __init__(
@@ -160,8 +163,8 @@ class _RdmaChannel:
         self._receiver.start()
 
     def _meet(self, deadline: float) -> None:
-        """Exchange memory addresses and keys. Gives the other side read and write access to this
-        side's ring and piece, and to no other memory."""
+        """Exchange memory addresses and access keys with the other side. The other side gets read
+        and write access to this side's ring and piece, and to no other memory."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )
@@ -189,8 +192,8 @@ class _RdmaChannel:
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
-        """Call a method of NIXL's agent. Errors are raised as ConnectionError, because the errors
-        of NIXL have no common class."""
+        """Call the method `name` of NIXL's agent. Every error is raised as a ConnectionError,
+        because the errors of NIXL have no common class."""
         try:
             return getattr(self._agent, name)(*words)
         except Exception as error:
@@ -218,7 +221,8 @@ class _RdmaChannel:
         return n
 
     def _fetch(self) -> bool:
-        """READ the next bytes of the other side's ring. Returns False if the link has ended."""
+        """READ the next bytes of the other side's ring into `_piece`. Returns False if the link has
+        ended."""
         at = self._read % RING
         n = min(self._wait(lambda: _used(self._theirs[0], self._read)), PIECE, RING - at)
         if not n:
@@ -246,8 +250,8 @@ class _RdmaChannel:
         return True
 
     def _send_counts(self) -> None:
-        """Send `_written` and `_read` to the other side. Does not block for long, because a thread
-        of the other side always receives them."""
+        """Send `_written` and `_read` to the other side. The call does not block for long, because
+        the other side has a thread that always receives."""
         with self._sending:
             message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:

@@ -1,10 +1,10 @@
 """A BPF program, compiled by clang, and loaded and run by libbpf (through ctypes).
 
-The program is compiled on the host that loads it. This takes a few tenths of a second when a switch
-starts, but needs neither an opaque binary nor a cache that other users might modify. If clang,
-libbpf, its headers or a permission is missing, BpfError is raised with a message of one line. The
-program and its maps are held by descriptors of this process, so they are removed when the process
-ends.
+The program is compiled on the host that loads it. The compilation takes a few tenths of a second
+when a switch starts. In return, no binary must be distributed, and no cache is needed that other
+users might modify. If clang, libbpf, its headers or a permission is missing, BpfError is raised
+with a message of one line. The program and its maps are held by descriptors of this process, so
+they are removed when the process ends.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def compiled(source: Path, into: Path) -> None:
 
 
 def _insist(result: int, doing: str) -> int:
-    """Return the result of a libbpf call. Raises BpfError if the result is an error. `doing` names
-    the action in the message."""
+    """Return `result`, the result of a libbpf call. Raises BpfError if `result` is an error.
+    `doing` names the failed action in the error's message."""
     if result < 0:
         raise BpfError(f"the kernel refused to {doing}: {os.strerror(-result)}")
     return result
@@ -162,8 +162,8 @@ class BpfObject:
             raise
 
     def close(self) -> None:
-        """Release the programs and maps. Call it once. An attached program stays attached until the
-        descriptor returned by `attach` is closed."""
+        """Release the programs and maps. Call this method once. An attached program stays attached
+        until the descriptor that `attach` has returned is closed."""
         self._lib.bpf_object__close(self._object)
 
     def program(self, name: str) -> int:
@@ -182,8 +182,9 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """Make a new array map whose values have the type of the values of the map `pattern`. The
-        caller closes the returned descriptor."""
+        """Make a new array map with `entries` values of `value_nbytes` each. Its values have the
+        same type as the values of the map `pattern`. Returns the map's descriptor, which the caller
+        closes."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),
@@ -210,14 +211,14 @@ class BpfObject:
         self._lib.bpf_map_delete_elem(self.map(name), ctypes.byref(number))
 
     def mapped(self, name: str, dtype: np.dtype, entries: int) -> np.ndarray:
-        """Return the values of the array map `name` as an array [entries] that is the kernel's own
-        memory."""
+        """Return the values of the array map `name` as an array [entries]. The array shares the
+        memory of the kernel's map, so writes to the array change the map."""
         memory = mmap.mmap(self.map(name), entries * dtype.itemsize)
         return np.frombuffer(memory, dtype, entries)
 
     def elements(self, table: int, dtype: np.dtype, entries: int) -> Iterator[np.ndarray]:
-        """Yield the values of the array map with descriptor `table`, at most READ at a time. Each
-        yielded array is overwritten by the next one."""
+        """Yield the values of the array map with descriptor `table`, as arrays of at most READ
+        values. The memory of a yielded array is reused for the next array."""
         values, keys = np.zeros(READ, dtype), np.zeros(READ, np.uint32)
         at = ctypes.c_uint32()
         begun, left = False, entries
@@ -239,8 +240,9 @@ class BpfObject:
             yield values[: count.value]
 
     def prepared(self, program: int, packet: np.ndarray) -> Callable[[], tuple[int, int]]:
-        """Return a function that runs the program on `packet` (uint8), which the program modifies
-        in place. The function returns the program's return value and its duration in ns."""
+        """Return a function that runs the program on `packet` (uint8). The program modifies
+        `packet` in place. The function returns the program's return value and its duration in
+        ns."""
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
             data_in=packet.ctypes.data,
@@ -258,8 +260,8 @@ class BpfObject:
         return run
 
     def run(self, program: int, packet: np.ndarray) -> tuple[int, int]:
-        """Run the program once on `packet`, in place. Returns the program's return value and its
-        duration in ns."""
+        """Run the program once on `packet`, which the program modifies in place. Returns the
+        program's return value and its duration in ns."""
         return self.prepared(program, packet)()
 
     def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
@@ -279,8 +281,8 @@ class BpfObject:
         _insist(done, "send test packets")
 
     def attach(self, program: int, interface: int, flags: int) -> int:
-        """Attach the program to the interface. It is detached when the returned descriptor is
-        closed, or when the process ends."""
+        """Attach the program to the interface. Returns a descriptor. The program is detached when
+        this descriptor is closed, or when the process ends."""
         options = _LinkOptions(sz=_LinkOptions.unused.offset, flags=flags)
         made = self._lib.bpf_link_create(program, interface, ATTACH_XDP, ctypes.byref(options))
         return _insist(made, "attach a program to the device")

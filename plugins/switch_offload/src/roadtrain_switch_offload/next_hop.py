@@ -27,7 +27,7 @@ _COMPLETE = 2  # ATF_COM: the neighbour's hardware address is resolved
 
 
 def ipv4(host: str) -> str:
-    """Return the IPv4 address of a host. Raises ConfigError if the host has none."""
+    """Return the IPv4 address of a host. Raises ConfigError if the host has no IPv4 address."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -35,9 +35,9 @@ def ipv4(host: str) -> str:
 
 
 def next_hop(host: str, device: str) -> str | None:
-    """Return the IP address of the next hop, a gateway or the host itself, to which `device` sends
-    packets for `host`. Returns None if the packets leave through another device, or if the route is
-    unknown."""
+    """Return the IP address of the next hop to which `device` sends packets for `host`. The next
+    hop is a gateway or the host itself. Returns None if packets for `host` leave through another
+    device, or if the route is unknown."""
     words = ["ip", "-json", "route", "get", ipv4(host)]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         output = subprocess.run(words, capture_output=True, check=True, timeout=ROUTE_S).stdout
@@ -48,8 +48,8 @@ def next_hop(host: str, device: str) -> str | None:
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Return the hardware address of the neighbour with IP address `address`, or None if this host
-    has not resolved it."""
+    """Return the hardware address of the neighbour with the IP address `address`. Returns None if
+    this host has not resolved the address yet."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
         if at == address and through == device and int(flags, 16) & _COMPLETE:
@@ -65,7 +65,8 @@ def hardware_address(device: str) -> bytes:
 
 
 def is_hardware(device: str) -> bool:
-    """Return whether the device is hardware: whether it is on a bus, according to its driver."""
+    """Return whether the device is hardware, which means that, according to its driver, it is on a
+    bus."""
     reply = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
     request = struct.pack("16sP", device.encode(), ctypes.addressof(reply)).ljust(40, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

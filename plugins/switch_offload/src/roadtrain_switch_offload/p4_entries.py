@@ -1,9 +1,10 @@
-"""The entries that the control plane of a switch running switch.p4 sets for its jobs, as JSON.
+"""The table entries for the jobs of a network switch that runs switch.p4, as JSON. The control
+plane of the switch sets these entries.
 
 The format is the one of the controllers in the P4 tutorials: `table_entries` (table, match,
 action_name, action_params) and `multicast_group_entries` (replicas with a port and an instance). In
 addition, `register_resets` lists the cells of registers that must be set to 0 before a job begins,
-because a former job may have left numbers in them.
+because a former job may have left numbers in these cells.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class P4Neighbour:
 @dataclass(frozen=True)
 class P4Job:
     """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or if
-    there are more than MOST_CHILDREN children or none."""
+    there are more than MOST_CHILDREN children or no child."""
 
     job: int  # job number in packets
     host: str  # IPv4 address of the switch
@@ -56,8 +57,8 @@ class P4Job:
 
 
 def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
-    """Assign a range of slots and a multicast group to each job, and return the entries. `slots` is
-    the number of slots of the switch.
+    """Assign a range of slots and a multicast group to each job, and return the table entries for
+    all jobs. `slots` is the number of slots of the switch.
 
     Raises BudgetError if there are too few slots or too many jobs. Raises ConfigError if packets of
     two jobs have the same address, UDP port and job number.
@@ -92,14 +93,14 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
 
 
 def _instance(place: int, child: int) -> int:
-    """Return the multicast instance of the packet copies for a child. It is not 0, because 0 marks
-    a packet that is not a copy."""
+    """Return the multicast instance, a number that marks the packet copies for a child. The number
+    is never 0, because 0 marks a packet that is not a copy."""
     return place * CHILDREN_EACH + child + 1
 
 
 def _turned(number: int, nbytes: int) -> int:
-    """Swap the bytes of a little-endian field of `nbytes`, because a switch reads numbers as big
-    endian."""
+    """Swap the bytes of a little-endian field of `nbytes` bytes, because the P4 switch reads
+    numbers as big endian."""
     return int.from_bytes(number.to_bytes(nbytes, "little"), "big")
 
 

@@ -6,16 +6,17 @@ tables of its jobs.
       .table(...) -> XdpTable   a job's table, which replaces SwitchTable of switch/switch_table.py
 
 The kernel handles the packets listed at the head of the C file. It also sends the sums, once this
-host has resolved the parent's hardware address. Packets that reach user space are passed to the
-program by `XdpTable.add`, so a job has only one table. User space handles heartbeats and
-parameters. The program is detached by `close`, or when the process ends.
+host has resolved the parent's hardware address. If such a packet reaches user space, `XdpTable.add`
+passes it to the program. So all packets of a job are in one table. User space handles heartbeats
+and parameters. The program is detached by `close`, or when the process ends.
 
 Note "modes". In native mode, the program runs in the device's driver, before the kernel makes a
-buffer for the packet. In generic mode, which every device supports, the program runs after that. A
-train of packets joined by segmentation offload is then one packet, which user space splits. The
-driver of a veth pair silently drops packets that a program sends, unless the other end of the pair
-runs NAPI (because it has a program of its own, or GRO is on). So on a device without hardware, a
-few frames are sent as a trial, and generic mode is used if they do not leave.
+buffer for the packet. In generic mode, which every device supports, the program runs after the
+kernel has made the buffer. If segmentation offload has joined several packets, the program then
+sees them as one packet, and user space splits it. In native mode, the driver of a veth pair
+silently drops packets that a program sends, if the other end of the pair does not run NAPI. (NAPI
+runs if the other end has a program of its own, or if GRO is on.) So on a device without hardware, a
+few frames are sent as a trial. If these frames do not leave the device, generic mode is used.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ SENT_COLUMN = 9  # column of /proc/net/dev with the number of sent packets
 
 
 class XdpDevice:
-    """The program attached to one device. It serves all jobs of this process."""
+    """The program xdp_switch.bpf.c, attached to one device. The program serves all jobs of this
+    process."""
 
     def __init__(
         self, name: str, mode: Mode, program: BpfObject, detach: Callable[[], None]
@@ -62,8 +64,8 @@ class XdpDevice:
 
     @classmethod
     def opened(cls, name: str, mode: Mode = "auto") -> XdpDevice | str:
-        """Attach the program to the device `name`. If this fails, returns the reason as a string,
-        and leaves nothing attached."""
+        """Attach the program to the device `name`. If attaching fails, returns the reason as a
+        string, and nothing stays attached."""
         program = None
         try:
             interface = socket.if_nametoindex(name)
@@ -84,13 +86,13 @@ class XdpDevice:
         return cls(name, actual, program, detach)
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> XdpTable:
-        """Make the table of a job, whose packets arrive at UDP `port` and whose sums go to
-        `parent`.
+        """Make the table of a job. The job's packets arrive at the UDP port `port`, and its sums go
+        to `parent`.
 
         Raises:
-            ConfigError: The port has a job already, there are too many children, or the parent has
+            ConfigError: Another job uses the port, there are too many children, or the parent has
                 no IPv4 address.
-            BudgetError: The device has the maximum number of jobs.
+            BudgetError: The device already has the maximum number of jobs.
             BpfError: The kernel does not have enough memory.
         """
         with self._lock:
@@ -125,14 +127,15 @@ class XdpDevice:
             self._ports.remove(port)
 
     def close(self) -> None:
-        """Detach the program, so that packets go to user space. Call it once, after closing the
-        tables."""
+        """Detach the program. All packets then go to user space. Call this method once, after all
+        tables were closed."""
         self._detach()
 
 
 def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tuple[int, Mode]:
-    """Attach the program in `mode`. "auto" is native mode if packets can be sent in native mode,
-    otherwise generic mode. Returns the descriptor that keeps the program attached, and the mode."""
+    """Attach the program in `mode`. "auto" stands for native mode if packets can be sent in native
+    mode, otherwise for generic mode. Returns the descriptor that keeps the program attached, and
+    the mode that was used."""
     attach = partial(program.attach, program.program("take_packet"), interface)
     if mode != "generic":
         try:
@@ -148,7 +151,7 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Return whether packets that the program sends leave the device. See Note "modes"."""
+    """Return whether packets that the program sends really leave the device. See Note "modes"."""
     if is_hardware(name):  # a driver of hardware refuses the program if it cannot send its packets
         return True
     own = hardware_address(name)

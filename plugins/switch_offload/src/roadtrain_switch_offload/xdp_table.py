@@ -101,7 +101,7 @@ class XdpJob:
 
 class XdpTable:
     """The table of one job in the kernel. It has the interface of SwitchTable, but the kernel sends
-    the sums. Not thread-safe. The owner sets `now`, the time in ticks of any clock."""
+    the sums. The owner sets `now`, the time in ticks of any clock. Not thread-safe."""
 
     def __init__(
         self,
@@ -117,7 +117,9 @@ class XdpTable:
             program: The loaded program.
             device: Name of the network device.
             job: Parameters of the job.
-            live: The element `job.live` of the program's map `live`, as an array LIVE [1].
+            live: The values of this job that change, such as its counters: an array of one element,
+                of dtype LIVE. The array shares the memory of the element with index `job.live` in
+                the program's map `live`.
             closed: Called once, when the table is closed.
         """
         self.job = job
@@ -164,14 +166,14 @@ class XdpTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The counters of SwitchTable, which count packets from the kernel and from `add` together.
-        In addition, `handed_up` is the number of sums that the kernel left for user space to
-        send."""
+        """The same counters as in SwitchTable. They count the packets that the kernel received and
+        the packets that were passed to `add`. In addition, `handed_up` is the number of sums that
+        the kernel did not send itself, but left to user space."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Add packets that the program has passed to user space to the table in the kernel, like
-        SwitchTable.add. Raises LostError after `close`."""
+        """Add packets to the table in the kernel, like SwitchTable.add. The packets are those that
+        the program had passed to user space. Raises LostError after `close`."""
         count = check_bulk(run)
         if self._table is None:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
@@ -189,14 +191,15 @@ class XdpTable:
         return made
 
     def snoop(self, ack: int) -> None:
-        """Record that the receiver of the sums has all numbers below `ack`."""
+        """Record that the receiver of the sums has all sums with packet numbers below `ack`."""
         if ack > self.acked:
             self._live["acked"] = ack
         if time.monotonic() - self._looked_s > LOOK_S:
             self.look()
 
     def look(self) -> None:
-        """Look up the parent's hardware address, without which user space must send the sums."""
+        """Look up the parent's hardware address. Until the address is known, user space must send
+        the sums."""
         self._looked_s = time.monotonic()
         parent = neighbour(self._next_hop, self._device) if self._next_hop else None
         if parent is None:
@@ -210,7 +213,7 @@ class XdpTable:
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
         """Return the incomplete sums that began at least `older_than` ticks before `now`, sorted by
-        number."""
+        packet number."""
         assert self._table is not None, "closed"
         found: list[StuckSlot] = []
         for some in self._program.elements(self._table, ENTRY, self.slots):

@@ -3,11 +3,11 @@ compared with the state machine in switch/protocol/switch.py. The test uses no n
 sends no packets.
 
 A fixed sequence of pseudo-random packets of three children goes through a table of four slots. The
-sequence contains all widths and exponents, resends before and after a sum is complete, late
-packets, acknowledgements, and packets with a flipped bit. About half of the packets arrive as if
-from a device, the other half as if from user space. For each packet, the program's verdict must
-equal the verdict of the state machine. Every byte of a sum must equal the sum computed by numpy,
-with the tag computed by user space (switch/packets.py).
+sequence contains packets of all widths and packets of exponents, packets that are sent again before
+and after their sum is complete, late packets, acknowledgements, and packets with a flipped bit.
+About half of the packets arrive as if from a device, the other half as if from user space. For each
+packet, the program's verdict must equal the verdict of the state machine. Every byte of a sum must
+equal the sum computed by numpy, with the tag computed by user space (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _WHOLE = np.dtype((np.uint8, PACKET_NBYTES - HEADER_NBYTES))
 
 
 def failed_trial(program: BpfObject) -> str | None:
-    """Run the self-test. Returns None, or a description of the failure."""
+    """Run the self-test. Returns None if the test succeeds, otherwise a description of the
+    failure."""
     live = program.mapped("live", LIVE, MOST_JOBS)[:1]
     key = PacketKey.derive(b"self-test", b"of the program")
     job = XdpJob(JOB_NUMBER, PORT, CHILDREN, CHILD, SLOTS, key, PARENT, 0)
@@ -87,8 +88,8 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """Sometimes advance `base` beyond the sums that are complete. In half of these cases, send
-        the acknowledgement to both tables."""
+        """Sometimes, at random, advance `base` beyond the sums that are complete. In half of these
+        cases, give the acknowledgement to both tables."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
@@ -132,11 +133,11 @@ class _Trial:
         return self._expect(bytes(wrong), XDP_PASS, bytes(wrong))
 
     def _expect(self, sent: bytes, verdict: int, left: bytes | None) -> str | None:
-        """Run the program on the packet `sent`, as if from a device or from user space. Return the
-        first difference from the expected results, or None.
+        """Run the program on the packet `sent`, as if from a device or from user space. Return a
+        description of the first difference from the expected results, or None.
 
-        `verdict` is the expected verdict. `left` is the expected packet after the run; None if the
-        packet is not compared.
+        `verdict` is the expected verdict. `left` is the expected content of the packet after the
+        run; None if the content is not compared.
         """
         from_device = self.random.random() < 0.5
         resolved = self.random.random() < 0.5  # whether the parent's hardware address is known

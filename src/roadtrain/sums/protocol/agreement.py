@@ -9,17 +9,17 @@ operations.
 
 An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
 this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
-an identity and a signature, later operations with this identity and signature need no messages.
-Operations with `each` are an exception: they are agreed on every time. A Mismatch begins a new
-epoch: all workers abandon incomplete operations, and all numbers start again.
+an identity and a signature, later operations with this identity and signature need no messages. If
+an operation has `each` set, the workers agree on it every time. A Mismatch begins a new epoch: all
+workers abandon incomplete operations, and all numbers start again from the beginning.
 
-NOTE cycles. Let worker A be blocked on operation X, and let worker B, blocked on operation Y,
-answer that it has not begun X. Then B cannot begin X before Y is done. A cycle of such answers is a
-deadlock, even if the answers are from different times, because each operation has a unique number
-and a blocked worker begins no operation. So no consistent snapshot is needed.
+NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
+B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
+the workers are deadlocked. This is true even if the answers are from different times, because each
+operation has a unique number and a blocked worker begins no operation.
 
-No I/O, no clock. Assumes that a worker that reports to be blocked on an operation begins no other
-operation until this operation is done.
+No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
+operation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """All workers have begun the operation. Sent to all workers, or only to worker `to`."""
+    """Tells all workers, or only worker `to`, that all workers have begun the operation."""
 
     operation: Operation
     to: int | None = None
@@ -57,8 +57,8 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Workers begin different operations, or wait for each other: begin a new epoch. Sent to all
-    workers."""
+    """Tells all workers to begin a new epoch. The reason is that workers have begun different
+    operations, or wait for each other."""
 
     epoch: int  # number of the new epoch
     words: str  # describes the mismatch
@@ -74,7 +74,7 @@ class AskWhetherBegun:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An operation needs a worker that has left. Sent to all workers, or only to worker `to`."""
+    """Tells all workers, or only worker `to`, that an operation needs a worker that has left."""
 
     words: str
     to: int | None = None
@@ -85,7 +85,7 @@ AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 @dataclass(slots=True)
 class _Worker:
-    """The last Stall of a worker."""
+    """The state of a worker as of the last Stall that this worker sent."""
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None  # the operation on which the worker is blocked
@@ -98,10 +98,11 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training, where they wait only in operations with `each`.
+            training: there they wait only in operations with `each`.
 
-    Invariants (`check`): an operation in `begun` was begun by at least one worker but not by all
-    workers, with the same signature; only blocked workers have `lacks`.
+    Invariants (`check`): the workers that have begun an operation in `begun` are not all workers,
+    and they gave the operation the same signature; `lacks` is empty for workers that are not
+    blocked.
     """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
@@ -113,7 +114,7 @@ class AgreementStateMachine:
         self._workers = [_Worker() for _ in range(workers)]
 
     def say(self, worker: int, epoch: int, operation: Operation) -> list[AgreementAction]:
-        """Note that a worker has begun an operation."""
+        """Handle a Say: a worker has begun an operation."""
         if epoch != self.epoch:
             return []  # the worker has not received the last Mismatch yet
         if not operation.each and (operation.identity, operation.signature) in self.agreed:
@@ -137,7 +138,7 @@ class AgreementStateMachine:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[AgreementAction]:
-        """Note that a worker has waited for a second.
+        """Handle a Stall: a worker has waited for a second.
 
         Args:
             pending: The operations for which the worker waits.
@@ -168,7 +169,7 @@ class AgreementStateMachine:
         began: bool,
         blocked: tuple[str, int] | None,
     ) -> list[AgreementAction]:
-        """Take a worker's answer to AskWhetherBegun.
+        """Handle a worker's answer to AskWhetherBegun.
 
         Args:
             place: The operation that was asked for.
@@ -190,7 +191,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Note that a worker's link has ended."""
+        """Handle the end of a worker's link: the worker has left."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():
@@ -200,8 +201,8 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Check that all workers that have begun the operation at `place` gave it the same
-        signature. Returns the Mismatch, or an empty list."""
+        """Compare the signatures that workers have given to the operation at `place`. If two
+        signatures differ, returns a list with a Mismatch, otherwise an empty list."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
             for operation in worker.pending:
@@ -219,8 +220,8 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Find a cycle of workers that contains `worker`, in which each worker waits for an
-        operation that the next worker has not begun. Returns an empty list if there is none.
+        """Find a cycle of workers that contains `worker`. In a cycle, each worker waits for an
+        operation that the next worker has not begun. Returns an empty list if there is no cycle.
 
         Args:
             path: The workers from which the search has reached `worker`.

@@ -1,10 +1,10 @@
-"""Choice of the workers of a host that sum for the others, by its PCIe topology.
+"""Choice of the workers of a host that sum for the other workers, by the PCIe topology of the host.
 
 See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share the switch's
-link to host memory. If some switches with devices have a network card and some have none, the links
-of the first are left to the network: the devices below the switches without a card sum the
-gradients (reduce and broadcast, with the roots in turn). Otherwise all devices sum, each device its
-own piece (reduce-scatter, all-gather). No I/O.
+link to host memory. If some switches with devices have a network card and others have none, the
+links of the switches with a card are left to network traffic. Then only the devices below the
+switches without a card sum gradients (reduce and broadcast; these devices take turns as the root).
+Otherwise all devices sum, and each device sums its own piece (reduce-scatter, all-gather). No I/O.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 
 class AskRounds(NamedTuple):
-    """Ask all workers to connect to new hosts, to begin no round and to report their rounds."""
+    """Ask all workers to connect to new hosts, to begin no new round, and to report the last round
+    that they have begun for each tensor."""
 
     number: int  # number of this query
     added: Spares
@@ -29,7 +30,7 @@ class AskRounds(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """Ask all workers to resume with other reducers."""
+    """Ask all workers to resume summation with the changed set of reducers."""
 
     number: int  # number of the query that the workers have answered
     removed: tuple[int, ...]
@@ -72,10 +73,11 @@ class MembershipStateMachine:
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
     ) -> list[MembershipAction]:
-        """Take a worker's answer to a query.
+        """Handle a worker's answer to AskRounds.
 
         Args:
-            rounds: Tensor -> (last round begun, whether the worker has the sum of this round).
+            rounds: For each tensor: (last round that the worker has begun, whether it has the sum
+                of this round).
             refused: New reducers that the worker cannot reach.
         """
         if self.query is None or number != self.query.number:

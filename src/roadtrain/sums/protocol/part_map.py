@@ -1,9 +1,9 @@
-"""Map: the reducer of each part in each round, while spare hosts are added and removed.
+"""Map: assigns a reducer to each part in each round, while spare hosts are added and removed.
 
 A Change (membership.py) names a round of each tensor, and sets the shares of the reducers in later
-rounds. Earlier rounds keep their reducers, except for parts whose reducer was removed: such a part
-goes to the reducer that the first later assignment with a remaining reducer gives it. So all
-workers agree on the reducer of every part in every round. No I/O.
+rounds. Earlier rounds keep their reducers, except for parts whose reducer was removed. For such a
+part, the assignments of later Changes are tried in order, and the first reducer that was not
+removed takes the part. So all workers agree on the reducer of every part in every round. No I/O.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Map:
     Args:
         rates: Rates of the workers' links, in bytes/s.
         spares: The spare hosts that are used at the start.
-        fixed: Shares to use until the first change. If empty, the optimal shares are used.
-        separate: Whether the workers' reducers get no share while there is a spare host.
+        fixed: Shares of the reducers until the first change. If empty, the optimal shares are used.
+        separate: If True, the workers' own reducers get no share while there is a spare host.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Map:
         return self._epochs[-1].shares
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
-        """Return the reducer of each part of a tensor in a round."""
+        """Return the reducer of each part of tensor `key` in a round."""
         return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Return, for each part of a round, whether it goes to a replacement of a removed reducer.
-        The replacement keeps such parts separate, because it may already have the next round of the
-        same part."""
+        """Return, for each part of a round, whether the part goes to another reducer because its
+        first reducer was removed. The other reducer keeps such parts separate, because it may
+        already have the next round of the same part."""
         return self._lookup(key, parts, round)[2]
 
     def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -90,8 +90,8 @@ class Map:
         return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
-        """Return the reducer of each part of a tensor in epoch `base`, with replacements for
-        removed reducers."""
+        """Return the reducer of each part of a tensor in epoch `base`. Reducers that were removed
+        since are replaced."""
         out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
             if self.removed.isdisjoint(out):

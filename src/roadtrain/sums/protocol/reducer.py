@@ -1,17 +1,18 @@
-"""State machine of a reducer: collects the parts of all workers in a round, then has the caller
-sum them.
+"""State machine of a reducer. It collects the parts of all workers in a round; then the caller sums
+these parts.
 
 Rule `sum`: the parts of a round are summed in the order of the workers, and all workers get the
-sum. Rule `accumulate` (asynchronous training): each part is added to the accumulated value when it
-arrives, and only the sender of the part gets the new value.
+sum. Rule `accumulate` (asynchronous training): when a part arrives, it is added to the accumulated
+value, and only the sender of the part gets the new value.
 
-If a spare host dies, another reducer takes over its parts. Each worker that has the sum of a round
-pushes the sum; each other worker pushes its part again. If at least one worker pushed the sum, the
-reducer does not add, but sends this sum to the workers that lack it. So all workers have the same
-bits.
+If a spare host dies, another reducer takes over the spare host's parts. Workers that have the sum
+of a round push the sum, and the other workers push their parts again. If at least one worker has
+pushed the sum, the reducer does not add, but sends this sum to the workers that lack it. So all
+workers have the same bits.
 
-No I/O, no clock. A worker pushes round r of a part after it has the sum of round r - 1. If it
-pushed this sum, it waits until all workers have the sum. So a part is in one round at a time.
+No I/O, no clock. A worker pushes round r of a part only when it has the sum of round r - 1. If the
+worker pushed that sum itself, it first waits until all workers have the sum. So a part is in one
+round at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ RULES = ("sum", "accumulate")
 
 
 class Arrived(NamedTuple):
-    """The header of a pushed part: a worker's part of a tensor, or the sum of that part."""
+    """The header of pushed bytes, which are a worker's part of a tensor, or the sum of this
+    part."""
 
     key: int  # of the tensor
     start: int  # first element of the part
@@ -39,7 +41,7 @@ class Arrived(NamedTuple):
 
 @dataclass(slots=True)
 class PartRound:
-    """One round of a part."""
+    """The state of one round of summing a part."""
 
     round: int
     elements: int
@@ -56,8 +58,8 @@ class ReducerStateMachine:
         self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """Take a pushed part. Returns the round if it can be added up now, or None. Raises
-        LoopError if the workers contradict each other."""
+        """Handle a pushed part. Returns the part's round if the parts of all workers can be added
+        now, otherwise None. Raises LoopError if the workers contradict each other."""
         where = part.key, part.start
         current = self.rounds.get(where)
         if current is None or (current.round < part.round and not current.here):
@@ -100,14 +102,16 @@ class ReducerStateMachine:
         return begun
 
     def give_up(self, worker: int) -> None:
-        """Drop the rounds in which `worker` waits for a sum. The worker has abandoned these rounds,
-        as all workers will, and will use other keys. For worker 0, drop complete rounds too."""
+        """Drop the rounds in which `worker` waits for a sum. The worker has abandoned these rounds
+        and will use other keys; all other workers will do the same. For worker 0, drop complete
+        rounds too."""
         for where, current in list(self.rounds.items()):
             if worker in current.here or (worker == 0 and not current.here):
                 del self.rounds[where]
 
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
-        """Return the incomplete rounds: (key, start, round) -> workers whose part is missing."""
+        """Return the incomplete rounds: (key, first element of the part, round) -> workers whose
+        part is missing."""
         return {
             (key, start, r.round): [w for w in range(self.workers) if w not in r.here]
             for (key, start), r in self.rounds.items()

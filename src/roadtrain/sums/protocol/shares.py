@@ -1,12 +1,12 @@
 """Optimal shares: divide the summation of a gradient among hosts so that the load of the busiest
 link is minimal. Closed form.
 
-Let there be n worker hosts, host i with a full-duplex link of rate b_i, and spare hosts j of rate
-c_j. Host i sums the share x_i of M bytes, spare host j the share y_j; all shares add up to 1. In
-one exchange, worker host i sends M (1 - x_i) bytes that other hosts sum, and sends its own sums,
-x_i M bytes, to each of the n - 1 other worker hosts. A spare host sends each of its sums n times.
-Each host receives as much as it sends.
-So an exchange takes at least
+Let there be n worker hosts, where host i has a full-duplex link of rate b_i, and spare hosts, where
+spare host j has rate c_j. Of M bytes, worker host i sums the share x_i, and spare host j sums the
+share y_j. All shares add up to 1. In one exchange, worker host i sends M (1 - x_i) bytes of
+gradients to the hosts that sum these bytes, and sends its own sums, x_i M bytes, to each of the n -
+1 other worker hosts. A spare host sends each of its sums n times. Each host receives as much as it
+sends. So an exchange takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 
@@ -81,8 +81,9 @@ def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[
 
 
 def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
-    """Cut a tensor into parts of equal size; the last part may be smaller. The cut does not depend
-    on the reducers. Returns (first element, element after the last) of each part."""
+    """Cut a tensor into parts of `part_elements` elements; the last part may be smaller. The cut
+    does not depend on the reducers. Returns (first element, element after the last) of each
+    part."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
@@ -92,9 +93,9 @@ def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
 def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
     """Assign each of `parts` parts of tensor `key` to a reducer. Returns the reducer of each part.
 
-    All workers compute the same assignment without communication: it is a systematic sampling that
-    starts from a hash of the key. Each reducer gets its share of the parts, rounded up or down.
-    Averaged over many tensors, it gets exactly its share.
+    All workers compute the same assignment without communication, by systematic sampling that
+    starts from a hash of the key. Each reducer gets its share of the parts, rounded up or down. On
+    average over many tensors, each reducer gets exactly its share.
     """
     total, at, out = sum(shares.values()), _hash(key), []
     left = [(reducer, share / total * parts) for reducer, share in sorted(shares.items()) if share]
@@ -119,9 +120,10 @@ def _hash(key: int) -> float:
 def order(of: Sequence[int], rank: int) -> list[int]:
     """Return the order in which worker `rank` sends its parts.
 
-    The order consists of turns. A turn has parts of different reducers, and each reducer's parts
-    are spread evenly over the turns, so all links are busy until the end. In a turn, each worker
-    begins with a different reducer, so that the workers do not all send to one reducer at once.
+    The parts are divided into turns, which are sent one after another. Each turn has parts of
+    different reducers, and each reducer's parts are spread evenly over the turns, so all links are
+    busy until the end. Within a turn, each worker begins with a different reducer, so the workers
+    do not all send to one reducer at once.
 
     Args:
         of: The reducer of each part.
@@ -132,7 +134,7 @@ def order(of: Sequence[int], rank: int) -> list[int]:
     most = max(map(len, own.values()), default=0)
     turns: list[list[int]] = [[] for _ in range(most)]
     for j, numbers in enumerate(own.values()):
-        # spreads the turns of reducers that have few parts
+        # spreads the parts of reducers that have few parts over the turns
         phase = (2 * j + 1) / (2 * len(own))
         for i, number in enumerate(numbers):
             turns[int((i + phase) * most / len(numbers))].append(number)

@@ -1,5 +1,5 @@
-"""The per-chunk state of fan_in.py: queued messages of workers and the rounds of sums. No clock, no
-I/O."""
+"""The state of one chunk in fan_in.py: the queued messages of workers and the state of the chunk's
+sum. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roadtrain.servers.protocol.messages import ApplyUpdate, Close, DiscardGrad
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A worker announces a gradient of the chunk, to be summed."""
+    """An event: a worker announces a gradient of a chunk. The gradient is to be summed."""
 
     chunk: int
     fresh: bool  # whether it is the worker's first gradient of the step: it replaces the sum
@@ -41,7 +41,7 @@ AFTER = {
 
 @dataclass(slots=True)
 class SumRound:
-    """One sum of a chunk."""
+    """The state of one round at the fan-in end. A round is one sum of a chunk's gradients."""
 
     chunk: int
     number: int  # counts the sums of this chunk, from 1
@@ -65,7 +65,8 @@ class QueuedMessage:
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """The state of one chunk. Invariant: at least one of `queues` is empty."""
+    """The state of one chunk. Invariant: at least one of `queues`, one for each worker, is
+    empty."""
 
     number: int
     # for each worker, its messages for which some other worker has not sent the matching message
@@ -95,23 +96,25 @@ class ChunkQueue:
         return [queue[0].message for queue in self.queues if queue]
 
     def at(self, kind: type[Any]) -> set[int]:
-        """Return the workers whose first message is of that kind."""
+        """Return the workers whose first message is of the kind `kind`."""
         return {
             w for w, queue in enumerate(self.queues) if queue and isinstance(queue[0].message, kind)
         }
 
     @property
     def dropped(self) -> bool:
-        """Whether the next message of all workers with a gradient in the sum is to discard it."""
+        """Whether the first messages in the queues of all workers with a gradient in the sum ask to
+        discard the sum."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 
     def pop(self, kind: type[Any]) -> list[Any]:
-        """Remove and return the first messages that are of that kind, by worker."""
+        """Remove and return the first messages that are of the kind `kind`, in the order of the
+        workers."""
         return [self.queues[worker].popleft().message for worker in sorted(self.at(kind))]
 
     def begin(self) -> None:
-        """Start over after an update or a discard."""
+        """Reset the state of the sum, after an update or a discard."""
         self.announced, self.without, self.summed, self.closed = set(), set(), False, False
 
 

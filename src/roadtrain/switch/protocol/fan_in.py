@@ -10,18 +10,20 @@ in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, 
     Close, ApplyUpdate, DiscardGrad    once all workers have sent them, they are forwarded to the
                    server after the rounds before them
 
-Packet numbers of the upward stream are assigned here in order, each once. As packets are sent in
-that order, a round gets its numbers only when all workers can send. SendMaxima are issued in the
-order of the grants, when a sum buffer is free: so memory is bounded by `sums` (Rule 4), and a round
-never waits for a buffer held by a later round of the same chunk. Every announced gradient is
-granted some time, also a discarded one, because the sequence of packets may not have gaps.
+The packet numbers of the upward stream are assigned here in order, each once. Packets are sent in
+the order of their numbers, so a round gets its numbers only when all workers can send. SendMaxima
+are issued in the order of the grants, each when a sum buffer is free. So memory is bounded by
+`sums` (Rule 4), and a round never waits for a buffer that a later round of the same chunk holds.
+Every announced gradient is granted at some time, also if it was discarded, because the sequence of
+packets may not have gaps.
 
-NOTE alone. Workers with gradients of different chunks (experts) and few buffers could deadlock,
-because each worker has announced a chunk that the others have not announced. If all workers that
-have not announced a chunk have waited with another chunk for ALONE_S, the gradients announced for
-the first chunk are summed without these workers, whose gradients are added in a later round. Time
-is taken from `Tick` events. One round and two rounds are rounded differently, so such a sum depends
-on timing. It is counted (`apart`), and refused if another server must compute the same bytes.
+NOTE alone. If workers have gradients of different chunks (experts) and few buffers, they could
+deadlock: each worker has announced a chunk that the others have not announced. Let some workers
+lack the announcement of a chunk, and let all of these have waited with another chunk for ALONE_S.
+Then the announced gradients of the first chunk are summed without these workers, and the gradients
+of these workers are added in a later round. Time is taken from `Tick` events. One round and two
+rounds are rounded differently, so such a sum depends on timing. Such sums are counted (`apart`). If
+another server must compute the same bytes, such sums are refused.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
@@ -59,14 +61,14 @@ SAME_LOOP = "every worker must run the same loop with the same model"
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The current time, by any monotonic clock."""
+    """An event that gives the current time, by any monotonic clock."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExponentsArrived:
-    """The maxima of the exponents of a round have arrived, for all blocks."""
+    """The maxima of a round's exponents have arrived for all blocks of elements."""
 
     chunk: int
     round: int
@@ -85,7 +87,7 @@ class GradientArrived:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Answer one pull of each worker by sending a buffer to all of them at once."""
+    """Answer one pull of each worker: send the contents of a buffer to all workers at once."""
 
     pulls: tuple[m.Pull, ...]
     buffer: int
@@ -93,7 +95,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Ask all workers for the exponents of a round."""
+    """Ask all workers to send the exponents of a round."""
 
     chunk: int
     round: int
@@ -104,7 +106,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class SendMaxima:
-    """Send the maxima of the exponents to all workers, which then send their integers."""
+    """Send the maxima of a round's exponents to all workers. The workers then send their
+    integers."""
 
     chunk: int
     round: int
@@ -154,9 +157,10 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Function from a chunk's number to its packets of exponents and of gradients.
+            packets: Function that returns, for a chunk's number, how many packets the chunk's
+                exponents have, and how many its gradient has.
             now_s: The current time, by the clock of the ticks.
-            replicated: Another server has the same chunks and must compute the same bytes.
+            replicated: Whether another server has the same chunks and must compute the same bytes.
         """
         assert buffers > 0 and sums > 0
         super().__init__(workers, buffers)
@@ -249,9 +253,10 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _early(self, pull: m.Pull) -> bool:
-        """Return whether the pull's worker has requested an update of the chunk that the others
-        have not requested. The server cannot answer the pull until they do, and meanwhile it would
-        occupy a buffer that the others may need."""
+        """Return whether the worker that sent the pull has requested an update of the chunk, and
+        other workers have not requested this update yet. The server cannot answer such a pull until
+        all workers have requested the update. Until then, the pull would occupy a buffer that the
+        other workers may need."""
         chunk = self.chunks.get(pull.chunk)
         queue = () if chunk is None else chunk.queues[pull.worker]
         return any(isinstance(queued.message, m.ApplyUpdate) for queued in queue)
@@ -269,7 +274,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return self._match(chunk)
 
     def _match(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Handle the messages about a chunk, as long as there is one of each worker."""
+        """Handle messages about a chunk, as long as there is a message of each worker."""
         out: list[FanInAction] = []
         while all(chunk.queues):
             heads = chunk.heads
@@ -286,7 +291,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out + self._flush(chunk)
 
     def _grant(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Start a round with the workers whose next message announces a gradient."""
+        """Start a round with the gradients of the workers whose first message announces a
+        gradient."""
         messages: list[Announce] = chunk.pop(Announce)
         for message in messages:
             if message.fresh == (message.worker in chunk.announced):
@@ -321,8 +327,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             )
 
     def _discard(self, chunk: ChunkQueue) -> None:
-        """Discard the sum of a chunk. All workers with a gradient in the sum must discard it. A
-        Close that such a worker has sent before its DiscardGrad is ignored."""
+        """Discard the sum of a chunk. All workers with a gradient in the sum must have asked to
+        discard the sum. If such a worker has sent a Close before its DiscardGrad, the Close is
+        ignored."""
         if not chunk.dropped:
             keep = chunk.announced - chunk.at(m.DiscardGrad)
             if closed := keep & chunk.at(m.Close):
@@ -341,7 +348,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """Close a chunk that all workers have closed; an ApplyUpdate closes it too."""
+        """Close a chunk after all workers have closed it. A worker's ApplyUpdate counts as a Close
+        too."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
@@ -358,7 +366,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """Return the step that the first messages of all workers name. Raises LoopError."""
+        """Return the step that the first messages of all workers name. Raises LoopError if they
+        name different steps."""
         steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
@@ -369,8 +378,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return steps[0]
 
     def _flush(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Send messages and rounds to the server, in order, up to the first round that is still in
-        the network."""
+        """Send messages and summed rounds of a chunk to the server, in order. Stops before the
+        first round whose sum has not arrived yet."""
         out: list[FanInAction] = []
         while chunk.up:
             first = chunk.up[0]
@@ -385,7 +394,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _behind_updates(self, messages: Sequence[Up]) -> list[Up]:
-        """Hold back the end of a step until all its updates are sent."""
+        """Return the messages to send to the server now. The end of a step is held back until all
+        updates of the step are sent."""
         out = []
         for up in messages:
             if isinstance(up.message, m.EndStep) and self.owed[up.message.step]:
@@ -395,7 +405,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _paid(self, message: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
-        """Count a sent update. Returns the end of its step if it was the last one owed."""
+        """Count an update that is sent to the server. If the update was the last of its step,
+        returns the end of the step that was held back."""
         if not isinstance(message, m.ApplyUpdate):
             return []
         self.owed[message.step] -= 1
@@ -417,7 +428,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _numbers(self, count: int) -> int:
-        """Assign `count` packet numbers. Returns the first."""
+        """Assign `count` packet numbers. Returns the first of these numbers."""
         first, self.next_number = self.next_number, self.next_number + count
         return first
 
@@ -429,7 +440,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [chunk for chunk in self.chunks.values() if any(chunk.queues)]
 
     def _gradients_alone(self) -> list[FanInAction]:
-        """Start rounds without workers that would otherwise deadlock (NOTE alone)."""
+        """Start rounds without some workers, if the workers would deadlock otherwise (NOTE
+        alone)."""
         waits = {
             chunk.number: {
                 worker
@@ -449,7 +461,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """List the stragglers, each with the chunk for which others have waited longest."""
+        """List the stragglers. Each is listed with the chunk for which the others have waited
+        longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
             since = min(queue[0].since for queue in chunk.queues if queue)
@@ -459,7 +472,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Count the rounds that have been in the network in one phase for more than `longer_s`."""
+        """Count the rounds that have waited for packets of workers for more than `longer_s`: for
+        the exponents, or for the gradients."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s

@@ -1,12 +1,13 @@
 """State machines for both ends of a stream of numbered packets. No clock, no I/O.
 
-See Sun et al. (LuWu), section 3.2.3: a sender sends up to its credit; the receiver's heartbeats
-carry the next number it expects (Ack) and the greatest it has room for (Credit). Beyond the paper,
-a heartbeat has a bitmap of later numbers that have arrived (`have`). So the sender resends only the
-missing packets (selective repeat), and the receiver accepts packets in any order.
+See Sun et al. (LuWu), section 3.2.3: a sender sends the packets with numbers up to its credit. The
+heartbeats of the receiver carry the next number that the receiver expects (Ack), and the greatest
+number for which it has room (Credit). Beyond the paper, a heartbeat has a bitmap of later numbers
+that have arrived (`have`). So the sender resends only the missing packets (selective repeat), and
+the receiver accepts packets in any order.
 
-Note "Sets of numbers": a set of numbers is an int, whose bit i stands for number `ack + i`. All
-operations take time proportional to window / 64.
+Note "Sets of numbers": a set of numbers is an int. Bit i of the int stands for number `ack + i`.
+All operations take time proportional to window / 64.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from roadtrain.errors import WireError
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """An acknowledgement by a receiver. Invariants: credit >= ack - 1; bit 0 of `have` is never
-    set, as ack would be greater then."""
+    set, because the packet with number `ack` has not arrived."""
 
     ack: int  # all numbers below it have arrived
     credit: int  # the greatest number that there is room for
@@ -34,7 +35,7 @@ class Heartbeat:
 
     @property
     def end(self) -> int:
-        """The number after the greatest that has arrived."""
+        """The number after the greatest number that has arrived."""
         return self.ack + self.have.bit_length()
 
 
@@ -55,7 +56,7 @@ def merged(beats: list[Heartbeat]) -> Heartbeat:
 
 def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
     """Combine two heartbeats of the same receiver. The result has the maximum ack, the maximum
-    credit and the union of `have`. As packets that have arrived cannot become missing, the result
+    credit and the union of `have`. A packet that has arrived cannot become missing, so the result
     does not depend on the order of heartbeats or on duplicates."""
     ack = max(last.ack, beat.ack)
     have = (last.have >> (ack - last.ack)) | (beat.have >> (ack - beat.ack))
@@ -67,7 +68,8 @@ def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
 
 @dataclass(slots=True)
 class NumberRun:
-    """A range of consecutive numbers, for consecutive packets of the same data."""
+    """A range of consecutive numbers. The packets with these numbers carry consecutive pieces of
+    the same data."""
 
     first: int
     count: int
@@ -81,10 +83,11 @@ Run = TypeVar("Run", bound=NumberRun)
 
 
 def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Run, int, int]]:
-    """Find the parts of runs within [first, stop). `runs` must be sorted and must not overlap.
+    """Find the parts of `runs` that are within [first, stop). `runs` must be sorted and must not
+    overlap.
 
     Yields:
-        (run, first packet within the run, number of packets).
+        For each part: (run, first packet within the run, number of packets).
     """
     at = bisect_right(runs, first, key=lambda run: run.first) - 1
     for run in runs[max(at, 0) :]:
@@ -134,7 +137,7 @@ class NumberedSender:
         self.ready = max(self.ready, below)
 
     def next_numbers(self, most: int) -> range:
-        """Return at most `most` consecutive numbers to send now; they count as sent."""
+        """Return at most `most` consecutive numbers to send now. These numbers count as sent."""
         if self.lost and most > 0:
             numbers = self._take_lost(most)
             self.resends += len(numbers)
@@ -146,8 +149,9 @@ class NumberedSender:
         return numbers
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Take a heartbeat. A missing packet is considered lost, and resent, once a packet that was
-        sent after it has arrived. Raises WireError for an acknowledgement of unsent numbers."""
+        """Process a heartbeat. If a packet is missing, but a packet that was sent later has
+        arrived, the missing packet is considered lost and is sent again. Raises WireError for an
+        acknowledgement of unsent numbers."""
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
                 f"{max(beat.ack, beat.end)} packets are acknowledged, {self.next} were sent",
@@ -162,9 +166,10 @@ class NumberedSender:
             self._find_lost()
 
     def silent(self) -> None:
-        """Handle a timeout without progress: resend the first `probe` missing packets, and double
-        `probe` until a packet that was sent only once arrives. The small number keeps links free
-        while a receiver, or another sender of the same numbers, is merely slow."""
+        """Handle a timeout without progress: resend the first `probe` missing packets. `probe` is
+        doubled on each call, until a packet that was sent only once has arrived. `probe` begins
+        small, so that few packets are resent if a receiver, or another sender of the same numbers,
+        is only slow."""
         missing, count = self._missing(self.next), 0
         while missing and count < self.probe:
             low = missing & -missing
@@ -176,7 +181,7 @@ class NumberedSender:
 
     @property
     def idle(self) -> bool:
-        """Whether all numbers that may be sent have arrived."""
+        """Whether the packets of all numbers that may be sent have arrived."""
         return self.ack >= self.ready
 
     def check(self) -> None:
@@ -209,7 +214,7 @@ class NumberedSender:
         return numbers
 
     def _find_lost(self) -> None:
-        """Mark as lost the missing numbers that were sent before a number that has arrived."""
+        """Mark each missing number as lost if a number that was sent later has arrived."""
         end = self.beat.end
         if end > self.judged:
             self.lost |= self._missing(end) & ~self._missing(self.judged)
@@ -241,11 +246,12 @@ class NumberedReceiver:
 
     def accept(self, number: int) -> bool:
         """Mark a number as arrived. Returns False if the packet must be dropped, because its number
-        is a duplicate or outside the window."""
+        has arrived before or is outside the window."""
         return bool(self._accept_run(number, 1))
 
     def accept_many(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Call `accept` for each number in order. Fast if they are few consecutive runs."""
+        """Call `accept` for each number in order, and return the results. Fast if the numbers form
+        few consecutive ranges."""
         new = np.empty(len(numbers), np.bool_)
         if not len(numbers):
             return new
@@ -265,8 +271,8 @@ class NumberedReceiver:
         assert not self.have & 1 and self.have.bit_length() <= self.depth
 
     def _accept_run(self, first: int, count: int) -> int:
-        """Accept consecutive numbers one after the other, as the first ones may move the window.
-        Returns a bitmap: bit i is set if first + i was accepted."""
+        """Accept consecutive numbers one after the other, because the first numbers may move the
+        window. Returns a bitmap: bit i is set if first + i was accepted."""
         new = 0
         done = max(0, min(count, self.ack - first))  # numbers of the run below the window
         while done < count:
@@ -285,7 +291,7 @@ class NumberedReceiver:
 
 
 def _ones(numbers: int) -> int:
-    """Count the trailing one bits."""
+    """Count the one bits at the low end of `numbers`, up to the first zero bit."""
     return (~numbers & (numbers + 1)).bit_length() - 1
 
 
