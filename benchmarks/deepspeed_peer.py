@@ -5,9 +5,9 @@ offloaded to files.
     python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)
 
 One process, no launcher, gloo. Needs the extra `bench`, a C++ compiler and libaio's headers
-(Debian: libaio-dev). The ops are compiled at first use, so compile before measuring. The defaults
-are the fastest of the settings tried (the docs list the others), so that nothing here is slower
-than a DeepSpeed user would have it.
+(Debian: libaio-dev). The ops are compiled at first use, so compile before you measure. The defaults
+are the fastest of all settings that were tried; the docs list the others. A DeepSpeed user would
+therefore not get faster steps than this peer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Item 5 of `fanin`: the heartbeats' share of the links, and how soon a stopped worker is named."""
+"""Item `beats` of `fanin`: the share of a link's rate that heartbeats take, and the seconds until a
+stopped worker is named in a log.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Item 5."""
+    """Measure the item: heartbeats during training, and then a stopped worker."""
     scene = Scene(4)
     with Lab(scene, bench.home / "beats") as lab, lab.serving(switches=True) as address:
         fan_in = scene.fan_in(lab.network, WIRE)

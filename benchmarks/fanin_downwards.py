@@ -115,8 +115,9 @@ class Downwards:
         return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
-        """Check a heartbeat that the switch sent up: it must not claim more than is true of all
-        workers.
+        """Check that a heartbeat which the switch sent up acknowledges and allows no more than the
+        merged heartbeats of all workers do. Returns a description of the error, "" if there is
+        none.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:

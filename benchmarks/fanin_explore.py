@@ -47,8 +47,8 @@ class Model(Protocol):
     def describe(self, action: Action) -> str: ...
 
     def round(self, state: State) -> State:
-        """Return the state after a round without loss: all packets in flight are lost, then all
-        senders time out and send again, and nothing is lost.
+        """Return the state after one round that follows a total loss. First, all packets in flight
+        are dropped. Then every sender times out and sends again, and all these packets arrive.
         """
 
     def done(self, state: State) -> bool:

@@ -1,9 +1,9 @@
-"""Item 4 of `fanin`, the part without a lab: packets a second of a user-space switch on one core,
-in memory and over loopback sockets beside a plain forwarder, and its memory with 1,000 stuck
-slots.
+"""Item `rate` of `fanin`, the measurements that need no lab. They are: the packets a second of a
+user-space switch on one core, in memory and over loopback sockets; the same for a plain forwarder
+over loopback; and the memory of a switch with 1,000 stuck slots.
 
-One thread is children, switch and parent in turn. Only the part of the switch (or forwarder) is
-timed: receive, verify, add, seal and send, including its system calls.
+One thread plays the children, the switch and the parent in turn. Only the work of the switch (or of
+the forwarder) is timed: receive, verify, add, seal and send, including the system calls.
 """
 
 from __future__ import annotations

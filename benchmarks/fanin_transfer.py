@@ -1,8 +1,9 @@
-"""Items 2 and 7 of `fanin`: bytes on the links and seconds of a step, below one switch and below a
-tree of switches, beside the same servers without switches and torch's all-reduce.
+"""Items `lab` and `tree` of `fanin`: bytes on the links and seconds of a step, below one switch and
+below a tree of switches. Beside them: the same servers without switches, and torch's all-reduce.
 
-S is the bytes of the parameters in fp32, and of the gradients as int32; B is the rate of a link in
-each direction, of which the fan-in's datagrams carry 0.940 (1408 of 1498 bytes of a frame).
+S is the bytes of the parameters in fp32, which is also the bytes of the gradients as int32. B is
+the rate of a link in each direction. The fan-in's datagrams carry 0.940 of this rate (1408 of the
+1498 bytes of a frame).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Bench:
 
 
 def one_switch(bench: Bench) -> Iterator[Row]:
-    """Item 2: one switch."""
+    """Item `lab`: all workers below one switch."""
     for workers in (4, 8):
         scene = Scene(workers)
         with Lab(scene, bench.home / f"{workers}") as lab:
@@ -98,7 +99,7 @@ def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
 
 
 def tree(bench: Bench) -> Iterator[Row]:
-    """Item 7: a tree of switches."""
+    """Item `tree`: workers in two racks, below a tree of switches."""
     with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
         name = "8 workers, tree of two racks"
         case = f"{name}, {_sizes(bench.spec())}"

@@ -45,8 +45,9 @@ OLD = 100  # added to a worker's index in data of an older job
 
 
 class Upwards:
-    """The way of gradients. A state holds the end's state, each worker's, and for each switch its
-    own and all sums that it ever sent.
+    """The model of gradients on their way from the workers through switches to the end. A state
+    holds the state of the end, then the state of each worker, then for each switch the state of the
+    switch and all sums that the switch ever sent.
     """
 
     def __init__(

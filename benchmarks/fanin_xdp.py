@@ -1,11 +1,12 @@
-"""Item 4 of `fanin`: packets a second of the switch's table on one core, in the kernel (XDP) and in
-user space, each beside a plain forwarder in the same run.
+"""Item `rate` of `fanin`: the packets a second that the switch's table adds on one core, in the
+kernel (XDP) and in user space. Each is compared with a plain forwarder in the same run.
 
-Two children send packets of int32. "Alone": the time that the kernel reports for running the
-program on packets one by one, without a device. "Over a link": sender, switch and receiver share
-one core and a link of the lab; the sender waits for the packets that return, so that nothing is
-lost. A forwarder returns every packet, a switch one sum for two. In user space also: packets over
-the processor time of the switch's process alone, including its system calls.
+Two children send packets of int32. The rows "alone" use the time that the kernel reports for
+running the program on packets one by one, without a device. In the rows "over a link", the sender,
+the switch and the receiver share one core and a link of the lab. The sender waits for the packets
+that return, so nothing is lost. A forwarder returns every packet; a switch returns one sum for two
+packets. In user space, packets are also divided by the processor time of the switch's process
+alone, including system calls.
 """
 
 from __future__ import annotations

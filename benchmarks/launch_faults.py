@@ -205,7 +205,10 @@ def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
 def struck(
     bench: Bench, scene: FaultScene, found: list[Outcome], failed: dict[Fault, str]
 ) -> dict[int, float]:
-    """Strike a run with all faults and return its losses. Appends to `found` and `failed`."""
+    """Inject all faults of `scene` into one run, one after another, and return the run's training
+    losses by step. Appends each outcome to `found`. If the run does not survive a fault, adds the
+    reason to `failed`.
+    """
     with ExitStack() as stack:
         nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
         more = ("--ray-address", nodes.address) if nodes else ()

@@ -134,7 +134,10 @@ class _Node:
             )
         for event, chunks in ((self.acked, sends), (self.there, receives)):
             if (chunks and not event.wait(WAIT_S)) or self.error is not None:
-                raise TimeoutError(f"no end of {chunks} chunks: {self.error}")
+                raise TimeoutError(
+                    f"the transfer of {chunks} chunks did not end within {WAIT_S:.0f} s, or it"
+                    f" failed: {self.error}"
+                )
         seconds, rate = perf_counter() - begin, 0.0
         if receives > 1:
             rate = (len(self.times) - 1) * CHUNK / (self.times[-1] - self.times[0])

@@ -54,9 +54,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """A parameter shared by several stages (tied embeddings). From every other stage, each rank
-    gets the summed gradient of the elements whose state it keeps, sent by the ranks there that
-    have it.
+    """A parameter that several stages hold (tied embeddings). Each rank keeps the optimizer state
+    of some elements of the parameter. For these elements, the rank receives a summed gradient from
+    every other of the stages, sent by the ranks that keep the same elements in that stage.
     """
 
     stages: tuple[int, ...]

@@ -65,8 +65,9 @@ GOAL, ENOUGH = 0.10, 10
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. `rates`: of a device's reads and writes, or of a link in each direction,
-    bytes/s. `words`: changes to the job.
+    """A configuration to predict and to measure. `rates`: bytes/s of a device's reads and of its
+    writes, or of a link in each direction. `words`: pairs (option, value) that are changed in the
+    job.
     """
 
     name: str

@@ -416,7 +416,8 @@ def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
                 raise Wrong(f"error without a file or directory: {sentence}")
         elif not WHO.search(sentence) or not WHAT.search(sentence):
             raise Wrong(
-                f"error without role and host, or without step or expected event: {sentence}"
+                "an error message lacks the role and the host, or the step or the expected event:"
+                f" {sentence}"
             )
 
 

@@ -80,8 +80,8 @@ class Reference:
 
 
 class NothingToStrike(Exception):
-    """Raised if the fault had nothing to strike, since no step was committed before it. The run has
-    gone on.
+    """Raised if no step was committed before the moment of the fault, so that there was nothing to
+    damage. The run has gone on to its end without the fault.
     """
 
 

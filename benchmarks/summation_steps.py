@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class _EqualPriority(Summation):
-    """Sums of equal priority."""
+    """Summation in which all sums have the same priority."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
         return super().sum(*words, **options)
