@@ -132,7 +132,9 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def broken_setups() -> Iterator[Row]:
-    """Item `broken`: the errors that the preflight raises about set-ups that are broken on purpose."""
+    """Item `broken`: the errors that the preflight raises about set-ups that are broken on
+    purpose.
+    """
     case = "preflight: seconds until all ranks have ended, and the sentence of the first"
     whole, *broken = crosscluster_broken.rows()
     fine = not whole["refused"] and not whole["sentence"]

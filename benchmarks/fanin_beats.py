@@ -25,7 +25,9 @@ STOPPED, RUNNING_S, WAIT_S = 2, 3.0, 15.0
 
 @contextmanager
 def counted(host: LabHost) -> Iterator[dict[str, float]]:
-    """Count the heartbeats of a host. The yielded dict is filled when the block ends."""
+    """Count the heartbeats that a host sends and receives during the block. The counts are in the
+    yielded dict after the block has ended.
+    """
     words = [sys.executable, "-m", "benchmarks.fanin_count", "eth0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = host.run(words, **pipes, text=True)
@@ -60,7 +62,9 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """Count the heartbeats by host, for RUNNING_S seconds while workers train."""
+    """Count the heartbeats of the server's host and of worker 0's host for RUNNING_S seconds, while
+    workers train.
+    """
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:
         time.sleep(RUNNING_S)

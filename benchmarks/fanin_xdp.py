@@ -52,10 +52,11 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure packets a second by name, or return the reason why it is not possible.
+    """Measure packets a second, by the name of each way. If the measurement is not possible, return
+    the reason.
 
     Args:
-        seconds: duration of each flood
+        seconds: time for which each way is measured
     """
     if why := network_available():
         return f"no network: {why}"
@@ -72,8 +73,8 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Compare each with the forwarder of its kind; a single row gives the reason if it is not
-    possible.
+    """Compare each switch with the forwarder of its kind. If the measurement is not possible,
+    return a single row with the reason.
     """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):
@@ -108,7 +109,9 @@ def _table_of(program: BpfObject) -> XdpTable:
 
 
 def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
-    """Seal gradient packets `first`... of a child, with the payloads that are in `out`."""
+    """Write the headers and checksums of `count` gradient packets of a child, numbered from
+    `first`, around the payloads that are in `out`.
+    """
     packets.write_headers(
         out,
         PACKET_NBYTES,
@@ -123,7 +126,9 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
 
 
 def alone(what: str) -> float:
-    """Packets a second of the program, as timed by the kernel."""
+    """Measure the packets a second of the program alone, with the run time that the kernel
+    reports.
+    """
     program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
     table = _table_of(program) if what == "sum" else None
     descriptor = program.program("take_packet" if table else "forward")
@@ -158,8 +163,8 @@ def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
 def _process(
     starts: Callable[..., subprocess.Popen[str]], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run one of this module's child processes, once it is ready; kill it at the
-    end of the block.
+    """Start a child process of this module, yield it once it is ready, and kill it at the end of
+    the block.
     """
     argv = [sys.executable, "-m", "benchmarks.fanin_xdp", *words]
     process = starts(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -192,7 +197,7 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Act as both children and the parent."""
+    """Play both children and the parent: send packets to the switch and count those that return."""
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
     into = np.zeros(RECEIVE_NBYTES, np.uint8)
