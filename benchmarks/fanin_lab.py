@@ -93,9 +93,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one run. Bytes and processor seconds are per step. `busy`: share of the time of all
-    processors that was used.
-    """
+    """Result of one run. Bytes and processor seconds are those of one step."""
 
     seconds: float
     """Median seconds of a measured step, until its last worker has finished."""
