@@ -71,8 +71,9 @@ class Scene:
         return sum(host.count for host in self.hosts if host.computes)
 
     def constants(self, on: str) -> str:
-        """Write the constants of the simulator. Devices are as fast as they were measured. Over the
-        NICs of a lab, TCP carries a fixed share of the rate.
+        """Return the name of the simulator's constants for this scene. In both sets of constants,
+        devices are as fast as they were measured. In "lab", TCP carries a fixed share of the rate
+        of a NIC.
         """
         return "lab" if on == "lab" or self.emulated else "measured"
 

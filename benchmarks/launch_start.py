@@ -77,7 +77,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _begun(run: LaunchedRun) -> dict[str, float]:
-    """Map each process of a run to the time of its start, in seconds since the epoch."""
+    """Return the start times of the supervisor and of worker 0, in seconds since the epoch."""
     return {SUPERVISOR: min(map(_began, run.supervisors())), WORKER: _began(run.workers()[0])}
 
 

@@ -240,7 +240,7 @@ def _serve(pipe: Connection, namespace: str) -> None:
 
 
 class _Pair:
-    """Two processes that get each request at the same time."""
+    """Two processes that make their transfers at the same time, as `ask` requests."""
 
     def __init__(self, *namespaces: str) -> None:
         context = multiprocessing.get_context("spawn")
