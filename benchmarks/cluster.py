@@ -56,8 +56,8 @@ class Cluster:
         write_token(self.token)
 
     def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
-        """Start a server on each of `hosts`, with its store in memory. Returns (processes,
-        addresses).
+        """Start a server on each of `hosts`, with its store in memory. Returns (server processes,
+        addresses of the servers).
         """
         made, where = [], []
         for host in hosts:

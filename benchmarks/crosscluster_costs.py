@@ -4,8 +4,8 @@ processor time per byte sent.
 
     python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
-Uses two hosts of one cluster, which are otherwise idle. Does NOT measure pipelines, stages or the
-slow network.
+Uses two otherwise idle hosts of one cluster. Does NOT measure pipelines, stages or the slow
+network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoder of `crosscluster`, its data, and the arguments of a run. Does NOT train."""
+"""The decoder of `crosscluster`, the data of a step, and the arguments of a run. Does NOT train."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Item `predicted` of `crosscluster`: predicted steps beside the measured ones.
 
-The prediction uses only two inputs. One is the rates that the lab's links were set to, of which TCP
-carries 0.956. The other is measurements of two otherwise idle hosts: the seconds of a layer, the
-seconds of an update, and the processor time per byte. No constant is fitted to a row. Needs root.
+The prediction uses only two inputs. One is the rates that the lab's links were set to; TCP carries
+0.956 of the rate of a link. The other is measurements of two otherwise idle hosts: the seconds of a
+layer, the seconds of an update, and the processor time per byte. No constant is fitted to a row.
+Needs root.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
 
 
 def plain_torch(placed: PlacedJob) -> PlacedJob:
-    """Build the same job in plain torch, with the initial values of `placed`."""
+    """Build the job of `placed` in plain torch, with the same initial values."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():

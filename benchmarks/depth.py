@@ -2,9 +2,10 @@
 is in files, and all models have the same budget.
 
 Each depth is trained by a process of its own, whose VmHWM is the peak. The saved input of every
-block (rows x seq x width, fp32) must be kept. The counter of activations gives the bytes of such
-inputs that were in memory at the peak. The budget moves all other inputs to files. Apart from these
-inputs, memory should not grow with depth, because the budget alone decides the number of buffers.
+block (rows x seq x width, fp32) must be kept. The counter of activations gives the bytes of the
+saved inputs that were in memory at the peak. The budget moves all other inputs to files. Apart from
+these inputs, memory should not grow with depth, because the budget alone decides the number of
+buffers.
 
 Each peak is the median of REPS processes, because the layout of glibc's heap varies the peak by 5
 %.

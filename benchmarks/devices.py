@@ -79,8 +79,9 @@ class TokenLink:
     sleeping caller holds neither the lock nor the GIL.
 
     Note: late wake-ups. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. The
-    next piece therefore begins when the link became free, not when the last caller woke, unless the
-    caller was idle for longer than that lateness.
+    time of the next piece therefore counts from the moment when the link became free, and not from
+    the moment when the last caller woke. If callers were idle for longer than such a delay, the
+    time counts from the call.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

@@ -310,8 +310,8 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """Compute the median seconds of a step, without the warm-up steps and the step after the pause.
-    A step ends when its last worker has finished. All processes read the same clock.
+    """Compute the median seconds of a step. The warm-up steps and the step after the pause are left
+    out. A step ends when its last worker has finished. All processes read the same clock.
     """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))

@@ -21,8 +21,8 @@ are refused, because a packet carries a tag of its job (switch/packets.py). Vari
 that the tag is needed.
 
 Note "The end": from every state, all packets in flight may be lost. Then rounds in which all
-machines send again and nothing is lost must lead to full delivery. So no machine waits for ever,
-unless a packet is lost each time that it is sent.
+machines send again and nothing is lost must lead to full delivery. So no machine waits for ever if
+every packet arrives after it was sent often enough.
 
 Note "At once": with `eager`, a worker sends on each heartbeat all packets that it may send. A
 property that holds for eager workers also holds for slower workers, because a packet that is not
@@ -54,8 +54,8 @@ def check(
 
     Args:
         tree: children of the root switch: an int is a worker, a tuple is a switch with its children
-        timeouts: if True, a worker may time out at any time, in a step of its own, even if it then
-            sends nothing new
+        timeouts: if True, a worker may time out at any time. The timeout is a step of its own,
+            which may send nothing new.
         eager: see note "At once"
     """
     return explore(Upwards(tree, window, numbers, variant, timeouts, eager), most_states)

@@ -87,7 +87,7 @@ def predict(
         costs: processor seconds of packets on this machine
 
     Raises:
-        ConfigError: there is no such cluster or plan
+        ConfigError: no cluster or plan can be built from the arguments
     """
     cluster = lab_cluster(workers, racks, rate, updates)
     plan = lab_plan(workers, sizes, wire, staleness)

@@ -214,7 +214,7 @@ class Upwards:
         return tuple(self._beat(now))
 
     def _beat(self, now: list[int]) -> list[int]:
-        """Deliver the end's heartbeat to every machine."""
+        """Deliver the end's heartbeat to every switch and worker, and return the changed state."""
         beat = beat_of(self.end.states[now[0]], self.window)
         for switch, parts in enumerate(self.switches):
             at = self.at(switch)

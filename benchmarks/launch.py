@@ -29,7 +29,7 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items. Raises ConfigError if the lab cannot be emulated."""
+    """Run the given items, or all. Raises ConfigError if the lab cannot be emulated."""
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated here: {why}")
     rows: list[Row] = []

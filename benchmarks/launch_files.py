@@ -1,5 +1,5 @@
 """Item `files` of `launch`: validate the Slurm and Kubernetes files of three plans, and check that
-every host name, path and port in them comes from the plan or the job.
+every host name, path and port in these files comes from the plan or the job.
 """
 
 from __future__ import annotations

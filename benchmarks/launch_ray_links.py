@@ -52,11 +52,11 @@ class LinkedNodes:
 
 @contextmanager
 def linked_nodes(home: Path) -> Iterator[LinkedNodes]:
-    """Run the cluster that LINKED describes.
+    """Run the cluster of Ray nodes that LINKED describes, and yield it.
 
     Raises:
         ConfigError: Ray is not installed
-        RoadtrainError: a node does not start
+        RoadtrainError: a node did not start
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed", hint="pip install roadtrain[ray]")

@@ -60,9 +60,9 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
 
 
 def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
-    """Compare the run's losses with those of a run whose link is not slowed. Returns the number of
-    steps whose losses differ by more than rounding. Rounding differs, because sums are taken in
-    another order.
+    """Compare the losses of the run with the losses of a second run, whose link is not slowed.
+    Returns the number of steps up to `until` whose losses differ by more than rounding. Rounding
+    differs, because sums are taken in another order.
     """
     with bench.again(run, f"{run.home.name}-plain") as plain:
         plain.wait_step(until, START_S + until * STEP_S)

@@ -1,12 +1,12 @@
 """Compute the bytes that each rank sends to each other rank in one step of a plan. Tests compare
 the counters of real runs with the result.
 
-Between stages, the transfers are those of the pipeline's state machines, one micro-batch each. A
-stage of d replicas with a sharded optimizer has two kinds of transfers. Each rank sends (d - 1) / d
-of the bytes of its gradients directly to their owners (on processors; NCCL uses a ring). It also
-sends (d - 1) / d of the bytes of the parameters to the next rank of a ring (all-gather). The
-traffic of a placed optimizer is not included: the servers of the optimizer count it. Only payload
-is counted: no headers, padding or norms. Pure arithmetic.
+Between stages, the pipeline's state machines define the transfers. Each transfer has one
+micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers. Each rank
+sends (d - 1) / d of the bytes of its gradients directly to their owners (on processors; NCCL uses a
+ring). It also sends (d - 1) / d of the bytes of the parameters to the next rank of a ring
+(all-gather). The traffic of a placed optimizer is not included: the servers of the optimizer count
+it. Only payload is counted: no headers, padding or norms. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def link_bytes(
         boundary: bytes of each micro-batch, for each tensor and context rank
 
     Raises:
-        ConfigError: the number of `stages` differs from that of `parallelism`
+        ConfigError: the number of `stages` is not the pp of `parallelism`
     """
     if len(stages) != parallelism.pp:
         raise ConfigError(f"got the bytes of {len(stages)} stages, but pp is {parallelism.pp}")

@@ -1,8 +1,8 @@
 """`roadtrain bench measured`: compare public training runs with the predictions of the simulator,
 of a closed form and of one constant efficiency.
 
-The runs are those of vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry (FSDP
-on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
+The runs were published by vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry
+(FSDP on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
 Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their
 sources are in measured.json, their plans in measured_rows.py. The simulator has at most six
 constants for each family of runs, in fitted.toml. The closed form has five constants, fitted by

@@ -370,8 +370,8 @@ def _sailor(row: dict[str, Any]) -> RunParts:
     each score, the fp32 softmax, its 16-bit copy, the output of dropout, the mask of dropout and
     the causal mask take 4 + 2 + 2 + 1 + 1 bytes. Two assumptions match the measured memory: the
     small devices of the mixed cluster recompute layers, and GH200 has 2.8 GB of other memory in
-    use. The devices of a stage are those of the hosts that the report names for the stage, and the
-    slowest host sets the pace. The network between these hosts gave 12 MB/s.
+    use. The report names the hosts of each stage, and the slowest of these hosts sets the pace. The
+    network between these hosts gave 12 MB/s.
     """
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))

@@ -44,9 +44,9 @@ def gpt(
 
 def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
     """Describe the testbed. The paper prints 26 GB/s in each direction for mixed reads and writes
-    (1:1). The data sheet of an SSD has 6.5 and 3.4 GB/s. If reads and writes share the time, 12
-    SSDs reach the printed rate (mixed 1: 26.8 GB/s). The 16 SSDs of the baselines' workers, whose
-    PCIe 3.0 is slower, reach it too.
+    (1:1). The data sheet of an SSD has 6.5 GB/s for reads and 3.4 GB/s for writes. Reads and writes
+    are assumed to share the time (`mixed` = 1), so 12 SSDs give 26.8 GB/s. The 16 SSDs of the
+    baselines' workers, whose PCIe 3.0 is slower, reach the printed rate too.
     """
 
     def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ emulated cluster. The configurations were chosen before any run.
 The predictions use only two inputs. One is the rates that the devices and links were set to; TCP
 carries 0.956 of the rate of a link. The other is the measurements of ONE run outside the twelve:
 the same model in memory for the first three groups, and a step without any exchange for the last
-group. No constant is fitted to the twelve. The time of a step is that of the slowest worker, the
-median of STEPS steps after WARM steps. Needs root.
+group. No constant is fitted to the twelve. The time of a step is measured on the slowest worker, as
+the median of STEPS steps after WARM steps. Needs root.
 """
 
 from __future__ import annotations

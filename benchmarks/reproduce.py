@@ -436,8 +436,8 @@ def _jobs() -> dict[str, tuple[ModelShape, int]]:
 
 @cache
 def _scaling(job: str, name: str, spares: int) -> float:
-    """Compute the scaling efficiency on 256 devices: the step time of one device over that of
-    256.
+    """Compute the scaling efficiency on 256 devices: the step time on one device, divided by the
+    step time on 256.
     """
     model, batch = _jobs()[job]
     own, ring = constants("byteps"), constants("byteps-nccl")

@@ -2,12 +2,12 @@
 has two servers and two workers, or it is one trainer with a store of its own.
 
 Each fault must end in one of two ways. In the first, the run goes on within RECOVERY_S of the
-restart. Its losses are bit for bit those of a run without faults, and no committed step is
+restart. Its losses are bit for bit the losses of a run without faults, and no committed step is
 repeated. The second way is for a mistake of the user or a failure of a device: the run ends with an
-error that names the cause, and goes on when the cause is repaired. At the end, the state is that of
-the run without faults, with a single history. Every process that ends by itself prints an error.
-The error names the role, the host, and the step or the expected event; or it names the file. No
-process hangs. Fault K of a seed is always the same fault, and can be run alone.
+error that names the cause, and goes on when the cause is repaired. At the end, the state is equal
+to the state after the run without faults, with a single history. Every process that ends by itself
+prints an error. The error names the role, the host, and the step or the expected event; or it names
+the file. No process hangs. Fault K of a seed is always the same fault, and can be run alone.
 
 To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
 soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost

@@ -81,8 +81,8 @@ class Reference:
 
 
 class NothingToStrike(Exception):
-    """Raised if no step was committed before the moment of the fault, so that there was nothing to
-    damage. The run has gone on to its end without the fault.
+    """Raised if a fault could not happen, because no step was committed before its moment. The run
+    has gone on to its end without the fault.
     """
 
 

@@ -65,10 +65,10 @@ class WorkerArgs:
 
     Attributes:
         relay: True if all workers are on one host and a relay communicates for all of them
-        change: "model", "dtype" or "token" if that of this worker is wrong, else ""
+        change: what is wrong with this worker: "model", "dtype" or "token"; "" if nothing is wrong
         grows_at: step from which on the job's own state needs more room on the disk
         stops_at: step from which on the worker asks to stop. At the end of each step, the workers
-            agree whether to stop. If 0, they do not exchange such requests.
+            agree whether to stop. If 0, the workers do not exchange requests to stop.
         run: run directory, which records the store; only worker 0 has one
     """
 
@@ -164,7 +164,7 @@ def work(args: WorkerArgs, token: bytes) -> None:
 
 
 def warm() -> None:
-    """Load and compile code in the fork server, so that its children do not have to."""
+    """Load and compile code in the fork server. Its children then find the code loaded."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)

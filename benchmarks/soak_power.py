@@ -215,7 +215,7 @@ class Power:
 
 
 def begin(shadow: Path, roots: Sequence[Path]) -> None:
-    """Record that everything in `roots` is durable now."""
+    """Record the present content of `roots` as durable."""
     shadow.mkdir(parents=True, exist_ok=True)
     power = Power(shadow, roots)
     for root in roots:

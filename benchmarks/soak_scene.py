@@ -263,7 +263,7 @@ class Scene:
                 ).__enter__()  # type: ignore[assignment]
 
     def wait_struck(self) -> None:
-        """Wait until the fault has happened. Raises Wrong if the run ends before."""
+        """Wait until the fault has happened. Raises Wrong if the run ends before the fault."""
         while not self.struck.wait(0.02):
             if all(w.ended for w in self.workers) and not self.struck.is_set():
                 raise Wrong(
@@ -380,7 +380,7 @@ class Scene:
                 raise Wrong(f"a traceback in {path.name}: {text[text.index('Traceback') :][:3000]}")
 
     def note(self, text: str) -> None:
-        """Add a note for people to worker 0's log."""
+        """Add a line to the log of worker 0, as a note for people."""
         with open(self.log(0), "a") as file:
             file.write(f"{text}\n")
 
@@ -389,7 +389,9 @@ class Scene:
         return FORK.Pipe()
 
     def hung(self, what: str) -> None:
-        """Raise Hung with the stacks of all processes."""
+        """Raise Hung with the stacks of all processes. `what`: the event that did not happen in
+        time.
+        """
         living = [node for node in self._all if not node.ended]
         for node in living:
             with suppress(ProcessLookupError):  # if it has ended since

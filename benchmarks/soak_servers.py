@@ -137,7 +137,7 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _same(scene: Scene) -> None:
-    """Check that both replicas hold the same bits of the same step."""
+    """Check that both replicas are at the same step and hold the same bits."""
     _end_servers(scene)
     tiers = [open_part(path) for path in scene.stores]
     try:

@@ -1,11 +1,11 @@
 """Summation service: n worker hosts sum a gradient with the help of k spare hosts over emulated
 links, beside gloo's ring.
 
-The optimum is that of sums/protocol/shares.py, for links with 0.956 of their rate, which is what
-TCP carries of whole Ethernet frames. A round cannot be shorter. Goodput is the M bytes of a
-gradient, divided by the seconds of a round. These are the seconds of the slowest worker, the median
-of ROUNDS rounds. Every round's sums are checked against the promised order of summation. Needs
-root. Does NOT emulate latency.
+The optimum comes from sums/protocol/shares.py, with 0.956 of the rate of each link, because TCP
+carries only this share of whole Ethernet frames. A round cannot be shorter than the optimum.
+Goodput is the M bytes of a gradient, divided by the seconds of a round. These are the seconds of
+the slowest worker, the median of ROUNDS rounds. Every round's sums are checked against the promised
+order of summation. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     4, 8     workers, with up to as many spare hosts, all links equal

@@ -4,8 +4,8 @@ gradients are still in flight, with and without priorities. Needs root.
 
 There are two kinds of models. One has many parameters (linear layers); the other has much to
 compute (the same layers are applied many times to the batch). All ways train on the same data, and
-their losses must agree to rounding. The time of a step is that of the slowest worker, the median of
-STEPS steps.
+their losses must agree to rounding. The time of a step is measured on the slowest worker, as the
+median of STEPS steps.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
     --token F --how ddp ..

@@ -33,8 +33,8 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Return an array of n zeros in memory like that of a server: aligned, and in huge pages. The
-    floor uses such memory too.
+    """Return an array of n zeros in memory that is allocated as in a server: aligned, and in huge
+    pages. The measurement of the floor uses the same kind of memory.
     """
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
