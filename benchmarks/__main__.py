@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME`: run a benchmark beside its peer and print its table.
+"""`python -m benchmarks NAME`: run a benchmark beside its peer and print a table of results.
 
-A missed goal is printed; it is not an error.
+A missed goal is printed, and is not an error.
 """
 
 from __future__ import annotations

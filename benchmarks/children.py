@@ -29,7 +29,7 @@ def run_child(
     """Run `python -m module ARGS --json FILE` and return what it wrote to FILE.
 
     Args:
-        env: added to this process's environment
+        env: variables that are added to the environment of this process
         echo: show the child's output instead of capturing it
 
     Raises:

@@ -4,9 +4,10 @@ FSDP2 over gloo.
 In placement `host`, every worker's host also serves a share of the chunks. In placement `network`,
 extra hosts serve them, as many as there are workers. State is kept in memory (/dev/shm). S is the
 bytes of the bf16 parameters, and B is the rate of a link in each direction. The least possible step
-time is the bytes that must cross the busier direction of a link over B: 1.5 S/B with four workers
-in `host`, S/B in `network`. At staleness 0 a step waits for the whole update of the step before. At
-staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT emulate latency.
+time is the bytes that must cross the busier direction of a link, divided by B: 1.5 S/B with four
+workers in `host`, S/B in `network`. At staleness 0 a step waits for the whole update of the step
+before. At staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT emulate
+latency.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
-    """Item `overlap`: the optimizer overlapped with the step, and after the step, where gradients
-    go over Ethernet.
+    """Item `overlap`: gradients go over Ethernet, and the optimizer either overlaps with the step
+    or runs after it.
     """
     ethernet = ENVIRONMENTS["all Ethernet"]
     batch = replace(bench.setting.batch, microbatches=2)

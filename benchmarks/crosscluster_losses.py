@@ -80,8 +80,8 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """Return the largest relative difference between the losses of a step; infinite if a loss is
-    NaN.
+    """Return the largest relative difference between the losses of a step. It is infinite if a loss
+    is NaN.
     """
     found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)

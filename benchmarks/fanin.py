@@ -13,8 +13,9 @@ also measured alone.
     tree         8 workers in two racks
     predicted    steps of `lab` and `tree` by the simulator, beside the measured ones
 
-Links have 400 Mbit/s in each direction unless a case says otherwise. Rates count whole frames. All
-hosts share this machine's processors; the rows show how busy they were. Needs root.
+Links have 400 Mbit/s in each direction; a case with another rate names it. Rates count whole
+frames. All hosts share this machine's processors; the rows show how busy the processors were. Needs
+root.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ printed beside it.
 
 Training is chaotic: any other rounding gives another run. A control run in fp32 therefore changes
 the last bit of one element of the first sum. The difference between the control run and the fp32
-run is pure chance. A difference of another format that is smaller means nothing, and a goal that is
-smaller is met or missed by chance.
+run is pure chance. If the difference of another format is smaller, it means nothing. If a goal is
+smaller, it is met or missed by chance.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_integers(width: int) -> Sum:
-    """Return a function that adds gradients as integers of `width` bytes. The gradients pass
-    through the packets of each worker, and the sum through packets too.
+    """Return a function that adds gradients as integers of `width` bytes. The gradients of each
+    worker are written to packets and read again, and so is their sum.
     """
     kind = fixed_point.INTEGER[width]
 
@@ -229,8 +229,8 @@ def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Ro
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
-    """Compare the held-out loss of `way` with the held-out loss of fp32: their relative
-    difference.
+    """Build the row of a number format: the relative difference between its held-out loss and the
+    held-out loss of fp32.
     """
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)

@@ -121,9 +121,9 @@ class Downwards:
         return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
-        """Check that a heartbeat which the switch sent up acknowledges and allows no more than the
-        merged heartbeats of all workers do. Returns a description of the error, "" if there is
-        none.
+        """Compare a heartbeat that the switch sent up with the merged heartbeats of all workers.
+        The switch must not acknowledge or allow more than the workers do. Returns a description of
+        the error, "" if there is none.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:

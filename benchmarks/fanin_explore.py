@@ -1,10 +1,10 @@
 """Explore all states of a model, breadth first, and check that the end can be reached from each
 state.
 
-A model yields the steps from a state. A state of the model is a tuple of small ints, one for each
-machine: `Parts` numbers the states of a machine. The real machines compute the steps. A machine's
-step depends only on the state of that machine and the event, so each step is computed once and
-remembered.
+A model yields the steps from a state. A state of the model is a tuple of small ints. Each int
+stands for the state of one machine, as `Parts` numbers it. The real machines compute the steps. A
+machine's step depends only on the state of that machine and the event, so each step is computed
+once and remembered.
 
 Does NOT know any protocol.
 """

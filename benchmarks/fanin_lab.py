@@ -281,7 +281,8 @@ class Lab:
 
     def _still(self) -> dict[str, Traffic]:
         """Wait until all traffic of the last step has ended, and return the byte counts of the
-        links. Such traffic is gradients pushed after the step, and parameters pulled ahead.
+        links. A step may leave gradients that are still being pushed and parameters that are pulled
+        ahead.
         """
         then, until = self.frames(), time.monotonic() + RUN_S
         while time.monotonic() < until:

@@ -11,8 +11,8 @@ accepted twice, and no slot is reused before its number has reached the end.
 
 Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
 covers loss, repetition and reordering anywhere. The data of a number never change, so the packets
-that a worker may have sent are those of all numbers below its `next`. A heartbeat that arrives may
-be any of those that the sending machine may have sent before.
+that a worker may have sent are those of all numbers below its `next`. A machine may receive any
+heartbeat that another machine may have sent to it before.
 
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
 all machines are new, and packets of the old job are still in flight. Such a restart is therefore
@@ -21,8 +21,8 @@ are refused, because a packet carries a tag of its job (switch/packets.py). Vari
 that the tag is needed.
 
 Note "The end": from every state, all packets in flight may be lost. Then rounds in which all
-machines send again and nothing is lost must lead to full delivery. So no machine waits for ever if
-every packet arrives after it was sent often enough.
+machines send again and nothing is lost must lead to full delivery. So if every packet arrives in
+the end when it is sent again and again, no machine waits for ever.
 
 Note "At once": with `eager`, a worker sends on each heartbeat all packets that it may send. A
 property that holds for eager workers also holds for slower workers, because a packet that is not

@@ -70,8 +70,8 @@ class Outcome:
 
 
 class Payloads:
-    """Payload of each worker and number. It is random data of the worker plus a multiple of the
-    number, so a sum shows exactly which packets are in it.
+    """The payload of each worker and number: random bytes of the worker plus a multiple of the
+    number. A sum therefore shows exactly which packets are in it.
     """
 
     def __init__(self, workers: int, random: np.random.Generator) -> None:

@@ -149,7 +149,7 @@ def step_rows(
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
-    """Compare the bytes that each link carries in a step, in each direction, with S."""
+    """Compare the bytes that each link carries in each direction of a step with S."""
     shares = {
         (name, way): getattr(traffic, way) * CARRIED / spec.nbytes
         for name, traffic in run.frames.items()

@@ -52,11 +52,11 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure packets a second, by the name of each way. If the measurement is not possible, return
-    the reason.
+    """Measure the packets a second of each switch and forwarder, by name. If the measurement is not
+    possible, return the reason.
 
     Args:
-        seconds: time for which each way is measured
+        seconds: time for which each of them is measured
     """
     if why := network_available():
         return f"no network: {why}"
@@ -197,7 +197,9 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Play both children and the parent: send packets to the switch and count those that return."""
+    """Play both children and the parent. They send packets to the switch and count the packets that
+    return.
+    """
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
     into = np.zeros(RECEIVE_NBYTES, np.uint8)

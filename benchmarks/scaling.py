@@ -1,10 +1,10 @@
-"""Scaling: compare a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links. As
-many spare hosts are the servers.
+"""Scaling: compare a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links. There
+are as many servers as workers, each on a host of its own.
 
-Links are slow (RATE). To compute a small model is therefore a small part of a step, although the
-few cores of this machine compute for sixteen processes. The rows show the processor time as proof.
-While models are placed, the links have PLACING_RATE; before the first step, they get RATE. State is
-in memory (/dev/shm).
+Links are slow (RATE). The time to compute a small model is therefore a small part of a step,
+although the few cores of this machine compute for sixteen processes. The rows show the processor
+time as proof. While models are placed, the links have PLACING_RATE; before the first step, they get
+RATE. State is in memory (/dev/shm).
 
 The floor. S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It
 keeps K bytes from forward, and pulls all other parameters again for backward. With buffering, K =

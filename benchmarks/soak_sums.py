@@ -1,5 +1,5 @@
 """`roadtrain soak --sums`: scripted faults of spare hosts, while workers compute sums without
-pause. All are real processes.
+pause. All workers and hosts are real processes.
 
 A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). FAULTS_A_SCENE faults
 happen in it, one after another, while the workers go on. Every worker compares every sum of every
