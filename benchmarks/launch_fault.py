@@ -183,8 +183,8 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Return a fault that kills a Ray actor: the process above the agent that started the process
-    with `words` in its command line.
+    """Return a fault that kills a Ray actor. This actor is the parent of an agent, and the agent
+    started the process that has `words` in its command line.
     """
 
     def do(target: FaultTarget) -> None:

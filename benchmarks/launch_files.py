@@ -71,8 +71,8 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
 
 
 def _allowed(path: str, source: str) -> bool:
-    """Check that a path is in the text of the two files, in a directory named there, or a system
-    path of Linux.
+    """Check that a path is allowed in a file: it is in the text of the two files, or below a
+    directory named there, or it is a system path of Linux.
     """
     parents = [path, *map(str, Path(path).parents)][:-1]
     return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)

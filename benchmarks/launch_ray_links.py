@@ -1,6 +1,6 @@
 """Two Ray nodes for item `plan` of `launch`. Like a host, each node is in a network namespace with
-a NIC of its own. Traffic between the nodes crosses emulated links, whose rate limits it; this
-machine's processors do not. Does NOT launch a run.
+a NIC of its own. Traffic between the nodes crosses emulated links. The rate of these links limits
+the traffic; this machine's processors do not limit it. Does NOT launch a run.
 """
 
 from __future__ import annotations

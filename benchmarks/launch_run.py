@@ -1,8 +1,8 @@
 """LaunchedRun: a run of `launch`, driven by the commands of a user (`roadtrain plan`, `roadtrain
 launch --detach`, `--stop`) and watched through its files (state.json, metrics.jsonl, all.log).
 
-To kill processes of a run, they are found by their command line and environment. Does NOT compare
-results with goals.
+If a benchmark kills processes of a run, it finds the processes by their command line and
+environment. Does NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        """Map each step to the mean loss over its ranks.
+        """Map each step to the mean loss over the ranks that ran in the step.
 
         The line of a data-parallel rank covers the micro-batches of that rank. If fewer ranks ran
         in a step, each rank's line covers more tokens of the step. Lines of other ranks for this

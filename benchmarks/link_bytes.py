@@ -59,7 +59,7 @@ class StageBytes:
 class SharedBytes:
     """A parameter that several stages hold (tied embeddings). Each rank keeps the optimizer state
     of some elements of the parameter. For these elements, the rank receives a summed gradient from
-    every other of the stages, sent by the ranks that keep the same elements in that stage.
+    each of the other stages. Ranks that keep the same elements in those stages send it.
     """
 
     stages: tuple[int, ...]

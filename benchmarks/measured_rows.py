@@ -2,10 +2,10 @@
 behaviour of each framework.
 
 If a report lacks a detail, this module assumes one for the whole family, with the reason beside it.
-No assumption depends on the id of a run. The rates between devices of a host are the share of
-NVLink that collectives reach. It is 0.72 of the peak of a direction, as in NCCL's published
-all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rates are the
-values of the first fit.
+No assumption depends on the id of a run. The rate between devices of a host is the share of
+NVLink's rate that collectives reach: 0.72 of the peak of a direction, as in NCCL's published
+all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rate is the value
+of the first fit.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def _bridge(row: dict[str, Any]) -> RunParts:
 
     If the layers do not divide evenly, the embedding and the loss count as one layer each. The
     NVLink of a rack joins 72 devices, of which a job uses 64. If a release does not name the
-    precision, fp8 is assumed, because its 763 TFLOP/s on H100 cannot be reached in bf16.
+    precision, fp8 is assumed, because the published 763 TFLOP/s on H100 cannot be reached in bf16.
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     kind = row["hardware"].removeprefix("DGX-")

@@ -90,7 +90,7 @@ PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
 
 
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
-    """Plan of LuWu or a baseline.
+    """Build the plan of LuWu or of a baseline.
 
     Activations are offloaded to the host (printed for LuWu and ZeRO-Infinity). `host_bytes` is 8
     bytes a parameter, for the 16- and 32-bit gradients and the pinned buffers of ZeRO-Infinity.

@@ -2,11 +2,11 @@
 small clusters, which were chosen before any run.
 
 Each cluster has one worker host with SSDs (throttled loop devices), and one host without devices
-behind an emulated link. The planner gets the rates of SSDs and link. The speed of this machine
-comes from one run in memory. The planner picks among three placements that can run here: state in
-files; state on the server, with all blocks kept from forward to backward; and state on the server,
-with as few blocks as possible kept. All three are then measured. The goal is that a step of the
-pick takes at most 1.10 times as long as the fastest way. Needs root.
+behind an emulated link. The planner gets the rates of the SSDs and of the link, and the speed of
+this machine from one run in memory. The planner picks among three placements that can run here:
+state in files; state on the server, with all blocks kept from forward to backward; and state on the
+server, with as few blocks as possible kept. All three are then measured. The goal is that a step of
+the pick takes at most 1.10 times as long as the fastest way. Needs root.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Row and Report, the types of all benchmark results, and functions to time functions in turn and
-to describe the machine.
+"""Row and Report are the types of all benchmark results. `interleave` times functions in turn, and
+`machine` describes the machine.
 
 A `ratio` above 1 means that ours is better, an `of_floor` of 1 is the physical limit, and `goal` is
 the target of the row. The name of the processor is read as Linux reports it. Does NOT measure

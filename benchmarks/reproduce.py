@@ -98,10 +98,10 @@ def _luwu(
 ) -> tuple[float, Result] | None:
     """Simulate, and return (TFLOPS of a device, result). Returns None if the plan does not fit.
 
-    TFLOPS count the model's operations, without activation checkpointing. Two statements of the
-    paper show this. It calls 184 TFLOPS an MFU of 59 %. And in Figure 15, 12 SSDs (108 s a step)
-    keep the devices waiting at a micro-batch of 16. Without activation checkpointing the devices
-    need 94 s for the step, but with it 125 s.
+    TFLOPS count the model's operations without the recomputation of activation checkpointing. The
+    paper shows this twice. First, it calls 184 TFLOPS an MFU of 59 %. Second, in Figure 15 the
+    devices wait for 12 SSDs, which need 108 s a step, at a micro-batch of 16. The devices need 94 s
+    without recomputation, but 125 s with it.
     """
     spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
@@ -406,8 +406,8 @@ def sgc() -> Values:
 
 
 def _exchange(name: str, hosts: int, spares: int) -> float:
-    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB.
-    The time is that of the busiest network card.
+    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB,
+    as the time that the busiest network card takes.
     """
     result = simulate(
         papers.byteps_plan(name, hosts, 1, 1),
@@ -535,9 +535,9 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Compute the share of the optimum that is lost although the card has its full goodput. The
-    loss comes from parts: a gradient is cut into parts of 4 MiB, which are assigned to sites and
-    sent in the order of sums/protocol/shares.py.
+    """Compute how much slower an exchange is than the optimum, as a share, if the card has its full
+    goodput. The loss comes from parts. A gradient is cut into parts of 4 MiB, which are assigned to
+    sites and sent in the order of sums/protocol/shares.py.
 
     A sum is returned when all workers have sent their part. Parts of a worker for the same site are
     sent one after another. Parts for different sites share the worker's card in proportion to the

@@ -55,9 +55,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault. `how`: went on, sentence, failed, hung or skipped. `sentences`: errors of
-    processes that ended by themselves. `lasted_s`: seconds from the fault until the last worker of
-    the same start ended.
+    """Outcome of a fault. `how`: went on, sentence (ended with an error message), failed, hung or
+    skipped. `sentences`: errors of processes that ended by themselves. `lasted_s`: seconds from the
+    fault until the last worker of the same start ended.
     """
 
     fault: Fault
@@ -92,9 +92,9 @@ Play = Callable[[Any, Fault, Reference], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `ends`: the required outcome; "any" allows that the run goes on or ends with
-    an error. `alone`: flavour of the trainer that runs alone, "" for workers and servers. `mounts`:
-    True if the fault needs a small file system of its own.
+    """A kind of fault. `ends`: the required outcome: "went on", "sentence" (the run ends with an
+    error message), or "any" if both are allowed. `alone`: flavour of the trainer that runs alone,
+    "" for workers and servers. `mounts`: True if the fault needs a small file system of its own.
     """
 
     play: Play

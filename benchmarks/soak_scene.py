@@ -101,7 +101,7 @@ class Node:
             os.kill(self.process.pid, number)
 
     def reaped(self) -> bool:
-        """Check whether the process has ended. A killed process is joined first."""
+        """Check whether the process has ended. If the scene killed it, first wait for its end."""
         if self.killed:
             self.process.join()
         return self.ended
@@ -274,8 +274,8 @@ class Scene:
                 self.hung("the moment of the fault")
 
     def wait_workers(self) -> list[str]:
-        """Wait until all workers have ended. Returns the errors of workers that ended by themselves
-        before the last step.
+        """Wait until all workers have ended. Returns the errors of workers that ended with an error
+        message.
         """
         for rank, worker in enumerate(self.workers):
             worker.process.join(max(0.0, self.until - time.monotonic()))
