@@ -1,4 +1,5 @@
-"""Benchmarks that measure roadtrain beside its peers. Peer libraries are imported only here.
+"""Benchmarks that measure roadtrain beside its peers. Peer libraries are imported only in this
+package.
 
     python -m benchmarks NAME [--json FILE] [--quick]
 

@@ -1,6 +1,6 @@
-"""`python -m benchmarks NAME`: run a benchmark beside its peer and print its table.
+"""`python -m benchmarks NAME`: run a benchmark beside its peer and print a table of results.
 
-A missed goal is printed; it is not an error.
+A missed goal is printed, and is not an error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:
-    """List the modules here that define `run`. Reads their source, because importing all takes
-    seconds.
+    """List the modules of this package that define `run`. Reads the modules' source, because
+    importing all of them takes seconds.
     """
     folder = Path(benchmarks.__file__).parent
     found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))

@@ -1,4 +1,4 @@
-"""Bytes of roadtrain's buffers under a plan, computed. Tests compare real runs with them."""
+"""Compute the bytes of roadtrain's buffers under a plan. Tests compare real runs with them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from roadtrain.units import round_up
 
 
 def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Compute the buffer bytes of a process that trains under `plan`, like options/budgets.py: in
-    whole huge pages, without the saved inputs of blocks.
+    """Compute the buffer bytes of a process that trains under `plan`. As in options/budgets.py,
+    buffers are rounded up to whole huge pages. Does NOT count the saved inputs of blocks.
     """
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)

@@ -1,7 +1,7 @@
 """Run a measurement in a process of its own, or in several, and read its result and peak memory.
 
-Also starts servers beside it. Does NOT import torch: some benchmarks count the memory of the
-waiting process too.
+Also starts servers beside that process. Does NOT import torch, because some benchmarks also count
+the memory of the process that waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_child(
     """Run `python -m module ARGS --json FILE` and return what it wrote to FILE.
 
     Args:
-        env: added to this process's environment
+        env: variables that are added to the environment of this process
         echo: show the child's output instead of capturing it
 
     Raises:
@@ -41,9 +41,10 @@ def run_child(
 def run_children(
     module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
 ) -> list[dict[str, Any]]:
-    """Run the module once for each of `envs`, at the same time, and return all results.
+    """Run the module once for each environment in `envs`, all at the same time, and return all
+    results. If a process fails, the others are killed.
 
-    The arguments are those of `run_child`. When a process fails, the others are killed.
+    The other arguments are those of `run_child`.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
@@ -81,12 +82,12 @@ def run_children(
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever had resident, shared and mapped pages included (VmHWM)."""
+    """Return the peak resident memory of this process (VmHWM), with shared and mapped pages."""
     return _memory("VmHWM")
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now (VmRSS)."""
+    """Return the resident memory of this process now (VmRSS)."""
     return _memory("VmRSS")
 
 
@@ -98,7 +99,7 @@ def _memory(key: str) -> int:
 
 
 def forget_peak() -> None:
-    """Reset the peak, so that `peak_bytes` counts from now on."""
+    """Reset the peak memory, so that `peak_bytes` returns the peak since this call."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -106,7 +107,8 @@ def forget_peak() -> None:
 def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
     """Run `count` servers on this host and yield their addresses.
 
-    Each is a process with its store below `directory`, terminated at the end of the block.
+    Each server is a process with a store of its own below `directory`. At the end of the block the
+    servers are terminated.
     """
     processes = []
     try:
@@ -149,7 +151,7 @@ def _address(process: subprocess.Popen[Any], log: Path) -> str:
 
 
 def need_disk(directory: Path, nbytes: int) -> None:
-    """Raise FullError if `directory` has fewer than `nbytes` free."""
+    """Raise FullError if `directory` has fewer than `nbytes` bytes of free space."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise FullError(

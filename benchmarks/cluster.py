@@ -1,12 +1,13 @@
 """Training steps of several worker hosts over emulated links: roadtrain in two placements against
 FSDP2 over gloo.
 
-In placement `host` every worker's host serves its share of the chunks; in `network` as many extra
-hosts serve them. State is kept in memory (/dev/shm). S is the bytes of the bf16 parameters, B the
-rate of a link in each direction. The least possible step time is the bytes that must cross the
-busier direction of a link over B: 1.5 S/B with four workers in `host`, S/B in `network`. At
-staleness 0 a step waits for the whole of the last update; at 1, parameters arrive while gradients
-are sent. Needs root. Does NOT emulate latency.
+In placement `host`, every worker's host also serves a share of the chunks. In placement `network`,
+extra hosts serve them, as many as there are workers. State is kept in memory (/dev/shm). S is the
+bytes of the bf16 parameters, and B is the rate of a link in each direction. The least possible step
+time is the bytes that must cross the busier direction of a link, divided by B: 1.5 S/B with four
+workers in `host`, S/B in `network`. At staleness 0 a step waits for the whole update of the step
+before. At staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT emulate
+latency.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """`workers` hosts w0.. and as many server hosts s0.., each with a NIC of `rate` bytes/s each
-    way.
+    """Worker hosts w0, w1, .. and as many server hosts s0, s1, .., each with a NIC of `rate`
+    bytes/s in each direction.
 
-    `workers` may be lowered later; the other hosts then idle. With `placing_rate`, links have that
-    rate until all workers have placed their models.
+    `workers` is the number of worker hosts in use. It may be lowered later; the other hosts then
+    idle. If `placing_rate` is given, links have that rate until all workers have placed their
+    models.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class Cluster:
         write_token(self.token)
 
     def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
-        """Start a server on each of `hosts`, with its store in memory. Returns (processes,
-        addresses).
+        """Start a server on each of `hosts`, with its store in memory. Returns (server processes,
+        addresses of the servers).
         """
         made, where = [], []
         for host in hosts:
@@ -126,8 +128,8 @@ class Cluster:
             host.nics[0].set_rate(rate)
 
     def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
-        """Wait until every worker has placed, set the links to their full rate, and let training
-        begin.
+        """Wait until every worker has placed its model, set the links to their full rate, and let
+        training begin.
         """
         until = time.monotonic() + TIMEOUT_S
         while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:

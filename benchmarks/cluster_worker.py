@@ -7,7 +7,8 @@ step times and losses.
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
 Both send bf16 parameters and gradients, and compute products as benchmarks/model420.py does. FSDP2
-keeps bf16 parameters, a common choice to save traffic; roadtrain keeps fp32 masters on the servers.
+keeps its parameters in bf16, which is a common way to save traffic. roadtrain keeps fp32 masters on
+the servers.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ WAIT_S = 300.0
 
 
 def carried() -> tuple[int, int]:
-    """Count the bytes received and sent by this host's NIC so far, in whole frames; zeros if it has
-    no `eth0`.
+    """Return the bytes that this host's NIC has received and sent so far, in whole frames. Both are
+    0 if the host has no `eth0`.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
@@ -44,8 +45,8 @@ def carried() -> tuple[int, int]:
 
 
 def wait_at(gate: Path, rank: int) -> None:
-    """Report that this worker has placed, and wait for the gate to open. Raises DeadlineError after
-    WAIT_S.
+    """Report that this worker has placed its model, by a file in the directory `gate`, and wait
+    until the file `open` appears there. Raises DeadlineError after WAIT_S.
     """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S

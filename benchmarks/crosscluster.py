@@ -1,19 +1,20 @@
-"""Train over two clusters whose fast networks cannot reach each other, in the lab: roadtrain beside
-torch's data parallel and torch's pipeline.
+"""Train in the lab over two clusters, where the fast network of one cannot reach the fast network
+of the other: roadtrain beside torch's data parallel and torch's pipeline.
 
-Two clusters of two hosts, one process a host, 0.4 CPUs each: 800 Mbit/s "InfiniBand" in one, 600
-Mbit/s "RoCE" in the other, 50 Mbit/s "Ethernet" between all. A decoder of 42 M parameters, fp32,
-trained with AdamW; a step is 32 rows of 128 tokens, in 8 micro-batches. The layout is that of Yang
-et al. (Holmes): a pipeline across the clusters, data parallel inside them. Rates count whole
-Ethernet frames; bytes are TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
+Each cluster has two hosts, with one process and 0.4 CPUs a host. One cluster has 800 Mbit/s
+"InfiniBand", the other 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model is an
+fp32 decoder of 42 M parameters, trained with AdamW. A step is 32 rows of 128 tokens, in 8
+micro-batches. The layout is that of Yang et al. (Holmes): a pipeline across the clusters, data
+parallel inside them. Rates count whole Ethernet frames; bytes are TCP payload, counted by the NICs.
+Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     environments  the same layout with a network of each kind, and in the hybrid
     throttled     one cluster's CPUs at 60 %
-    overlap       the optimizer overlapped with the step, against after it
-    predicted     the steps of the items above, predicted from measurements of two hosts alone
-    sizes         measured stage sizes against the published formula's
-    losses        losses of 39 parallelisms against one process
+    overlap       the optimizer overlapped with the step, compared with the optimizer after the step
+    predicted     steps of the items above, predicted from measurements of two hosts alone
+    sizes         stage sizes from measurements, compared with those of the published formula
+    losses        losses of 39 parallelisms, compared with those of one process
     broken        the preflight's errors for eight broken set-ups
 """
 
@@ -70,7 +71,9 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def four_environments(bench: Bench) -> Iterator[Row]:
-    """Item 1: the same layout with each kind of network everywhere, and in the hybrid."""
+    """Item `environments`: the same layout on four networks: each kind of fast network in both
+    clusters, only Ethernet, and the hybrid.
+    """
     plain = bench.peer("plain data parallel", "ddp")
     torchs = bench.peer("torch's pipeline", "torch_pipeline")
     runs = {name: bench.ours(name, environment) for name, environment in ENVIRONMENTS.items()}
@@ -91,7 +94,7 @@ def four_environments(bench: Bench) -> Iterator[Row]:
 
 
 def _bytes(run: Run) -> Iterator[Row]:
-    """Payload that each NIC sent, beside the plan's figures."""
+    """Compare the payload bytes that each NIC sent with the bytes that the plan predicts."""
     stages = run.measured.results[0]["stages"]
     planned = sent_by_nics(run.spec, run.environment, stages)
     hosts = list(run.measured.traffic)
@@ -101,7 +104,7 @@ def _bytes(run: Run) -> Iterator[Row]:
 
 
 def throttled_cluster(bench: Bench) -> Iterator[Row]:
-    """Item 2: the second cluster's CPUs at 60 %."""
+    """Item `throttled`: the CPUs of the second cluster's hosts run at 60 % of their share."""
     cpus = (CPUS, SLOWED * CPUS)
     runs = {
         how: bench.ours(f"second cluster at 60 %, {how} stages", cpus=cpus, stages=how)
@@ -116,7 +119,9 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
-    """Item 3: the optimizer overlapped with the step, where gradients go over Ethernet."""
+    """Item `overlap`: gradients go over Ethernet, and the optimizer either overlaps with the step
+    or runs after it.
+    """
     ethernet = ENVIRONMENTS["all Ethernet"]
     batch = replace(bench.setting.batch, microbatches=2)
     on, off = (
@@ -127,7 +132,9 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def broken_setups() -> Iterator[Row]:
-    """Item 6: the preflight's errors about set-ups that are broken on purpose."""
+    """Item `broken`: the errors that the preflight raises about set-ups that are broken on
+    purpose.
+    """
     case = "preflight: seconds until all ranks have ended, and the sentence of the first"
     whole, *broken = crosscluster_broken.rows()
     fine = not whole["refused"] and not whole["sentence"]

@@ -1,7 +1,8 @@
-"""Set-ups that are broken on purpose. The preflight refuses each with an error of its own.
+"""Set-ups that are broken on purpose. The preflight refuses each set-up with a different error.
 
-Two clusters of two hosts in the lab: InfiniBand in one, RoCE in the other, Ethernet between. The
-process on each host runs one preflight after another, as `roadtrain preflight` does.
+The lab has two clusters of two hosts: InfiniBand in one, RoCE in the other, and Ethernet between
+them. The process on each host runs one preflight after another, in the way of `roadtrain
+preflight`.
 
     python -m benchmarks.crosscluster_broken     prints the scenarios, seconds and sentences
 """
@@ -66,7 +67,9 @@ JOB = PARALLELISM + NETWORKS
 
 @dataclass(frozen=True)
 class RankStart:
-    """Arguments of one rank. `clock_s`: its clock is ahead by so many seconds."""
+    """Arguments of one rank's preflight. `clock_s`: seconds by which the rank's clock is ahead.
+    `patience`: seconds that the rank waits for the others.
+    """
 
     rank: int
     job: str
@@ -79,7 +82,7 @@ class RankStart:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """Outcome of one rank. `sentence`: the error message, "" if there was none."""
+    """Outcome of one rank's preflight. `sentence`: the error message, "" if there was no error."""
 
     seconds: float
     sentence: str
@@ -88,7 +91,7 @@ class RankEnd:
 
 @dataclass
 class Clusters:
-    """The running network, with a process on each host."""
+    """The running network of the two clusters, with a preflight process on each host."""
 
     network: Network
     home: Path
@@ -120,10 +123,11 @@ class Clusters:
     def run(
         self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
     ) -> dict[str, RankEnd]:
-        """Run a preflight on these hosts and return each one's outcome.
+        """Run a preflight on these hosts and return each host's outcome by its name.
 
         Args:
-            changes: overrides of `RankStart` fields, by host name, or `every` for all hosts
+            changes: changed fields of `RankStart`, by host name; under the name `every`, for all
+                hosts
         """
         self.port += 1
         address = self.host("a0").nics[1].address
@@ -154,7 +158,9 @@ class Clusters:
 
 @contextlib.contextmanager
 def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
-    """Start the network and all four processes; stop them at the end of the block."""
+    """Start the network and the processes of all four hosts, and stop them at the end of the
+    block.
+    """
     nics = {
         name: [
             LabNic((800 if name[0] == "a" else 600) * MBIT, f"fast {name[0]}"),
@@ -172,12 +178,12 @@ def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
 
 
 def wrong_interface(lab: Clusters) -> dict[str, RankEnd]:
-    """The job swaps the names of a1's InfiniBand and Ethernet cards."""
+    """Run with a job that swaps the names of the InfiniBand and the Ethernet card of host a1."""
     return lab.run(PARALLELISM + SWAPPED + NETWORKS)
 
 
 def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
-    """b1 drops all packets from a1."""
+    """Run while host b1 drops all packets from host a1."""
     lab.host("b1").drop_from(lab.host("a1"))
     try:
         return lab.run()
@@ -186,22 +192,26 @@ def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def mixed_kinds(lab: Clusters) -> dict[str, RankEnd]:
-    """The job claims that cluster a's InfiniBand and cluster b's RoCE are the same fabric."""
+    """Run with a job that declares the InfiniBand of cluster a and the RoCE of cluster b as one
+    fabric.
+    """
     return lab.run(PARALLELISM + ONE_FABRIC)
 
 
 def wrong_world_size(lab: Clusters) -> dict[str, RankEnd]:
-    """b1 was started with a world size of six."""
+    """Run with host b1 started for a world size of six."""
     return lab.run(b1={"world_size": 6})
 
 
 def clock_skew(lab: Clusters) -> dict[str, RankEnd]:
-    """The clock of b0 is a minute ahead."""
+    """Run while the clock of host b0 is a minute ahead."""
     return lab.run(b0={"clock_s": 60.0})
 
 
 def mtu(lab: Clusters) -> dict[str, RankEnd]:
-    """The cards of cluster a send jumbo frames, but the switch port of a1 does not carry them."""
+    """Run while the cards of cluster a send jumbo frames, and the switch port of host a1 drops
+    these.
+    """
     for name in ("a0", "a1"):
         lab.host(name).nics[0].set_mtu(9000, 1500 if name == "a1" else 9000)
     try:
@@ -212,12 +222,12 @@ def mtu(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def missing_host(lab: Clusters) -> dict[str, RankEnd]:
-    """Nothing was started on b1."""
+    """Run with nothing started on host b1."""
     return lab.run(hosts=HOSTS[:-1])
 
 
 def loopback_name(lab: Clusters) -> dict[str, RankEnd]:
-    """/etc/hosts of every host calls a0 127.0.1.1, as a0's own does."""
+    """Run while /etc/hosts of every host maps the name a0 to the loopback address 127.0.1.1."""
     for name in HOSTS:
         lab.host(name).set_names({"a0": "127.0.1.1"})
     try:
@@ -240,10 +250,10 @@ SCENARIOS: dict[str, Callable[[Clusters], dict[str, RankEnd]]] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Run every scenario; a set-up without faults comes first.
+    """Run every scenario. The first scenario is a set-up without faults.
 
-    Each row has the seconds until the last rank ended, the error of rank 0, and how many ranks
-    raised the same error.
+    Each row has the seconds until the last rank ended, the error of rank 0, and the number of ranks
+    that raised the same error.
     """
     with clusters() as lab:
         out = [_row("whole", lab.run())]

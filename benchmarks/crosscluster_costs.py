@@ -1,5 +1,6 @@
-"""Measure the costs of the lab's hosts for `crosscluster`, before its rows run: seconds of a layer,
-of the model's ends (all outside layers), of an update, and processor time per byte sent.
+"""Measure the costs of the lab's hosts before the rows of `crosscluster` run. The costs are the
+seconds of a layer, of the model's ends (everything outside layers) and of an update, and the
+processor time per byte sent.
 
     python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
@@ -40,8 +41,9 @@ HOSTS = ("a0", "a1")
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Measured costs of a host with CPUS processors. `layer`, `ends`: rows of a micro-batch ->
-    seconds of the forward of one layer, and of all that is outside layers.
+    """Measured costs of a host with CPUS processors. `layer` and `ends` map the number of rows in a
+    micro-batch to seconds: of the forward of one layer, and of the forward of everything outside
+    layers.
     """
 
     layer: dict[int, float]
@@ -54,7 +56,7 @@ class HostCosts:
 def measure_costs(
     network: Network, size: ModelSize, batches: Sequence[Batch], home: Path
 ) -> HostCosts:
-    """Measure on HOSTS of the network, which reach each other by their first cards."""
+    """Measure the costs on the two HOSTS of the network, whose first cards reach each other."""
     home.mkdir(parents=True, exist_ok=True)
     hosts = [network.hosts[name] for name in HOSTS]
     for batch in batches:
@@ -103,8 +105,8 @@ def took(work: Callable[[], Any]) -> float:
 
 
 def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
-    """Seconds of a micro-batch's forward and of its backward through the whole model, including the
-    hand-over of gradients to a stage's optimizer.
+    """Measure (seconds of the forward, seconds of the backward) of one micro-batch through the
+    whole model. The backward includes the hand-over of gradients to a stage's optimizer.
     """
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
@@ -123,7 +125,9 @@ def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
 
 
 def update_s(size: ModelSize, batch: Batch) -> float:
-    """Seconds per parameter of an update by a stage's optimizer with no other rank."""
+    """Measure the seconds per parameter of an update, by the optimizer of a stage that has one
+    rank.
+    """
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
     seconds = []
@@ -141,7 +145,9 @@ def update_s(size: ModelSize, batch: Batch) -> float:
 
 
 def touch_s() -> float:
-    """Processor seconds of this process per byte sent or received, sums of gradients included."""
+    """Measure the processor seconds of this process per byte sent or received. Adding received
+    gradients is included.
+    """
     group = DataGroup(distributed.group.WORLD, torch.device("cpu"))
     own, other = torch.zeros(2 * SENT), torch.zeros(2 * SENT)
     seconds = []
@@ -155,7 +161,7 @@ def touch_s() -> float:
 
 
 def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
-    """Return the costs on rank 0, None on the rank that only answers."""
+    """Measure the costs between two ranks. Returns the costs on rank 0, and None on rank 1."""
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://{specs[0].master}:{specs[0].port}",

@@ -1,8 +1,8 @@
-"""The lab of `crosscluster`: two clusters of two hosts, and runs of one process a host on them.
+"""The lab of `crosscluster`: two clusters of two hosts, and runs with one process on each host.
 
-Clusters `a` and `b` have a fast network each; every host also has a NIC on the Ethernet that all
-share. In the hybrid environment the fast networks are of two kinds and cannot reach each other.
-Does NOT train (crosscluster_worker.py).
+Clusters `a` and `b` have a fast network each. Every host also has a NIC on the Ethernet, which all
+hosts share. In the hybrid environment, the two fast networks are of different kinds and cannot
+reach each other. Does NOT train; crosscluster_worker.py does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ RUN_S, START_S = 900.0, 180.0
 
 @dataclass(frozen=True)
 class Environment:
-    """The fast network of each cluster; None: all traffic goes over Ethernet."""
+    """The networks of a run. `fast`: kind of the fast network in each cluster; if None, all traffic
+    goes over Ethernet.
+    """
 
     name: str
     fast: tuple[str, str] | None
@@ -43,12 +45,12 @@ class Environment:
         return [LabNic(rate, switch), LabNic(ETHERNET, "ethernet")]
 
     def share_fast(self, rank: int, other: int) -> bool:
-        """Check whether these ranks' hosts reach each other by their fast NICs."""
+        """Check whether the hosts of these two ranks reach each other through their fast NICs."""
         return self.fast is not None and self.fast[rank // 2] == self.fast[other // 2]
 
     def statements(self) -> list[dict[str, Any]]:
-        """Return the job's `networks` tables. The system cannot detect the kinds of the lab's NICs,
-        which all look like Ethernet to it.
+        """Return the `networks` tables of the job, which state the kind of each NIC. All NICs of
+        the lab look like Ethernet to the system, so their kinds cannot be detected.
         """
         networks: list[dict[str, Any]] = [
             {"interface": "eth1", "kind": "ethernet", "rate": _words(ETHERNET)}
@@ -76,7 +78,9 @@ HYBRID = ENVIRONMENTS["hybrid"]
 
 
 def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS)) -> Network:
-    """Hosts a0, a1, b0, b1. cpus: of each host of the two clusters."""
+    """Build the network of hosts a0, a1, b0 and b1. `cpus`: processors of each host in cluster a,
+    and of each host in cluster b.
+    """
     hosts = {f"{name}{k}": environment.nics(i) for i, name in enumerate("ab") for k in range(2)}
     limits = {f"{name}{k}": cpus[i] for i, name in enumerate("ab") for k in range(2)}
     return Network(hosts, cpus=limits)
@@ -84,7 +88,9 @@ def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS))
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one run. `traffic`: host -> TCP payload of one step, for each of its NICs."""
+    """Result of one run. `traffic`: maps each host to the TCP payload of one step, for each of its
+    NICs.
+    """
 
     seconds: float
     losses: list[float]
@@ -97,7 +103,9 @@ class Measured:
 
 
 class Rank:
-    """A process of a run. It prints a line at each stage and waits there for `go_on`."""
+    """A process of a run. At each phase, the process prints a line and waits until `go_on` is
+    called.
+    """
 
     MODULE = "benchmarks.crosscluster_worker"
 
@@ -115,7 +123,9 @@ class Rank:
             )
 
     def wait_for(self, what: str, until: float) -> dict[str, Any]:
-        """Return the data of the line that begins with `what`, skipping other lines."""
+        """Wait for the line that begins with `what`, skip other lines, and return the line's
+        data.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             word, _, rest = line.partition(" ")

@@ -1,7 +1,8 @@
-"""Losses of many parallelisms beside those of one process: `crosscluster`'s items 3 and 5.
+"""Item `losses` of `crosscluster`: the losses of many parallelisms, compared with the losses of one
+process.
 
-All processes run on this host, over loopback; those of one world size run its cells one after
-another.
+All processes run on this host and communicate over loopback. A cell is one parallelism. The
+processes of one world size run all cells of that world size, one after another.
 
     python -m benchmarks.crosscluster_losses SPECS.json RANK WORLD
 """
@@ -38,7 +39,7 @@ TOKEN = "only for this measurement"
 
 @dataclass(frozen=True)
 class Cell:
-    """A parallelism, and the number of processes that it needs."""
+    """One parallelism to compare: `world` is the number of processes that it needs."""
 
     name: str
     world: int
@@ -46,7 +47,9 @@ class Cell:
 
 
 def grid(quick: bool = False) -> list[Cell]:
-    """p in 1, 2, 4, d in 1, 2, micro-batches in 2, 4, 8; even, uneven and interleaved stages."""
+    """Return all combinations of p = 1, 2 or 4 stages, d = 1 or 2 replicas, and 2, 4 or 8
+    micro-batches, with even, uneven and interleaved stages.
+    """
     out = []
     for pp in (1, 2) if quick else (1, 2, 4):
         for dp in (1, 2):
@@ -77,13 +80,15 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """The largest relative difference of a step's losses; infinite if a loss is NaN."""
+    """Return the largest relative difference between the losses of a step. It is infinite if a loss
+    is NaN.
+    """
     found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def alone() -> list[float]:
-    """The losses of one process."""
+    """Train in one process and return its losses."""
     spec = RunSpec("single", SIZE, Batch(ROWS, SEQUENCE, 1), "sgd", 0, STEPS)
     losses: list[float] = train(spec, 0, 1, lambda what: None)["losses"]
     return losses
@@ -106,8 +111,9 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def composition(single: Sequence[float]) -> list[Row]:
-    """Compose three stages: stage 1 updated by an optimizer node, stage 2 plain data parallel,
-    stage 3 streamed from files; widths 2, 2 and 1.
+    """Train three stages that keep their state in different ways, and compare the losses with those
+    of one process. An optimizer node updates stage 1, stage 2 is plain data parallel, and stage 3
+    is streamed from files. The stages have 2, 2 and 1 ranks.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
         stores = {
@@ -147,7 +153,7 @@ def _server(home: Path) -> Iterator[str]:
 
 
 def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """Run the cells and return the losses of each, by name.
+    """Run the cells, and map the name of each cell to its losses.
 
     Raises:
         RoadtrainError: a process failed; the message ends with its last output

@@ -1,4 +1,4 @@
-"""The decoder of `crosscluster`, its data, and the arguments of a run. Does NOT train."""
+"""The decoder of `crosscluster`, the data of a step, and the arguments of a run. Does NOT train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a Llama. `hidden` is the width of the residual stream, `inner` that of the MLP."""
+    """Size of a Llama. `hidden`: width of the residual stream; `inner`: width of the MLP."""
 
     layers: int = 16
     hidden: int = 512
@@ -28,7 +28,7 @@ class ModelSize:
     vocabulary: int = 512
 
     def build(self) -> LlamaForCausalLM:
-        """Build the model with the same values in every process; float32, untied embeddings."""
+        """Build the model in fp32 with untied embeddings. Every process builds the same values."""
         torch.manual_seed(SEED)
         model: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
@@ -46,7 +46,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Batch:
-    """Data of a step: `rows` of `sequence` tokens, in micro-batches of the same size."""
+    """Data of a step: `rows` rows of `sequence` tokens, split into micro-batches of equal size."""
 
     rows: int = 32
     sequence: int = 128
@@ -57,8 +57,8 @@ class Batch:
         return self.rows // self.microbatches
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
-        """int64 [rows, sequence]: each row counts up from a random token by a random stride, so
-        that there is something to learn.
+        """Return the tokens of a step, int64 [rows, sequence]. Each row counts up from a random
+        token by a random stride, so a model can learn to predict it.
         """
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
@@ -66,12 +66,12 @@ class Batch:
         return (start + stride * torch.arange(self.sequence)) % vocabulary
 
     def micros(self, step: int, vocabulary: int) -> list[torch.Tensor]:
-        """The micro-batches of a step, int64 [micro_rows, sequence] each."""
+        """Return the micro-batches of a step, each int64 [micro_rows, sequence]."""
         return list(self.tokens(step, vocabulary).split(self.micro_rows))
 
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of every token but the first.
+    """Compute the mean cross entropy over all tokens but the first of each row.
 
     Args:
         logits: float [rows, sequence, vocabulary]
@@ -81,7 +81,9 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW, or SGD with momentum for `sgd`: its update depends on the gradients' scale."""
+    """Return AdamW or, for the name `sgd`, SGD with momentum. An update by SGD depends on the scale
+    of the gradients.
+    """
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -89,7 +91,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Arguments of every process of a run."""
+    """Arguments that every process of a run gets."""
 
     method: str
     """`ours`, or a peer: `ddp`, `torch_pipeline`; `single`: one process."""

@@ -1,5 +1,5 @@
-"""A process of a run of `crosscluster` that trains with roadtrain.parallelize() in the user's own
-loop.
+"""One process of a run of `crosscluster` that trains with roadtrain.parallelize(), in a training
+loop like a user's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def parallelism_of(fields: dict[str, Any]) -> Parallelism:
-    """Build a Parallelism from JSON fields; lists become tuples."""
+    """Build a Parallelism from fields read from JSON, with lists converted to tuples."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return Parallelism(**values)
 
 
 class Ours:
-    """Training by roadtrain. A step is one call; its seconds include all that a user waits for."""
+    """Training by roadtrain. A step is one call, and its seconds include everything that a user
+    waits for.
+    """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.notes = spec, list[str]()
@@ -85,7 +87,9 @@ class Ours:
 
 
 def _store(fields: dict[str, Any]) -> Files | Servers:
-    """Build a store from `files`, directories, or `servers`, addresses, and `token`, the secret."""
+    """Build a store from the fields of a table: `files` lists directories; `servers` lists
+    addresses, and `token` is their secret.
+    """
     if "files" in fields:
         return Files(fields["files"])
     return Servers(fields["servers"], token=fields["token"].encode())

@@ -1,8 +1,9 @@
-"""Rows of `crosscluster`, predicted beside measured.
+"""Item `predicted` of `crosscluster`: predicted steps beside the measured ones.
 
-The prediction uses only the rates that the lab's links were set to (TCP carries 0.956 of a link's)
-and measurements of two otherwise idle hosts: seconds of a layer, of an update, and of processor
-time per byte. Nothing is fitted to a row. Needs root.
+The prediction uses only two inputs. One is the rates that the lab's links were set to; TCP carries
+0.956 of the rate of a link. The other is measurements of two otherwise idle hosts: the seconds of a
+layer, the seconds of an update, and the processor time per byte. No constant is fitted to a row.
+Needs root.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GOAL = 0.10
 
 
 def host_costs(size: ModelSize, batch: Batch, home: Path) -> HostCosts:
-    """Measure the host costs for every micro-batch size that a run uses."""
+    """Measure the host costs for every micro-batch size that occurs in the runs."""
     sizes = sorted({batch.micro_rows, batch.rows // 4, batch.rows // 2})
     batches = [Batch(batch.rows, batch.sequence, batch.rows // rows) for rows in sizes]
     with two_clusters(ENVIRONMENTS["all InfiniBand"]) as network:

@@ -1,4 +1,6 @@
-"""Measurements of `crosscluster`: their arguments and results. Does NOT judge them."""
+"""Measurements of `crosscluster`: their arguments and results. Does NOT compare the results with
+goals.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ LAYOUT = {"pp": 2, "dp": 2}
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings common to every measurement of a run of the benchmark."""
+    """Settings that all runs of the benchmark share."""
 
     size: ModelSize
     batch: Batch
@@ -31,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement, with all that a simulator needs to predict it."""
+    """One measured run, with everything that a simulator needs to predict it."""
 
     case: str
     environment: Environment
@@ -48,7 +50,7 @@ class Run:
 
 @dataclass
 class Bench:
-    """The runs, in the order in which they were measured."""
+    """Runs the measurements, and keeps them in the order in which they ran."""
 
     setting: Setting
     runs: list[Run] = field(default_factory=list)

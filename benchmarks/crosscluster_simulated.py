@@ -1,8 +1,8 @@
 """Simulate a run of `crosscluster` from its plan, its cluster and the measured costs of the lab's
 hosts (crosscluster_costs.py). Arithmetic only.
 
-The stage sizes are those that the run chose. Seconds of a throttled cluster are scaled by its share
-of processors.
+The stage sizes are those that the run chose. For a throttled cluster, measured seconds are divided
+by the share of the processors that its hosts keep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Networks = dict[NetworkGroup, Literal["ethernet"]]
 
 
 def predicted(run: Run, costs: HostCosts) -> Result:
-    """Simulate each rank by itself."""
+    """Simulate one step of a run, with every rank simulated separately."""
     model = shape_of(run.spec)
     return simulate(
         plan_of(run),
@@ -57,7 +57,7 @@ def shape_of(spec: RunSpec) -> ModelShape:
 
 
 def plan_of(run: Run) -> Plan:
-    """Build the plan of a run. Raises ConfigError for a run with stage stores."""
+    """Build the plan of a run. Raises ConfigError if stages of the run have a store."""
     spec, batch = run.spec, run.spec.batch
     if spec.stage_stores:
         raise ConfigError(f"{run.case}: stages with stores of their own are not predicted")
@@ -96,7 +96,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def cluster_of(run: Run, costs: HostCosts) -> Cluster:
-    """Describe the two clusters of two hosts, with the NICs that the run used."""
+    """Describe the run's two clusters of two hosts, with the NICs that the run used."""
 
     def hosts(name: str, number: int) -> dict[str, Any]:
         nics = [{"kind": "ethernet", "rate": rate(ETHERNET), "latency": LATENCY}]

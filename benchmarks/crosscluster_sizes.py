@@ -1,7 +1,7 @@
 """Compare the stage sizes of an exact search with those of the published formula and with uniform
-ones, on random clusters: `crosscluster`'s item 2.
+sizes, on random clusters: item `sizes` of `crosscluster`.
 
-Arithmetic only. The search does not use the formula's answer.
+Arithmetic only. The search does not use the result of the formula.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
-    """Draw 2 to 4 stages in at most as many clusters, with device speeds that differ up to
-    threefold.
+    """Draw a random cluster: 2 to 4 stages in at most as many clusters, with device speeds that
+    differ by a factor of up to three.
     """
     stages = chance.randint(2, 4)
     speeds = [chance.uniform(1.0, 3.0) for _ in range(stages)]

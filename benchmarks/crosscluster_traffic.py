@@ -1,5 +1,5 @@
-"""Bytes that each NIC must send in a step according to the plan. `crosscluster` compares the
-counted bytes with them. Arithmetic only.
+"""Compute the bytes that each NIC must send in a step of a plan. `crosscluster` compares counted
+bytes with the result. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP32 = 4
 def sent_by_nics(
     spec: RunSpec, environment: Environment, stages: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Map (rank, NIC index) to the bytes sent in a step.
+    """Map each (rank, index of a NIC) to the bytes that the NIC sends in a step.
 
     Args:
         stages: number of layers of each stage
@@ -39,7 +39,9 @@ def sent_by_nics(
 
 
 def stage_parameters(spec: RunSpec, stages: Sequence[int]) -> list[int]:
-    """Parameters of each stage: the first has the embeddings, the last the head and norm."""
+    """Count the parameters of each stage. The first stage has the embeddings; the last has the head
+    and the norm.
+    """
     size = spec.model
     layer = 4 * size.hidden**2 + 3 * size.hidden * size.inner + 2 * size.hidden
     ends = size.vocabulary * size.hidden

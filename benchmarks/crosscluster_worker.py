@@ -1,10 +1,10 @@
-"""One process of a run of `crosscluster`: trains by its spec, with roadtrain or a peer, and writes
-its step times and losses.
+"""One process of a run of `crosscluster`: trains with roadtrain or a peer, as its spec says, and
+writes its step times and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 
-It prints `imported` at the start, `ready` before the first step and `done` after the last, each
-time waits for a line on stdin, and prints `result {...}` at the end.
+The process prints `imported` at the start, `ready` before the first step and `done` after the last
+step. After each of these lines it waits for a line on stdin. At the end it prints `result {...}`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ BUCKET_ELEMENTS = 25 << 18  # 25 MiB, like torch's DDP
 
 
 class Training(Protocol):
-    """A measured method, trained step by step."""
+    """A way to train, with roadtrain or a peer. The benchmark calls it step by step."""
 
     def step(self, number: int) -> float:
-        """Train a step and return its loss; nan on a rank that does not have it."""
+        """Train a step and return its loss, or NaN on a rank that does not compute the loss."""
 
     def settle(self) -> None:
-        """Wait for work that the last step has left in flight."""
+        """Wait until all work of the last step has ended."""
 
     def details(self) -> dict[str, Any]:
-        """Further results of this rank."""
+        """Return further results of this rank."""
 
     def close(self) -> None:
-        """Release everything that was started."""
+        """Stop and release everything that this object started."""
 
 
 class Single:
-    """The whole model in this process, micro-batch by micro-batch."""
+    """Training of the whole model in this process, one micro-batch after another."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec, self.model = spec, spec.model.build()
@@ -76,7 +76,9 @@ class Single:
 
 
 class PlainData:
-    """torch's DistributedDataParallel: each rank computes its rows of a batch in one pass."""
+    """Training with torch's DistributedDataParallel. Each rank computes its rows of a batch in one
+    pass.
+    """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.rank, self.world = spec, rank, world
@@ -106,8 +108,8 @@ class PlainData:
 
 
 class LlamaStage(nn.Module):
-    """Layers [begin, stop) of a Llama, with the embedding before the first and norm and head after
-    the last.
+    """Layers [begin, stop) of a Llama. The first stage also has the embedding, and the last stage
+    also has the norm and the head.
     """
 
     def __init__(self, size: ModelSize, begin: int, stop: int) -> None:
@@ -132,8 +134,8 @@ class LlamaStage(nn.Module):
 
 
 class TorchPipeline:
-    """torch's 1F1B schedule; gradients are summed over each stage's ranks after it. Every group
-    uses gloo's one interface.
+    """Training with torch's 1F1B schedule. After the schedule, gradients are summed over the ranks
+    of each stage. All process groups use the one interface that gloo was given.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
@@ -208,10 +210,11 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 
 
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train and return seconds and loss of each measured step, and further details of the method.
+    """Train, and return the seconds and the loss of each measured step, with further details of the
+    method.
 
     Args:
-        pause: called before the first step, and after all work of the last step has ended
+        pause: called before the first step, and again after all work of the last step has ended
     """
     training = METHODS[spec.method](spec, rank, world)
     pause("ready")

@@ -1,11 +1,13 @@
-"""Train the 420 M model out of core: roadtrain beside DeepSpeed's NVMe offload, on this disk and on
-an emulated device of 500/500 MB/s, with plain torch for the losses.
+"""Train the 420 M model with its state on disk: roadtrain beside DeepSpeed's NVMe offload, on this
+machine's disk and on an emulated device that reads and writes 500 MB/s. Plain torch gives the
+reference losses.
 
-Every run is a process of its own; runs of roadtrain and the peer alternate. A run's step time is
-the mean of its steps after the first two, from an idle store until every write of the last step is
-durable. Peak memory is the resident memory of the process and its children, pinned and shared pages
-included. Needs the extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated
-device needs root (roadtrain.lab); without it, its rows state the reason instead.
+Every run is a process of its own, and runs of roadtrain and of the peer alternate. A run's step
+time is the mean over its steps after the first two. The time begins with an idle store, and ends
+when every write of the last step is durable. Peak memory is the resident memory of the process and
+its children, including pinned and shared pages. Needs the extras `bench` and `hf`, a C++ compiler
+and libaio's headers. The emulated device needs root (roadtrain.lab). Without root, the rows of this
+device state the reason instead.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "-
 
 @dataclass(frozen=True)
 class Run:
-    """Training by one process: seconds and bytes a step, peak bytes, and the loss of every step."""
+    """Training by one process: the seconds and the bytes of a step, the peak bytes of memory, and
+    the loss of every step.
+    """
 
     step_s: float
     read_bytes: float
@@ -107,8 +111,8 @@ def run(quick: bool = False) -> Report:
 def alternate(
     store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
 ) -> dict[str, list[Run]]:
-    """Run each `reps` times, alternating, in an empty directory `store` that is
-    removed afterwards.
+    """Run roadtrain and the peer in turn, `reps` times each. Each run begins with an empty
+    directory `store`, which is removed afterwards.
     """
     runs: dict[str, list[Run]] = {"peer": [], "ours": []}
     for rep in range(reps):
@@ -182,7 +186,7 @@ def distance(result: Run, plain: Run) -> float:
 
 
 def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | None = None) -> Run:
-    """Run a module of this package as its own process, limited by `limit`.
+    """Run a module of this package as its own process, whose disk is throttled by `limit`.
 
     Raises:
         RoadtrainError: the process failed; the message ends with its last output
@@ -231,7 +235,9 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
 
 
 class _Watch:
-    """Peak resident memory of a process and its children together, sampled ten times a second."""
+    """Watches a process and its children. Samples their resident memory ten times a second and
+    keeps the peak of the sum.
+    """
 
     def __init__(self, pid: int) -> None:
         self._root, self._peak = psutil.Process(pid), 0

@@ -1,13 +1,13 @@
-"""Peer of the out-of-core benchmark: train the 420 M model on CPU by DeepSpeed ZeRO-3, with state
-offloaded to files.
+"""The peer in the benchmark `deepspeed`: train the 420 M model on CPU by DeepSpeed ZeRO-3, with
+state offloaded to files.
 
     python -m benchmarks.deepspeed_peer --json OUT --dir D --steps 4
     python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)
 
-One process, no launcher, gloo. Needs the extra `bench`, a C++ compiler and libaio's headers
-(Debian: libaio-dev). The ops are compiled at first use, so compile before measuring. The defaults
-are the fastest of the settings tried (the docs list the others), so that nothing here is slower
-than a DeepSpeed user would have it.
+Runs one process, without a launcher, over gloo. Needs the extra `bench`, a C++ compiler and
+libaio's headers (Debian: libaio-dev). The ops are compiled at first use, so compile before you
+measure. The defaults are the fastest of all settings that were tried; the docs list the others. A
+DeepSpeed user would therefore not get faster steps than this peer.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Measure the delayed update (staleness 1): does it converge like synchronous training, and does it
 hide the update?
 
-Convergence: train the small job (examples/stdlib.toml, with its model, text, optimizer and
-clipping) for STEPS steps with staleness 0, with 1, and in plain torch from the same initial values.
-State is kept in RAM; by Rule 1 the storage tier does not change a bit. The mean of the last TAIL
-training losses and the held-out loss are compared.
+Convergence: the small job (examples/stdlib.toml, with its model, text, optimizer and clipping)
+trains for STEPS steps with staleness 0, with staleness 1, and in plain torch, each time from the
+same initial values. State is kept in RAM. By Rule 1, a store on disk gives the same losses bit for
+bit. The mean of the last TAIL training losses and the held-out loss are compared.
 
-Hiding: one worker, and a server with a slow device: a throttled loop device of the lab, which needs
-root. Updates begin at step(), as with clipping. The same steps run three times: at staleness 0, at
-staleness 1, and without the update, when step() is never called and gradients are sent but dropped.
-The run without the update comes first, on the unthrottled device, and sets the rate: writing one
-step's records takes SHARE of its step, so that all of it could be hidden. Without updates, blocks
-kept in the worker stay valid, so this step is, if anything, too short. The hidden share is
-(staleness 0 - staleness 1) / (staleness 0 - without). A stage's seconds are summed over threads.
+Hiding: one worker trains with a server whose device is slow. The device is a throttled loop device
+of the lab, which needs root. Updates begin at step(), as with clipping. The same steps run three
+times: at staleness 0, at staleness 1, and without the update. Without the update, step() is never
+called, and the server drops the gradients that it receives. The run without the update comes first,
+on the unthrottled device. Its step time sets the device's rate for the other runs: writing the
+records of one step takes SHARE of that time, so the whole update can be hidden. Without updates,
+blocks kept in the worker stay valid, so the step without the update may be too short, but not too
+long. The share of the update that is hidden is (step at staleness 0 - step at staleness 1) / (step
+at staleness 0 - step without the update). The seconds of a stage are summed over threads.
 
-Does NOT run on a GPU. Does NOT emulate a slow processor of the server, which shares this machine's
-cores.
+Does NOT run on a GPU. Does NOT emulate a server with slow processors: the server uses the cores of
+this machine.
 
     python -m benchmarks.delayed --child train --way late --steps 300 --json OUT  (late, sync)
     python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8
@@ -177,7 +179,7 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
 
 
 def train(way: str, steps: int, small: bool) -> dict[str, Any]:
-    """Train the small job in this process, in one of WAYS."""
+    """Train the small job in this process; `way` is one of WAYS."""
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         job = load_job(
             str(JOB),
@@ -214,7 +216,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
 
 
 def plain_torch(placed: PlacedJob) -> PlacedJob:
-    """Build the same job in plain torch, with the initial values of `placed`."""
+    """Build the job of `placed` in plain torch, with the same initial values."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -339,8 +341,8 @@ def hides(quick: bool) -> list[Row]:
 
 
 def train_beside(args: argparse.Namespace) -> dict[str, Any]:
-    """Train WARM_UP and then `--steps` steps with a server in a child process, throttled if a rate
-    is given.
+    """Train WARM_UP steps and then `--steps` steps, with a server in a child process. If a rate is
+    given, the server's device is throttled to it.
     """
     torch.set_num_threads(1)
     compute = model420.compute_default()
@@ -392,7 +394,8 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
 def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
     """Run a server in its own process.
 
-    Yields (address, function that returns the stages since its last call, process id).
+    Yields (address of the server, function that returns the stages since its last call, process
+    id).
     """
     command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
     with subprocess.Popen(
@@ -419,8 +422,8 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
 
 
 def serve(directory: str) -> None:
-    """Run `roadtrain serve` and report its stages: print its address as a line of JSON, then its
-    stages for each input line.
+    """Run `roadtrain serve` and report the server's stages. Prints the server's address as a line
+    of JSON. Then, for each line of input, prints the stages since the line before.
     """
     with SessionHost(
         ("127.0.0.1", 0),

@@ -1,10 +1,11 @@
-"""Measure peak memory of training models of one width with 8, 32 and 128 blocks, with state in
-files and one fixed budget.
+"""Measure the peak memory of training for models with 8, 32 and 128 blocks of the same width. State
+is in files, and all models have the same budget.
 
-Each depth is a process of its own, and its peak is VmHWM. The saved input of every block (rows x
-seq x width, fp32) must be kept; the counter of activations tells how many bytes of inputs were in
-memory at the peak (under the budget, the rest is in files). Beyond that, memory should not grow:
-the budget alone decides the number of buffers.
+Each depth is trained by a process of its own, whose VmHWM is the peak. The saved input of every
+block (rows x seq x width, fp32) must be kept. The counter of activations gives the bytes of the
+saved inputs that were in memory at the peak. The budget moves all other inputs to files. Apart from
+these inputs, memory should not grow with depth, because the budget alone decides the number of
+buffers.
 
 Each peak is the median of REPS processes, because the layout of glibc's heap varies the peak by 5
 %.
@@ -123,7 +124,9 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
 
 
 def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
-    """Measure each depth. Returns the process with the median peak for each, shallowest first."""
+    """Measure each depth `reps` times. Returns, for each depth from the shallowest, the result of
+    the process with the median peak.
+    """
     got: list[list[dict[str, Any]]] = [[] for _ in depths]
     for _ in range(reps):
         for blocks, results in zip(depths, got):
@@ -149,7 +152,9 @@ def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> li
 
 
 def growth(base: dict[str, Any], result: dict[str, Any]) -> float:
-    """Growth of the peak as a fraction, without the block inputs that either process held."""
+    """Compute the growth of the peak from `base` to `result`, as a fraction of the peak of `base`.
+    The block inputs that were in memory are subtracted from both peaks.
+    """
     return (result["peak_bytes"] - result["held"]) / (base["peak_bytes"] - base["held"]) - 1
 
 

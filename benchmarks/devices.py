@@ -1,19 +1,20 @@
-"""More devices: update parameters next to each device, against a host that reads and writes all
-state through one interconnect.
+"""Updates with more and more devices. In roadtrain, parameters are updated next to each device. In
+the peer, a host reads and writes all state through one interconnect.
 
-Storage is emulated by throttled loop devices and one shared link in each direction, as fast as 4
-devices. M is 2 bytes a parameter; state is fp32 (6M), gradients and parameters cross as fp32 (2M
-each).
+Throttled loop devices emulate storage. The interconnect is one shared link in each direction, which
+is as fast as 4 devices. M is 2 bytes a parameter. The fp32 state has 6M bytes; gradients and
+parameters cross the interconnect as fp32, 2M bytes each.
 
-Ours: the whole engine. Its links charge what crosses them: gradients down, new parameters up; state
-stays at the devices. Host update (the method of ZeRO-Infinity, overlapped): the same state striped
-over the same devices. Gradients are written to them, then state and gradients are read, updated
-with the same kernel, and written back; every byte crosses.
+Ours: the whole engine. Gradients cross the interconnect towards the devices, and new parameters
+cross it towards the host. State stays at the devices. Host update (the method of ZeRO-Infinity,
+overlapped): the same state is striped over the same devices. Gradients are written to the devices.
+Then the host reads state and gradients, updates the state with the same kernel, and writes it back.
+All these bytes cross the interconnect.
 
 The update phase lasts from the first push of a gradient until everything is updated and durable and
-the new parameters are at the host. "norm first": no update begins before all gradients have
-arrived, as clipping and loss scaling require; then gradients are stored on the devices in ours too.
-Only rates are emulated, NOT latency or the compute power of a real device.
+the new parameters are at the host. In the mode "norm first", no update begins before all gradients
+have arrived, as clipping and loss scaling require. In this mode, ours also stores gradients on the
+devices. Only rates are emulated, NOT latency or the compute power of a real device.
 """
 
 from __future__ import annotations
@@ -70,16 +71,17 @@ SLOW_CHUNK = 1 << 18  # elements: 0.2 s a turn
 
 
 class TokenLink:
-    """One direction of an emulated interconnect inside this process: `take(n)` returns when n bytes
-    have crossed.
+    """One direction of an interconnect that is emulated inside this process. `take(n)` returns when
+    n bytes have crossed.
 
-    Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits; full duplex
-    needs two objects. `nbytes` counts the requested bytes so far. A sleeping caller holds neither
-    the lock nor the GIL.
+    Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits. Full duplex
+    needs two objects, one for each direction. `nbytes` is the number of bytes requested so far. A
+    sleeping caller holds neither the lock nor the GIL.
 
     Note: late wake-ups. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. The
-    next piece therefore begins when the link became free, not when the last caller woke, unless the
-    caller was idle for longer than that lateness.
+    time of the next piece therefore counts from the moment when the link became free, and not from
+    the moment when the last caller woke. If callers were idle for longer than such a delay, the
+    time counts from the call.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -102,8 +104,8 @@ class TokenLink:
 
 
 class Wire:
-    """One direction of the interconnect. Delivers messages in order, each when its bytes have
-    crossed.
+    """One direction of the interconnect. Delivers messages in order. Each message is delivered when
+    all its bytes have crossed.
     """
 
     def __init__(self, name: str, link: TokenLink) -> None:
@@ -130,7 +132,7 @@ class Wire:
 
 
 class ChargedLink:
-    """A MessageLink whose gradients cross the emulated interconnect."""
+    """A MessageLink whose gradients take the time to cross the emulated interconnect."""
 
     def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
@@ -147,8 +149,8 @@ class ChargedLink:
 
 
 class Ours:
-    """An engine with stores in these directories, behind the two wires. Pulled parameters are read
-    from `params`.
+    """An engine with a store in each of these directories, behind the two directions of the
+    interconnect. Pulls read the parameters from `params`.
     """
 
     def __init__(
@@ -249,8 +251,8 @@ class Ours:
         return time.perf_counter() - start
 
     def _release(self, block: Block) -> None:
-        """Apply the update and request the new parameters, which are sent from memory as soon as
-        they exist.
+        """Apply the block's update and request its new parameters. The server sends the new
+        parameters from memory as soon as they are computed.
         """
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
@@ -263,11 +265,11 @@ class Ours:
 
 
 class HostUpdate:
-    """The peer. `params` are the host's parameters. Device i mod n stores chunk i: a record [p, m,
-    v], and a gradient.
+    """The peer, which updates on the host. `params`: the host's parameters. With n devices, device
+    i mod n stores chunk i: a record [p, m, v], and a gradient.
 
-    Reads, kernels and writes overlap: THREADS for each direction and device, 2 * BUFFERS chunks in
-    flight for each device.
+    Reads, kernels and writes overlap. Each device has THREADS threads for each direction, and 2 *
+    BUFFERS chunks in flight.
     """
 
     def __init__(
@@ -320,9 +322,9 @@ class HostUpdate:
     def update(self, *, norm_first: bool = False) -> float:
         """Run one update phase and return its seconds.
 
-        Gradients are sent at most two sets of buffers ahead of the updates, which keeps both
-        directions busy all the time. With `norm_first` all gradients are written before any is
-        read.
+        The sending of gradients is at most two sets of buffers ahead of the updates. This keeps
+        both directions busy all the time. With `norm_first`, all gradients are written before any
+        gradient is read.
         """
         self.step += 1
         reads: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
@@ -482,7 +484,7 @@ def _table(blocks: int, chunk: int) -> ChunkTable:
 def measure(
     n: int, blocks: int, reps: int, directory: Path, *, handler: bool = True
 ) -> dict[str, float]:
-    """Run all modes in turn on `n` fresh devices and return their median seconds.
+    """Run all modes in turn on `n` fresh devices and map each mode to its median seconds.
 
     Raises:
         AssertionError: the bytes that crossed are not those expected, or the parameters of the two
@@ -563,10 +565,10 @@ def measure(
 
 
 def floor(mode: str, n: int, unit: int) -> float:
-    """Seconds of an update phase at the full rates of devices and interconnect.
+    """Compute the seconds of an update phase if devices and interconnect work at their full rates.
 
-    With the norm first, the gradient of one block stays in a push buffer of ours and never reaches
-    a device, which can make a phase 5 % faster than this floor.
+    Ours can be up to 5 % faster than this floor in the mode "norm first", because the gradient of
+    one block stays in a push buffer and never reaches a device.
     """
     device, link = n * RATE, min(n * RATE, LINK)
     if mode == NORM:

@@ -1,19 +1,21 @@
-"""Sums inside the network: workers, switches and one optimizer node in the lab, beside the same
-servers over TCP and torch's all-reduce; also the protocol, kernels and number formats alone.
+"""Sums inside the network: workers, switches and one optimizer node in the lab. Beside them run the
+same servers over TCP, and torch's all-reduce. The protocol, the kernels and the number formats are
+also measured alone.
 
     --only ITEM,..
-    model        all states of the protocol
+    model        explore all states of the protocol
     lab          4 and 8 workers below one switch
     loss         links that lose packets
     random       millions of random packets
-    rate         packets a second of a switch
+    rate         packets a second that a switch adds
     beats        heartbeats, and a stopped worker
     convergence  integers of 32, 16 and 8 bits
     tree         8 workers in two racks
-    predicted    `lab` and `tree` by the simulator, beside what they measured
+    predicted    steps of `lab` and `tree` by the simulator, beside the measured ones
 
-Links have 400 Mbit/s in each direction unless a case says otherwise. Rates count whole frames. All
-hosts share this machine's processors; the rows show how busy they were. Needs root.
+Links have 400 Mbit/s in each direction; a case with another rate names it. Rates count whole
+frames. All hosts share this machine's processors; the rows show how busy the processors were. Needs
+root.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from roadtrain.lab import network_available
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Return a function that collects the rows of `modules`, which need no lab."""
+    """Return a function that collects the rows of these modules. The modules need no lab."""
 
     def rows(bench: Bench) -> list[Row]:
         found = [importlib.import_module(f"benchmarks.{name}") for name in modules]
@@ -59,7 +61,7 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items. Raises ConfigError if the lab cannot be emulated."""
+    """Run the given items, or all. Raises ConfigError if the lab cannot be emulated."""
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated here: {why}")
     rows: list[Row] = []

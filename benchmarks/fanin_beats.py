@@ -1,4 +1,6 @@
-"""Item 5 of `fanin`: the heartbeats' share of the links, and how soon a stopped worker is named."""
+"""Item `beats` of `fanin`: the share of a link's rate that heartbeats take, and the seconds until a
+stopped worker is named in a log.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ STOPPED, RUNNING_S, WAIT_S = 2, 3.0, 15.0
 
 @contextmanager
 def counted(host: LabHost) -> Iterator[dict[str, float]]:
-    """Count the heartbeats of a host. The yielded dict is filled when the block ends."""
+    """Count the heartbeats that a host sends and receives during the block. The counts are in the
+    yielded dict after the block has ended.
+    """
     words = [sys.executable, "-m", "benchmarks.fanin_count", "eth0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = host.run(words, **pipes, text=True)
@@ -39,7 +43,7 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Item 5."""
+    """Measure the item: heartbeats during training, and then a stopped worker."""
     scene = Scene(4)
     with Lab(scene, bench.home / "beats") as lab, lab.serving(switches=True) as address:
         fan_in = scene.fan_in(lab.network, WIRE)
@@ -58,7 +62,9 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """Count the heartbeats by host, for RUNNING_S seconds while workers train."""
+    """Count the heartbeats of the server's host and of worker 0's host for RUNNING_S seconds, while
+    workers train.
+    """
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:
         time.sleep(RUNNING_S)
@@ -76,7 +82,9 @@ def _shares(beats: Mapping[str, Mapping[str, float]], scene: Scene) -> Iterator[
 
 
 def _stopped(lab: Lab, ranks: Sequence[FanInRank]) -> Iterator[Row]:
-    """Stop a worker's process (SIGSTOP) and wait for the first log line that names it."""
+    """Stop the process of a worker (SIGSTOP), and wait for the first log line that names the
+    worker.
+    """
     logs = {name: lab.log(name) for name in lab.servers}
     logs |= {f"worker {r}": rank.errors for r, rank in enumerate(ranks) if r != STOPPED}
     before = {name: len(log.read_text()) for name, log in logs.items()}

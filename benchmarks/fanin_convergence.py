@@ -1,18 +1,21 @@
 """Does training converge with gradients that the network adds as integers?
 
 Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for STEPS
-steps with WORKERS workers. Their gradients are added in fp32, and as integers of 32, 16 and 8 bits;
-all runs start from the same values, and each worker has rows of its own.
+steps with WORKERS workers. One run adds the workers' gradients in fp32; other runs add them as
+integers of 32, 16 and 8 bits. All runs start from the same values, and each worker has rows of its
+own.
 
-Sequences have SEQ_LEN tokens and each worker has one at a time, so that the five runs take minutes.
-One process computes for all workers. Gradients are laid out in the chunks that place() cuts a model
-into, and pass through the wire's kernels (switch/fixed_point.py) packet by packet, so a sum is bit
-for bit that of a switch. Updates are torch's. The loss on HELD_OUT held-out batches after the last
-step is compared; the mean loss of the last TAIL steps is printed beside it.
+Sequences have SEQ_LEN tokens, and each worker has one sequence in a step, so the five runs take
+only minutes. One process computes for all workers. Gradients are laid out in the same chunks as by
+place(). They pass through the kernels of the integer formats (switch/fixed_point.py) packet by
+packet, so each sum is bit for bit the sum of a switch. torch computes the updates. The loss on
+HELD_OUT held-out batches after the last step is compared; the mean loss of the last TAIL steps is
+printed beside it.
 
 Training is chaotic: any other rounding gives another run. A control run in fp32 therefore changes
-the last bit of one element of the first sum. Its difference to fp32 is pure chance: smaller
-differences of another format mean nothing, and goals below it are met or missed by chance.
+the last bit of one element of the first sum. The difference between the control run and the fp32
+run is pure chance. If the difference of another format is smaller, it means nothing. If a goal is
+smaller, it is met or missed by chance.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_integers(width: int) -> Sum:
-    """Return a function that adds gradients as integers, through the packets of each worker and of
-    their sum.
+    """Return a function that adds gradients as integers of `width` bytes. The gradients of each
+    worker are written to packets and read again, and so is their sum.
     """
     kind = fixed_point.INTEGER[width]
 
@@ -91,7 +94,7 @@ def as_integers(width: int) -> Sum:
 
 
 def _last_bit_changed() -> Sum:
-    """Return a function like in_fp32 that changes one bit of the first sum."""
+    """Return a function that adds like in_fp32, and changes one bit of the first sum."""
     first = True
 
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -112,7 +115,9 @@ WAYS: dict[str, Sum] = {"fp32": in_fp32, CONTROL: _last_bit_changed()} | {
 
 
 class Workers:
-    """The model that all workers share, and their gradients cut into the job's chunks."""
+    """The model that all workers share, and the gradients of each worker, cut into the chunks of
+    the job.
+    """
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.run.seed)
@@ -127,8 +132,8 @@ class Workers:
         self.chunks: list[Chunk] = list(laid_out.trainable)
 
     def gradients(self) -> list[np.ndarray]:
-        """Return the gradients of the last backward, fp32, an array a chunk, and zero the model's
-        own.
+        """Return the gradients of the last backward, one fp32 array for each chunk, and set the
+        gradients of the model to zero.
         """
         out = []
         for chunk in self.chunks:
@@ -143,7 +148,9 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Set the parameters' gradients to the means of the sums."""
+        """Set each parameter's gradient to the mean over the workers: its sum divided by
+        `workers`.
+        """
         for p in self.params:
             p.grad = torch.zeros_like(p)
         for chunk, total in zip(self.chunks, sums):
@@ -156,7 +163,7 @@ class Workers:
 
 
 def held_out_loss(workers: Workers, tokens: Tokens) -> float:
-    """Mean held-out loss, nats a token, after the last step."""
+    """Return the mean held-out loss after the last step, in nats per token."""
     job, cpu = workers.job, torch.device("cpu")
     batches = tokens.held_out_batches(HELD_OUT, 4, job.data.seq_len)
     with torch.no_grad():
@@ -164,8 +171,8 @@ def held_out_loss(workers: Workers, tokens: Tokens) -> float:
 
 
 def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[list[float], float]:
-    """Train and return the workers' mean loss in each step, and the held-out loss
-    after the last.
+    """Train, and return two results: the mean of the workers' losses in each step, and the held-out
+    loss after the last step.
     """
     workers, losses, begin = Workers(job), list[float](), perf_counter()
     cpu = torch.device("cpu")
@@ -196,7 +203,7 @@ def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[lis
 
 
 def rows(quick: bool = False, **changes: Any) -> list[Row]:
-    """Train in every format and compare. `changes`: options of the job."""
+    """Train with every number format and compare the losses. `changes`: options of the job."""
     steps, tail = (12, 4) if quick else (STEPS, TAIL)
     shorter = {"data.seq_len": SEQ_LEN, "data.batch_size": 1, **changes}
     job = load_job(str(JOB), {"run.dir": "runs/fanin-convergence", "run.device": "cpu", **shorter})
@@ -222,7 +229,9 @@ def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Ro
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
-    """Relative difference of the held-out loss to that of fp32."""
+    """Build the row of a number format: the relative difference between its held-out loss and the
+    held-out loss of fp32.
+    """
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)
     return Row(case, f"{way}, against fp32", "%", 100 * off, None, None, None, None, bar, met)

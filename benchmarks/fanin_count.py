@@ -1,9 +1,9 @@
-"""Count the heartbeats of the fan-in that a network device sends and receives.
+"""Count the bytes of the fan-in's heartbeats that a network device sends and receives.
 
     python -m benchmarks.fanin_count DEVICE       (on a host of the lab)
 
-It prints `ready`, waits for a line, and prints `beats {...}`: bytes of whole frames. Frames are
-read by a packet socket with a filter that accepts only heartbeats. Needs root.
+The process prints `ready`, waits for a line, and prints `beats {...}` with the bytes of whole
+frames. It reads frames from a packet socket, whose filter accepts only heartbeats. Needs root.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAGIC_AT, KIND_AT = 42, 45  # after the headers of Ethernet, IP and UDP
 
 
 def _program() -> bytes:
-    """Classic BPF (linux/filter.h) that accepts UDP over IP with the header of a
-    fan-in heartbeat.
+    """Return the packet filter as a classic BPF program (linux/filter.h). The filter accepts UDP
+    over IP if the payload begins with the header of a fan-in heartbeat.
     """
     half, byte, equal, leave = 0x28, 0x30, 0x15, 0x06
     wire_magic = int.from_bytes(MAGIC.to_bytes(2, "little"), "big")
@@ -45,7 +45,7 @@ def _program() -> bytes:
 
 
 def count(device: str) -> dict[str, float]:
-    """Count bytes of whole frames until a line arrives on stdin: {"sent",
+    """Count the bytes of heartbeats in whole frames until a line arrives on stdin. Returns {"sent",
     "received", "seconds"}.
     """
     program = _program()

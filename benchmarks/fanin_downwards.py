@@ -1,7 +1,9 @@
-"""Parameters as a model to explore: the server's sender, a switch, the workers' receivers, and
-their heartbeats, which the switch merges.
+"""The way of parameters from the server through a switch to the workers, as a model to explore. The
+machines are the server's sender, a switch and the workers' receivers. The switch merges the
+heartbeats of the receivers.
 
-benchmarks/fanin_model.py notes the assumptions about network, restarts and termination.
+The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
+termination.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):
-    """Merges heartbeats before all children have sent one."""
+    """A wrong switch: it merges and sends heartbeats before all its children have sent one."""
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
         super().child_beat(child, beat)
@@ -73,7 +75,9 @@ class Downwards:
             yield ("restarts",), _with(state, SWITCH, restarted), ""
 
     def _sender(self, state: State) -> Iterator[Step]:
-        """A step of the sender: it sends a packet, or receives a heartbeat."""
+        """Yield every step of the sender. In a step, the sender sends a packet or receives a
+        heartbeat.
+        """
         part = state[SENDER]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
@@ -85,7 +89,9 @@ class Downwards:
                 yield ("beat", beat), _with(state, SENDER, to), self._beyond(state, last)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """A step of a worker: it receives a packet, or the switch receives a heartbeat of it."""
+        """Yield every step of a worker. In a step, the worker receives a packet, or a heartbeat of
+        the worker arrives at the switch.
+        """
         at = RECEIVERS + worker
         for number in range(self.senders.states[state[SENDER]][4]):
             to, new = self.receivers.step(state[at], self.receivers.event(number))
@@ -107,7 +113,7 @@ class Downwards:
         return _with(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
-        """The true heartbeat of each worker."""
+        """Return each worker's heartbeat for its present state."""
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
 
     def _beyond(self, state: State, number: int) -> str:
@@ -115,8 +121,9 @@ class Downwards:
         return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
-        """Check a heartbeat that the switch sent up: it must not claim more than is true of all
-        workers.
+        """Compare a heartbeat that the switch sent up with the merged heartbeats of all workers.
+        The switch must not acknowledge or allow more than the workers do. Returns a description of
+        the error, "" if there is none.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:
@@ -147,7 +154,9 @@ class Downwards:
         return self._beats_up(_with(state, SENDER, sender))
 
     def _beats_up(self, state: State) -> State:
-        """Deliver each worker's heartbeat to the switch, and the last merged one to the sender."""
+        """Deliver each worker's heartbeat to the switch, and then the last merged heartbeat to the
+        sender.
+        """
         out = None
         for worker, beat in enumerate(self._beats(state)):
             state, out = self._merge(state, worker, beat)

@@ -1,8 +1,10 @@
-"""Explore all states of a model, breadth first, and check that each still leads to the end.
+"""Explore all states of a model, breadth first, and check that the end can be reached from each
+state.
 
-A model yields its steps; a state is a tuple of small ints, which `Parts` assigns to the states of
-machines. A machine's step depends only on its own state and the event, so it is computed once and
-remembered: the explored steps are those of the real machines.
+A model yields the steps from a state. A state of the model is a tuple of small ints. Each int
+stands for the state of one machine, as `Parts` numbers it. The real machines compute the steps. A
+machine's step depends only on the state of that machine and the event, so each step is computed
+once and remembered.
 
 Does NOT know any protocol.
 """
@@ -25,7 +27,9 @@ Step = tuple[Action, State, str]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of an exploration."""
+    """Result of an exploration. `wrong`: description of the error, "" if there was none. `trace`:
+    the steps that lead to the error.
+    """
 
     states: int  # number of different states reached
     depth: int  # steps from the first state to the farthest
@@ -42,22 +46,22 @@ class Model(Protocol):
     def first(self) -> State: ...
 
     def steps(self, state: State) -> Iterable[Step]:
-        """Yield every step that changes the state."""
+        """Yield every step from `state` that changes the state."""
 
     def describe(self, action: Action) -> str: ...
 
     def round(self, state: State) -> State:
-        """Return the state after a round without loss: all packets in flight are lost, then all
-        senders time out and send again, and nothing is lost.
+        """Return the state after one round that follows a total loss. First, all packets in flight
+        are dropped. Then every sender times out and sends again, and all these packets arrive.
         """
 
     def done(self, state: State) -> bool:
-        """Check that everything is delivered and every machine knows it."""
+        """Check that everything is delivered and that every machine knows about the delivery."""
 
 
 class Parts(Generic[S, Out]):
-    """The states of one kind of machine, numbered, and the remembered result of
-    each event on each.
+    """The states and events of one kind of machine, numbered. For each state and event, the result
+    of the step is remembered.
     """
 
     def __init__(self, first: S, step: Callable[[S, Any], tuple[S, Out]]) -> None:
@@ -76,14 +80,14 @@ class Parts(Generic[S, Out]):
         return found
 
     def event(self, event: Hashable) -> int:
-        """Return the number of an event, which `step` takes."""
+        """Return the number of an event. `step` takes this number."""
         found = self._event_ids.setdefault(event, len(self.events))
         if found == len(self.events):
             self.events.append(event)
         return found
 
     def step(self, number: int, event: int) -> tuple[int, Out]:
-        """Return the number of the machine's next state, and the step's output."""
+        """Return the number of the machine's next state, and the output of the step."""
         result = self._steps.get((number, event))
         if result is None:
             state, out = self._step(self.states[number], self.events[event])
@@ -92,7 +96,7 @@ class Parts(Generic[S, Out]):
 
 
 def explore(model: Model, most_states: int = 10_000_000) -> Result:
-    """Explore until something is wrong, no state is new, or there are too many states."""
+    """Explore until a step is wrong, no new state is left, or `most_states` is exceeded."""
     first = model.first()
     before: dict[State, State | None] = {first: None}
     level, depth = [first], 0
@@ -114,7 +118,9 @@ def explore(model: Model, most_states: int = 10_000_000) -> Result:
 
 
 def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustive: bool) -> Result:
-    """Check that all states lead to the end, and return the result."""
+    """Check that the end can be reached from all states, and return the result of the
+    exploration.
+    """
     leads = _Leading(model)
     for state in before:
         if not leads.to_the_end(state):
@@ -124,7 +130,7 @@ def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustiv
 
 
 class _Leading:
-    """Remembers the states from which rounds without loss lead to the end."""
+    """Finds the states from which rounds without loss lead to the end, and remembers them."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -142,7 +148,7 @@ class _Leading:
 
 
 def _trace(model: Model, before: dict[State, State | None], last: State) -> tuple[str, ...]:
-    """Describe the steps to a state."""
+    """Describe the steps that lead from the first state to `last`."""
     descriptions = list[str]()
     for earlier, state in _pairs(before, last):
         descriptions.append(
@@ -152,7 +158,9 @@ def _trace(model: Model, before: dict[State, State | None], last: State) -> tupl
 
 
 def _pairs(before: dict[State, State | None], last: State) -> Iterator[tuple[State, State]]:
-    """Yield (state, next state), backwards from `last`."""
+    """Yield the pairs (state, next state) on the path to `last`, from the last pair to the
+    first.
+    """
     while (earlier := before[last]) is not None:
         yield earlier, last
         last = earlier

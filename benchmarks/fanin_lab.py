@@ -1,11 +1,11 @@
-"""The lab of `fanin`: workers and one optimizer node with the same rate in each direction, and
-hosts for switches.
+"""The lab of `fanin`: hosts for workers, for one optimizer node and for switches. Workers and node
+have links of the same rate in each direction.
 
-A hardware switch has a port for each connection; here its host has one NIC fast enough not to be a
-bottleneck. With `racks = 2`, each rack has a bridge of its own for its workers and its switch's
-host, joined to the spine by a link of the workers' rate; the root's host and the node are on the
-spine. Bytes are counted where tc limits the rate, as whole frames. Does NOT train
-(fanin_worker.py).
+A hardware switch has a port for each connection. Here the host of a switch has one NIC, fast enough
+not to be a bottleneck. With `racks = 2`, each rack has a bridge of its own for its workers and the
+host of its switch. A link of the workers' rate joins this bridge to the spine, which is the bridge
+of the root switch and the node. Bytes are counted where tc limits the rate, as whole frames. Does
+NOT train; fanin_worker.py does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Scene:
         return Network(hosts, {(rack, SPINE): self.rate for rack in self.rack_names})
 
     def fan_in(self, network: Network, wire: str) -> dict[str, Any]:
-        """The tree, as in a job's file."""
+        """Describe the tree of switches as a table of a job file."""
 
         def at(host: str) -> str:
             return f"{network.hosts[host].address}:{SWITCH_PORT}"
@@ -119,8 +119,8 @@ class FanInRank(Rank):
 
 
 class Lab:
-    """The network of a scene, with a server at the node and switches. Use it as a
-    context manager.
+    """The network of a scene, used as a context manager. `serving` starts the processes beside the
+    workers.
     """
 
     def __init__(self, scene: Scene, home: Path) -> None:
@@ -143,8 +143,8 @@ class Lab:
 
     @contextmanager
     def serving(self, *, switches: bool) -> Iterator[str]:
-        """Run a server with an empty store at the node, and the switches if requested. Yields the
-        server's address.
+        """Run a server with an empty store at the node. If `switches`, also run the switches.
+        Yields the address of the server.
         """
         store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
         address = f"{self.network.hosts[NODE].address}:{SERVER_PORT}"
@@ -187,7 +187,7 @@ class Lab:
 
     @property
     def links(self) -> dict[str, LabLink]:
-        """The links that have the workers' rate."""
+        """Return the links that have the workers' rate, by name."""
         hosts = self.network.hosts
         own = {name: host.nics[0] for name, host in hosts.items() if not name.startswith(ROOT)}
         return own | {f"{a}-{b}": link for (a, b), link in self.network.links.items()}
@@ -205,7 +205,7 @@ class Lab:
         """Train with one worker on each host.
 
         Args:
-            wire: integer format in which switches sum gradients; None: switches do not sum
+            wire: integer format in which switches sum gradients; if None, switches do not sum
         """
         if spec.method != "ours":
             return self._train(replace(spec, master=self.network.hosts["w0"].address))
@@ -244,7 +244,9 @@ class Lab:
         return ranks
 
     def warm_up(self, ranks: Sequence[FanInRank]) -> None:
-        """Let all workers run their first steps, after which they wait."""
+        """Let all workers run their first steps, and wait until all have paused after these
+        steps.
+        """
         go(ranks)
         self._all(ranks, "warm", RUN_S)
 
@@ -278,8 +280,9 @@ class Lab:
         )
 
     def _still(self) -> dict[str, Traffic]:
-        """Return the links' byte counts once all traffic of the last step has ended: gradients
-        pushed after it and parameters pulled ahead.
+        """Wait until all traffic of the last step has ended, and return the byte counts of the
+        links. A step may leave gradients that are still being pushed and parameters that are pulled
+        ahead.
         """
         then, until = self.frames(), time.monotonic() + RUN_S
         while time.monotonic() < until:
@@ -308,8 +311,8 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """Median of the steps after the warm-up and the step after the pause. All processes read the
-    same clock; a step ends when its last worker has finished.
+    """Compute the median seconds of a step. The warm-up steps and the step after the pause are left
+    out. A step ends when its last worker has finished. All processes read the same clock.
     """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))
@@ -343,7 +346,9 @@ def _ended(process: subprocess.Popen[Any]) -> None:
 
 
 def wait_until(what: str, done: Any, within_s: float) -> float:
-    """Wait until `done()` is true and return the seconds. Raises DeadlineError."""
+    """Wait until `done()` is true, and return the seconds waited. Raises DeadlineError after
+    `within_s`.
+    """
     begin = time.monotonic()
     while not done():
         if time.monotonic() - begin > within_s:

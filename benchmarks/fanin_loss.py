@@ -1,8 +1,8 @@
-"""Item 3 of `fanin`: links that lose packets. Compares goodput with the same links without loss,
-and checks that the training losses are the same.
+"""Item `loss` of `fanin`: links that lose packets. Compares goodput with the same links without
+loss, and checks that the training losses are the same.
 
-A lab that loses packets handles them one by one, which costs processor time, so links have only 50
-Mbit/s here, with and without loss.
+A lab that loses packets handles them one by one, which costs processor time. All links therefore
+have only 50 Mbit/s in this item, with and without loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The state machines of the fan-in (switch/protocol/numbered.py, switch/protocol/switch.py) as
-comparable states: each step rebuilds a machine from a state, lets it act, and reads its state
-again.
+"""Steps of the fan-in's state machines (switch/protocol/numbered.py, switch/protocol/switch.py),
+from one comparable state to the next. Each step builds a machine from a state, lets the machine
+act, and reads the machine's new state.
 
-A state leaves out counters, and all of resends but their order.
+A state does not hold the machine's counters. Of resends, it holds only the numbers and their order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ SEND, SILENT, RESTART = "send", "silent", "restart"
 
 
 def collected(first: Data, second: Data) -> Data:
-    """Combine two sums so that the result shows its parts, and how often each is in it."""
+    """Combine two sums. The result lists every part of both sums, as often as the part is in
+    them.
+    """
     return tuple(sorted(first + second))
 
 
 class LiteralSwitch(SwitchStateMachine):
-    """The paper's switch, taken literally (L10): the table is indexed by the number modulo the
-    window, an entry is cleared when it is complete, and a resend is treated as any packet.
+    """The switch of the paper, taken literally (L10). The table's index is the number modulo the
+    window. An entry is cleared when it is complete. A resent packet is treated like any other
+    packet.
     """
 
     def packet(self, packet: Packet) -> Packet | None:
@@ -55,7 +58,9 @@ def sender_state(sender: NumberedSender) -> SenderState:
 
 
 def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event. Returns the new state and the number that was sent, or -1."""
+    """Apply an event to a sender. Returns the new state, and the number that was sent, -1 if
+    none.
+    """
     sender, sent = NumberedSender(), -1
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
     sender.beat = Heartbeat(ack, credit, have)
@@ -72,7 +77,9 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
 
 
 def eager_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event to a worker that, on a heartbeat, sends all that it may at once."""
+    """Apply an event to a worker's sender. On a heartbeat, the sender at once sends all that it
+    may.
+    """
     state, sent = sender_step(state, event)
     more = isinstance(event, Heartbeat)
     while more:
@@ -103,8 +110,8 @@ def beat_of(state: ReceiverState, depth: int) -> Heartbeat:
 
 
 def earlier_beats(state: ReceiverState, depth: int) -> list[Heartbeat]:
-    """All heartbeats that a receiver may have sent before, for every order in which the numbers may
-    have arrived.
+    """List all heartbeats that a receiver in this state may have sent before, for every order in
+    which its numbers may have arrived.
     """
     ack, have = state
     arrived = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
@@ -123,8 +130,8 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 
 @dataclass(frozen=True)
 class SwitchStep:
-    """A step of a switch. It outputs the packet or heartbeat sent up, and the number that lost its
-    slot to a greater number (or -1).
+    """The step function of a switch. A step outputs the packet or heartbeat that the switch sends
+    up. It also outputs the number whose slot a greater number took, -1 if there is none.
     """
 
     machine: type[SwitchStateMachine]

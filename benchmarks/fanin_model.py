@@ -1,30 +1,32 @@
-"""Explore the packets that go up and down through switches: every sum is right, each arrives once
-and all arrive in the end, whatever packet is lost, repeated or late and whichever machine
-restarts.
+"""Explore the packets that go up and down through switches. Packets may be lost, repeated or late,
+and machines may restart. In spite of this, every sum must be right, no sum may arrive twice, and
+all sums must arrive in the end.
 
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Each state
-is checked: the machines' own invariants (`check()`), that no number is accepted twice, and that no
-slot is reused before its number has reached the end.
+The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Three
+properties are checked in each state: the machines' own invariants hold (`check()`), no number is
+accepted twice, and no slot is reused before its number has reached the end.
 
 Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
-covers loss, repetition and reordering anywhere. As a number's data never change, a worker has sent
-the numbers below its `next`; a heartbeat may be any that its origin may have sent before.
+covers loss, repetition and reordering anywhere. The data of a number never change, so the packets
+that a worker may have sent are those of all numbers below its `next`. A machine may receive any
+heartbeat that another machine may have sent to it before.
 
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
-all machines are new, and packets of the old job are still in flight. So a restart is the first
-state again, with packets of all numbers of an older job in flight. They are refused, because a
-packet carries a tag of its job (switch/packets.py). Variant.ANY_JOB shows that this is needed.
+all machines are new, and packets of the old job are still in flight. Such a restart is therefore
+modelled as the first state, with packets of all numbers of an older job in flight. The old packets
+are refused, because a packet carries a tag of its job (switch/packets.py). Variant.ANY_JOB shows
+that the tag is needed.
 
-Note "The end": from every state, all packets in flight may be lost; then rounds in which all
-machines send again and nothing is lost must lead to full delivery. So no machine waits in vain as
-long as no packet is lost for ever.
+Note "The end": from every state, all packets in flight may be lost. Then rounds in which all
+machines send again and nothing is lost must lead to full delivery. So if every packet arrives in
+the end when it is sent again and again, no machine waits for ever.
 
-Note "At once": with `eager`, workers send all that they may on each heartbeat. Properties that hold
-then also hold for slower workers, since a packet not yet sent is like a packet that has not
-arrived.
+Note "At once": with `eager`, a worker sends on each heartbeat all packets that it may send. A
+property that holds for eager workers also holds for slower workers, because a packet that is not
+sent yet is like a packet that has not arrived yet.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ def check(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """Explore the way up.
+    """Explore gradients on their way up.
 
     Args:
-        tree: a switch's children; an int is a worker
-        timeouts: a worker may time out at any time, as a step of its own, even if that sends
-            nothing new
+        tree: children of the root switch: an int is a worker, a tuple is a switch with its children
+        timeouts: if True, a worker may time out at any time. The timeout is a step of its own,
+            which may send nothing new.
         eager: see note "At once"
     """
     return explore(Upwards(tree, window, numbers, variant, timeouts, eager), most_states)
@@ -68,13 +70,13 @@ def check_down(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """Explore the way down."""
+    """Explore parameters on their way down."""
     return explore(Downwards(workers, window, numbers, variant, eager), most_states)
 
 
 def literal_trace() -> tuple[str, ...]:
-    """Return the shortest sequence of steps in which the paper's switch, taken literally, makes a
-    wrong sum.
+    """Return the shortest sequence of steps in which the paper's switch, taken literally, computes
+    a wrong sum.
     """
     found = check(Variant.LITERAL, numbers=3)
     assert found.trace is not None, "the literal switch must be refuted"
@@ -83,7 +85,7 @@ def literal_trace() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """An exploration: its name, and the arguments of `check` or `check_down`."""
+    """An exploration: its name, and the arguments of `check` or, if `down`, of `check_down`."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -122,8 +124,8 @@ CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and rest
 
 
 def rows(quick: bool) -> list[Row]:
-    """Explore all scenes, check that the wrong variants are refuted, and print the trace of the
-    literal switch.
+    """Explore all scenes, and check that errors are found in the wrong variants. Prints the trace
+    of the literal switch.
     """
     found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
     for variant, scene in REFUTED.items():

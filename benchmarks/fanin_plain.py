@@ -1,5 +1,5 @@
-"""PlainTable: the table of a switch (switch/switch_table.py) by the state machine of
-switch/protocol/switch.py and numpy. Tests compare the compiled table with it.
+"""PlainTable: the table of a switch, as switch/switch_table.py has it, but computed by numpy and
+the state machine of switch/protocol/switch.py. Tests compare the compiled table with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
 
 @cache
 def operation(kind: Kind, width: int) -> Callable[[Payload, Payload], Payload]:
-    """Return the function that sums payloads of a kind; the same object for the same arguments."""
+    """Return the function that sums payloads of a kind. Equal arguments give the same object."""
     if kind is Kind.EXPONENTS:
         return np.maximum
     dtype = WIDTHS[width]
@@ -37,7 +37,7 @@ class PlainTable:
         self.machine = machine(slots, children)
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Add packets like SwitchTable.add."""
+        """Add packets and return the number of sums written to `out`, as SwitchTable.add does."""
         packets = run.reshape(-1, PACKET_NBYTES)
         answers = out[: run.size].reshape(-1, PACKET_NBYTES)
         made = 0

@@ -1,10 +1,11 @@
-"""Simulate a run of `fanin` below switches: seconds of a step, and bytes of every link. Uses the
-ordinary `simulate`, with a cluster and a plan built from the lab's scene.
+"""Simulate a run of `fanin` with switches: the seconds of a step, and the bytes on every link. Uses
+the ordinary `simulate`, with a cluster and a plan built from the scene of the lab.
 
-The inputs are the rates of the links, sizes, and measurements on this machine: computing by one
-worker alone, updating by one server, and packets over loopback. With W workers on C processors each
-computes C / W as fast, and a step takes at least as long as all its work on all processors. Nothing
-is fitted to a measurement of the lab.
+The inputs are the rates of the links, sizes, and measurements on this machine: the time to compute
+by one worker alone, to update by one server alone, and to pass packets over loopback. W workers on
+C processors compute C / W as fast as one worker alone, if C is less than W. A step takes at least
+the processor time of all its work, divided by the number of processors. No constant is fitted to a
+measurement of the lab.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ SERVER_STATE = 12.0
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model of equal layers, with the seconds of one layer on one worker alone."""
+    """Sizes of a model with equal layers, and the seconds of one layer when one worker computes
+    alone.
+    """
 
     layers: int
     layer: int  # elements
@@ -55,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a step in the steady state."""
+    """Prediction of a step after the first steps, when each step takes as long as the last."""
 
     seconds: float  # the greater of the simulated time and `processors`
     processors: float  # processor seconds of a step, over the number of processors
@@ -78,13 +81,13 @@ def predict(
     """Predict a step.
 
     Args:
-        racks: 1: one switch; else a tree, with a switch in each rack
-        rate: bytes/s of each link, whole frames
-        updates: bytes/s that the server updates, 28 a parameter
+        racks: 1 for one switch; else a tree with a switch in each rack
+        rate: bytes/s of each link, counted in whole frames
+        updates: bytes/s that the server's updates read and write, 28 bytes a parameter
         costs: processor seconds of packets on this machine
 
     Raises:
-        ConfigError: no such cluster or plan
+        ConfigError: no cluster or plan can be built from the arguments
     """
     cluster = lab_cluster(workers, racks, rate, updates)
     plan = lab_plan(workers, sizes, wire, staleness)
@@ -105,8 +108,8 @@ def predict(
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
-    """Describe workers in racks and one optimizer node. Each switch is a host with a fast card. The
-    lab's bridges copy packets sent to a multicast group.
+    """Describe the cluster: workers in racks, and one optimizer node. Each switch is a host with a
+    fast card. The bridges of the lab copy packets that are sent to a multicast group.
     """
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
@@ -128,8 +131,8 @@ def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluste
 
 
 def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Plan:
-    """Plan to keep all blocks from forward to backward, and to begin each update when its gradient
-    arrives.
+    """Build a plan in which workers keep all blocks from forward to backward, and each update
+    begins when its gradient arrives.
     """
     return Plan(
         placement("optimizer-node"),
@@ -145,7 +148,9 @@ def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Pla
 
 
 def model_of(sizes: ModelSizes) -> ModelShape:
-    """Describe the model. FLOPs are dummies, since the seconds of a layer are measured."""
+    """Describe the model for the simulator. Its FLOPs are dummies, because the seconds of a layer
+    are measured.
+    """
     layer = BlockShape("layer", sizes.layer, 1.0, 0.0, 0.0)
     blocks = layer.times(sizes.layers)
     if sizes.rest:
@@ -154,7 +159,9 @@ def model_of(sizes: ModelSizes) -> ModelShape:
 
 
 def link_bytes(result: Result, racks: int) -> dict[tuple[str, str], float]:
-    """Bytes by the lab's link names; all workers' links are alike."""
+    """Map (link, direction) to the predicted bytes, with the lab's names of links. All workers'
+    links carry the same bytes, so only worker 0's link is included.
+    """
     nbytes = result.bytes
     found = {
         ("w0", "sent"): nbytes["stage 0 out"],
@@ -177,7 +184,7 @@ def rate_text(nbytes: float) -> str:
 
 @cache
 def sizes_of(spec: WorkerSpec) -> ModelSizes:
-    """Measure the model here, with one thread: the least of a few passes."""
+    """Measure the model on this machine with one thread. Times are the least of a few passes."""
     model = spec.build()
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     layer = sum(p.numel() for p in layers[0].parameters())
@@ -189,7 +196,9 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Seconds of a forward, and of a backward that recomputes each layer's forward."""
+    """Measure the seconds of a forward, and of a backward that computes each layer's forward
+    again.
+    """
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
@@ -207,20 +216,22 @@ def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[
 
 @cache
 def updates_here() -> float:
-    """Bytes/s that one thread updates, as the simulator counts them."""
+    """Measure the bytes/s that updates by one thread read and write, counted as the simulator
+    counts.
+    """
     return processors(1)["updates"]
 
 
 def rows(cases: Iterable[Case]) -> Iterator[Row]:
-    """Compare the cases that used switches with predictions."""
+    """Compare predictions with the measurements of all cases that used switches."""
     for case in cases:
         if case.wire is not None:
             yield from compared(case)
 
 
 def compared(case: Case) -> Iterator[Row]:
-    """Compare the seconds of a step, and the bytes of the link where the prediction is farthest
-    off.
+    """Compare a prediction with its measurement: the seconds of a step, and the bytes on the link
+    whose prediction is the worst.
     """
     scene: Scene = case.scene
     assert case.wire is not None

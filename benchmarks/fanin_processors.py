@@ -1,6 +1,7 @@
-"""Measure the processor time of fan-in packets on this machine over loopback, with the real
-threads: seconds to make and send a packet, to receive, verify and keep it, and to add it to a
-switch's table. In the lab all hosts share the processors, so the sum bounds a step.
+"""Measure the processor time that fan-in packets take on this machine, over loopback and with the
+real threads. The times are: to make and send a packet; to receive, verify and keep it; and to add
+it to a switch's table. In the lab all hosts share the processors, so a step takes at least the sum
+of these times over all packets.
 
 Does NOT include the lab's own devices (virtual links, bridges, rates).
 """
@@ -28,7 +29,7 @@ JOB, BUFFER, WAIT_S = 1, 4 << 20, 60.0
 
 @dataclass(frozen=True)
 class PacketSeconds:
-    """Processor seconds per packet, the kernel's part included."""
+    """Processor seconds per packet, including the time in the kernel."""
 
     across: float  # quantize from fp32, seal and send; receive, verify and keep
     add: float  # add to a sum of two children
@@ -54,7 +55,7 @@ def _across() -> float:
 
 
 class _Stream:
-    """A sender and a receiver, with their threads."""
+    """A stream of packets over loopback: a sender and a receiver, each with its threads."""
 
     def __init__(self) -> None:
         self.key = PacketKey.derive(None, bytes(16))
@@ -77,7 +78,7 @@ class _Stream:
         self.sender.heartbeat(Heartbeat(0, WINDOW - 1))
 
     def run(self, below: int) -> None:
-        """Send, and wait until all numbers below `below` have arrived."""
+        """Send packets, and wait until all numbers less than `below` have arrived."""
         self.sender.may_send(below)
         with self.changed:
             done = self.changed.wait_for(lambda: self.received >= below, WAIT_S)
@@ -126,9 +127,9 @@ def _add() -> float:
 
 
 def lab_seconds(workers: int, racks: int, up: float, down: float, costs: PacketSeconds) -> float:
-    """Processor seconds of a step, for all hosts of the lab with so many packets up and down. Up,
-    each worker and each switch sends; down, the network copies packets, so each worker receives
-    all.
+    """Compute the processor seconds of a step for all hosts of the lab together. `up` and `down`
+    are the packets of one stream in each direction. Upwards, each worker and each switch sends a
+    stream. Downwards, the network copies packets, so each worker receives all of them.
     """
     switches = 1 if racks == 1 else racks + 1
     crossings = up * (workers + switches) + down * workers

@@ -1,13 +1,14 @@
 """Send millions of packets through a switch whose links lose, repeat and reorder them, and count
 wrong sums.
 
-The workers' NumberedSender, a switch's table and the server's NumberedReceiver ("the end") run with
-real payloads: most numbers are gradients, of each width in turn, some are exponents. All links
-lose, repeat and delay packets, some for very long; the switch restarts now and then. Every sum that
-the end accepts is compared with numpy's sum of the workers' payloads.
+The NumberedSender of each worker, the table of a switch and the NumberedReceiver of the server
+("the end") run with real payloads. Most numbers are gradients, of each integer width in turn; some
+are exponents. All links lose, repeat and delay packets, and delay some packets for very long. The
+switch restarts now and then. Every sum that the end accepts is compared with numpy's sum of the
+workers' payloads.
 
-Time is counted in ticks. In each tick, every sender that may send does, and some of the packets in
-flight arrive, in any order.
+Time is counted in ticks. In each tick, all senders that may send a packet send one, and some of the
+packets in flight arrive, in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)
 
 
 class Table(Protocol):
-    """The table of a switch: SwitchTable, or PlainTable."""
+    """The table of a switch: a SwitchTable or a PlainTable."""
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int: ...
     def snoop(self, ack: int) -> None: ...
@@ -49,7 +50,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of faults of a packet on any link, and of a restart."""
+    """Probabilities of faults: of a packet on any link, and of a restart of the switch."""
 
     loss: float = 0.01
     repeated: float = 0.01
@@ -69,27 +70,29 @@ class Outcome:
 
 
 class Payloads:
-    """Payloads by worker and number: a row of the worker plus a multiple of the number, so that a
-    sum shows exactly which packets are in it.
+    """The payload of each worker and number: random bytes of the worker plus a multiple of the
+    number. A sum therefore shows exactly which packets are in it.
     """
 
     def __init__(self, workers: int, random: np.random.Generator) -> None:
         self.rows = random.integers(0, 256, (workers, PAYLOAD_NBYTES), np.uint8)
 
     def width(self, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of an element; 0 for exponents."""
+        """Return the bytes of a payload's elements for each number, 0 for exponents."""
         widths = np.array([1, 2, 4], np.uint8)[numbers // EXPONENTS_EVERY % 3]
         return np.where(numbers % EXPONENTS_EVERY == 0, 0, widths)
 
     def fill(self, workers: np.ndarray, numbers: np.ndarray, into: np.ndarray) -> None:
-        """Fill `into`, uint8 [count, PAYLOAD_NBYTES], with the payloads."""
+        """Write the payloads of these workers and numbers to `into`, uint8 [count,
+        PAYLOAD_NBYTES].
+        """
         widths = self.width(numbers)
         for width in np.unique(widths):
             rows = np.flatnonzero(widths == width)
             into[rows] = self._made(int(width), workers[rows], numbers[rows])
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the right sums, uint8 [count, PAYLOAD_NBYTES]."""
+        """Return the right sum for each number, uint8 [count, PAYLOAD_NBYTES]."""
         total = np.empty((len(numbers), PAYLOAD_NBYTES), np.uint8)
         widths = self.width(numbers)
         for width in np.unique(widths):
@@ -121,7 +124,9 @@ class Payloads:
 
 @dataclass
 class Link:
-    """The packets in flight on a link, as rows of one array. Each tick some of them arrive."""
+    """The packets in flight on a link, one packet in each row of an array. In each tick, some of
+    them arrive.
+    """
 
     faults: Faults
     random: np.random.Generator
@@ -151,7 +156,7 @@ class Link:
 
 
 class Scene:
-    """Workers, a switch and the end."""
+    """The workers, a switch, and the receiver of the server ("the end")."""
 
     def __init__(
         self,
@@ -186,7 +191,7 @@ class Scene:
         self._beat()
 
     def finish(self) -> Outcome:
-        """Run until all begun numbers have reached the end and all workers know it."""
+        """Run until all numbers that were sent have reached the end, and all workers know this."""
         last = max(sender.next for sender in self.senders)
         for sender in self.senders:
             sender.ready = last
@@ -235,7 +240,9 @@ class Scene:
         self.still = 0 if new.any() else self.still + 1
 
     def _beat(self) -> None:
-        """Send the end's heartbeat. At the switch and at each worker it may be late or lost."""
+        """Send the end's heartbeat to the switch and to each worker. Each copy may be late or
+        lost.
+        """
         self.beats = [*self.beats[-4:], self.end.heartbeat()]
         self._deliver_beat(lambda beat: self.table.snoop(beat.ack))
         for sender in self.senders:
@@ -256,7 +263,9 @@ def send_through(
     window: int = 1024,
     faults: Faults = Faults(),
 ) -> Outcome:
-    """Send at least `packets` packets through a switch with such a table (slots, children)."""
+    """Send at least `packets` packets through a switch. `table` makes the switch's table from the
+    numbers of slots and of children.
+    """
     began = perf_counter()
     scene = Scene(table, faults, seed=seed, workers=workers, window=window)
     for sender in scene.senders:
@@ -272,7 +281,7 @@ CASE = "random packets through a switch's table: loss, repetition, reordering, r
 
 
 def rows(quick: bool) -> list[Row]:
-    """Count the wrong sums of a long random run."""
+    """Run random packets for long, and count the wrong sums."""
     found = send_through(SwitchTable, 100_000 if quick else 10_000_000)
     text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
     rate = found.packets / found.seconds

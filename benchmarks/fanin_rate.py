@@ -1,9 +1,9 @@
-"""Item 4 of `fanin`, the part without a lab: packets a second of a user-space switch on one core,
-in memory and over loopback sockets beside a plain forwarder, and its memory with 1,000 stuck
-slots.
+"""Item `rate` of `fanin`, the measurements that need no lab. They are: the packets a second of a
+user-space switch on one core, in memory and over loopback sockets; the same for a plain forwarder
+over loopback; and the memory of a switch with 1,000 stuck slots.
 
-One thread is children, switch and parent in turn. Only the part of the switch (or forwarder) is
-timed: receive, verify, add, seal and send, including its system calls.
+One thread plays the children, the switch and the parent in turn. Only the work of the switch (or of
+the forwarder) is timed: receive, verify, add, seal and send, including the system calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ STUCK, WAIT_S = 1000, 1.0
 
 
 class Ends:
-    """The children's sealed packets, and the table of a switch that adds them."""
+    """The children of a switch, with their sealed packets, and the table of the switch that adds
+    the packets.
+    """
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -35,7 +37,7 @@ class Ends:
         self.number = 0
 
     def seal(self) -> None:
-        """Seal the next numbers of each child."""
+        """Make the packets of each child for the next numbers."""
         for child, run in enumerate(self.runs):
             packets.write_headers(
                 run,
@@ -51,7 +53,9 @@ class Ends:
         self.number += RUN
 
     def add(self, run: np.ndarray) -> int:
-        """Process received packets as a switch does. Returns the number of sums in `out`."""
+        """Verify and add received packets, as a switch does. Returns the number of sums in
+        `out`.
+        """
         count = run.size // PACKET_NBYTES
         right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
         made = self.table.add(run, right, self.out, 0)
@@ -60,7 +64,7 @@ class Ends:
 
 
 def in_memory(seconds: float) -> float:
-    """Packets a second that the table accepts, without sockets."""
+    """Measure the packets a second that the table adds, without sockets."""
     ends, accepted, spent = Ends(), 0, 0.0
     for warm in (True, False):
         accepted, spent = 0, 0.0
@@ -75,7 +79,9 @@ def in_memory(seconds: float) -> float:
 
 
 def over_loopback(seconds: float, *, sums: bool) -> float:
-    """Packets a second that arrive at the switch's socket; without `sums` it forwards them."""
+    """Measure the packets a second that arrive at the socket of the switch. If `sums` is False, the
+    switch forwards packets and does not add them.
+    """
     sockets = [
         DatagramSocket(("127.0.0.1", 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
         for _ in range(2)
@@ -103,7 +109,9 @@ def over_loopback(seconds: float, *, sums: bool) -> float:
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """Pass the packets of one child through the switch. Returns the number of packets sent on."""
+    """Pass the packets of one child through the switch. Returns the number of packets that the
+    switch sent.
+    """
     left, sent = RUN, 0
     while left:
         found = switch.receive(into, WAIT_S)
@@ -126,10 +134,10 @@ def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
 
 
 def stuck() -> tuple[int, int]:
-    """Measure memory with STUCK numbers that lack a child's packet for ever, while as many slots as
-    the table has are filled again and again.
+    """Measure the memory of a switch with STUCK numbers that never get a packet of one child. Such
+    numbers fill the slots of the table again and again.
 
-    Returns (bytes by which the process grew, bytes of the table).
+    Returns (bytes by which the memory of the process grew, bytes of the table).
     """
     ends = Ends()
     process, before = psutil.Process(), 0

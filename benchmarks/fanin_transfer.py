@@ -1,8 +1,9 @@
-"""Items 2 and 7 of `fanin`: bytes on the links and seconds of a step, below one switch and below a
-tree of switches, beside the same servers without switches and torch's all-reduce.
+"""Items `lab` and `tree` of `fanin`: bytes on the links and seconds of a step, below one switch and
+below a tree of switches. Beside them: the same servers without switches, and torch's all-reduce.
 
-S is the bytes of the parameters in fp32, and of the gradients as int32; B is the rate of a link in
-each direction, of which the fan-in's datagrams carry 0.940 (1408 of 1498 bytes of a frame).
+S is the bytes of the parameters in fp32, which is also the bytes of the gradients as int32. B is
+the rate of a link in each direction. The fan-in's datagrams carry 0.940 of this rate (1408 of the
+1498 bytes of a frame).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TCP, DDP = "the same servers over TCP", "torch DDP over gloo"
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, with all that a simulator needs to predict it."""
+    """One measurement, with everything that a simulator needs to predict it."""
 
     name: str
     scene: Scene
@@ -38,7 +39,7 @@ class Case:
 
 @dataclass
 class Bench:
-    """The measurements, in order."""
+    """The measurements in the order in which they ran."""
 
     home: Path
     quick: bool = False
@@ -51,7 +52,7 @@ class Bench:
         return replace(made, steps=QUICK_STEPS, **QUICK) if self.quick else made
 
     def sized(self, **size: Any) -> WorkerSpec:
-        """Return the spec with another size of the decoder."""
+        """Return the spec of a worker with other sizes of the decoder."""
         return self.spec() if self.quick else replace(self.spec(), **size)
 
     def measure(self, name: str, lab: Lab, spec: WorkerSpec, wire: str | None = None) -> Measured:
@@ -65,7 +66,7 @@ class Bench:
 
 
 def one_switch(bench: Bench) -> Iterator[Row]:
-    """Item 2: one switch."""
+    """Item `lab`: all workers below one switch."""
     for workers in (4, 8):
         scene = Scene(workers)
         with Lab(scene, bench.home / f"{workers}") as lab:
@@ -75,7 +76,7 @@ def one_switch(bench: Bench) -> Iterator[Row]:
 
 
 def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    """Measure the same at a rate low enough that one machine's processors are no bottleneck."""
+    """Measure the same on slower links, on which this machine's processors are no bottleneck."""
     ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
     case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
     yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
@@ -98,7 +99,7 @@ def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
 
 
 def tree(bench: Bench) -> Iterator[Row]:
-    """Item 7: a tree of switches."""
+    """Item `tree`: workers in two racks, below a tree of switches."""
     with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
         name = "8 workers, tree of two racks"
         case = f"{name}, {_sizes(bench.spec())}"
@@ -118,8 +119,8 @@ def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
 
 
 def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> Iterator[Row]:
-    """Compare the transfer with the links: every link carries S in each direction
-    in a step's time.
+    """Compare the transfer of S bytes in a step with the rate of the links. Every link carries S in
+    each direction.
     """
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
@@ -148,7 +149,7 @@ def step_rows(
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
-    """Compare the bytes that each link carried a step, in each direction, with S."""
+    """Compare the bytes that each link carries in each direction of a step with S."""
     shares = {
         (name, way): getattr(traffic, way) * CARRIED / spec.nbytes
         for name, traffic in run.frames.items()

@@ -1,6 +1,8 @@
-"""Gradients as a model to explore: the workers' senders, switches, and the end's receiver.
+"""The way of gradients from the workers through switches to the server, as a model to explore. The
+machines are the workers' senders, the switches, and the receiver of the server ("the end").
 
-benchmarks/fanin_model.py notes the assumptions about network, restarts and termination.
+The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
+termination.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Tree = tuple["int | Tree", ...]  # a switch: its children; an int is a worker
 
 
 class Variant(Enum):
-    """Variants of the protocol. All but OURS are refuted."""
+    """Variants of the protocol. The exploration finds an error in every variant except OURS."""
 
     OURS = "the machines that run"
     LITERAL = "the paper's switch, taken literally (L10)"
@@ -45,8 +47,9 @@ OLD = 100  # added to a worker's index in data of an older job
 
 
 class Upwards:
-    """The way of gradients. A state holds the end's state, each worker's, and for each switch its
-    own and all sums that it ever sent.
+    """The model of gradients on their way from the workers through switches to the end. A state
+    holds the state of the end, then the state of each worker, then for each switch the state of the
+    switch and all sums that the switch ever sent.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Upwards:
         return (self.end.first, *(self.senders.first for _ in self.workers), *below)
 
     def at(self, switch: int) -> int:
-        """The index of a switch in a state."""
+        """Return the index of a switch in a state."""
         return 1 + len(self.workers) + 2 * switch
 
     def done(self, state: State) -> bool:
@@ -119,7 +122,9 @@ class Upwards:
                 yield from self._sum(state, number, data)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """A step of a worker: it sends, times out, or receives a heartbeat."""
+        """Yield every step of a worker. In a step, the worker sends a packet, times out, or
+        receives a heartbeat.
+        """
         part = state[1 + worker]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
@@ -136,7 +141,9 @@ class Upwards:
                 yield ("beat", worker, beat), _with(state, 1 + worker, to), ""
 
     def _switch(self, state: State, switch: int) -> Iterator[Step]:
-        """A step of a switch: it receives a packet or a heartbeat, or restarts."""
+        """Yield every step of a switch. In a step, the switch receives a packet or a heartbeat, or
+        restarts.
+        """
         at, parts = self.at(switch), self.switches[switch]
         for child, source in enumerate(self.nodes[switch]):
             below = state[1 + source] if isinstance(source, int) else state[self._sums_of(source)]
@@ -168,14 +175,14 @@ class Upwards:
             yield ("packet", switch, number, data, out), after, wrong
 
     def _sum(self, state: State, number: int, data: Data) -> Iterator[Step]:
-        """A step of the end: it receives a sum."""
+        """Yield the step in which a sum arrives at the end, if it is new there."""
         to, new = self.end.step(state[0], self.end.event(number))
         if new:
             wrong = "" if data == self.right(number) else f"the sum of {number} is wrong"
             yield ("ends", number, data), _with(state, 0, to), wrong
 
     def _arrivals(self, source: int | Tree, part: int) -> list[tuple[int, Data]]:
-        """All packets that a child may have sent."""
+        """List all packets that a child of a switch may have sent."""
         if not isinstance(source, int):
             return sorted(self.sums.states[part])
         found: list[tuple[int, Data]] = [
@@ -207,7 +214,7 @@ class Upwards:
         return tuple(self._beat(now))
 
     def _beat(self, now: list[int]) -> list[int]:
-        """Deliver the end's heartbeat to every machine."""
+        """Deliver the end's heartbeat to every switch and worker, and return the changed state."""
         beat = beat_of(self.end.states[now[0]], self.window)
         for switch, parts in enumerate(self.switches):
             at = self.at(switch)
@@ -217,7 +224,9 @@ class Upwards:
         return now
 
     def _deliver(self, now: list[int], worker: int, number: int) -> None:
-        """Deliver a worker's packet, and the sums that the switches send on."""
+        """Deliver a worker's packet to its switch, and the sums that result to the switches above
+        and the end.
+        """
         node = next(node for node in self.nodes if worker in node)
         switch, child, data = self.nodes.index(node), node.index(worker), ((worker, number),)
         while True:

@@ -1,10 +1,11 @@
-"""One worker of a run of `fanin`: trains by its spec, with roadtrain or torch, and writes its step
-times and losses.
+"""One worker of a run of `fanin`: trains with roadtrain or torch, as its spec says, and writes its
+step times and losses.
 
     python -m benchmarks.fanin_worker SPEC.json RANK WORLD
 
-It prints `imported`, `ready` before the first step, `warm` after WARM_UP steps and `done` after the
-last, each time waits for a line on stdin, and prints `result {...}` at the end.
+The process prints `imported` at the start, `ready` before the first step, `warm` after WARM_UP
+steps, and `done` after the last step. After each of these lines it waits for a line on stdin. At
+the end it prints `result {...}`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Arguments of every worker of a run."""
+    """Arguments that every worker of a run gets. `computes`: if False, workers only transfer
+    bytes.
+    """
 
     method: str
     """`ours`; `ddp`: torch's data parallel, all-reduce by gloo."""
@@ -80,7 +83,7 @@ class WorkerSpec:
         return cls(**json.loads(path.read_text()))
 
     def build(self) -> nn.Module:
-        """Build the model, with the same values in every process."""
+        """Build the model. Every process builds the same values."""
         if not self.computes:
             return Transferred(self.layers, _block_elements(self), DTYPES[self.dtype])
         compute = self.dtype
@@ -90,23 +93,27 @@ class WorkerSpec:
 
     @property
     def elements(self) -> int:
-        """Number of parameters of the whole model."""
+        """The number of parameters of the whole model."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.build().parameters())
 
     @property
     def nbytes(self) -> int:
-        """S: bytes of the parameters, and of one worker's gradients."""
+        """The bytes S of the parameters, which are also the bytes of one worker's gradients."""
         return self.elements * DTYPES[self.dtype].itemsize
 
 
 def _block_elements(spec: WorkerSpec) -> int:
-    """Elements of one layer of the decoder that a transfer stands for."""
+    """Count the parameters of one decoder layer. Transfers without computing use blocks of this
+    size.
+    """
     return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
 
 
 class _Constant(torch.autograd.Function):
-    """The identity, with the same gradient for every element of the weight."""
+    """The identity function of x. The gradient of each element of the weight is the same
+    constant.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -129,7 +136,7 @@ class Block(nn.Module):
 
 
 class Transferred(nn.Module):
-    """A model with as many bytes as a decoder and almost nothing to compute."""
+    """A model that has the bytes of a decoder but almost nothing to compute."""
 
     def __init__(self, blocks: int, elements: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,10 +150,10 @@ class Transferred(nn.Module):
 
 class Method(Protocol):
     def step(self, number: int) -> float:
-        """Train a step and return the loss of this worker's part."""
+        """Train a step and return the loss of this worker's tokens."""
 
     def close(self) -> None:
-        """Release everything that was started."""
+        """Stop and release everything that this object started."""
 
 
 class Ours:
@@ -177,7 +184,7 @@ class Ours:
 
 
 class Ddp:
-    """torch's DistributedDataParallel over gloo, which all-reduces the gradients."""
+    """Training with torch's DistributedDataParallel over gloo, which all-reduces the gradients."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
         self.loss = losses_of(spec, rank, world)
@@ -207,8 +214,8 @@ METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "d
 
 
 def losses_of(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
-    """Return a function of the model and a step's number that computes the loss of this worker's
-    tokens.
+    """Return a function that computes the loss of this worker's tokens. Its arguments are the model
+    and the number of the step.
     """
 
     def of(model: Any, number: int) -> torch.Tensor:
@@ -235,7 +242,7 @@ def fan_in_of(tree: dict[str, Any]) -> FanIn:
 
 
 def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train and return the end time and loss of each step.
+    """Train, and return the end time and the loss of each step.
 
     Args:
         pause: called before the first step, after the warm-up and after the last step

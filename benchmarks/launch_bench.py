@@ -1,5 +1,5 @@
-"""Common parts of `launch`'s items: directories, run lengths, and reference runs without faults.
-Does NOT judge anything.
+"""Common parts of the items of `launch`: directories, numbers of steps, and reference runs without
+faults. Does NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STORES = "/dev/shm/roadtrain-run"  # prefix of stores in memory, for a run in DI
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a benchmark. `home` is removed when the benchmark ends."""
+    """Settings of a benchmark. The directory `home` is removed when the benchmark ends."""
 
     home: Path
     quick: bool
 
     @property
     def steps(self) -> int:
-        """Steps of a run whose step times are measured."""
+        """The number of steps in a run whose step times are measured."""
         return 12 if self.quick else 24
 
     @contextmanager
@@ -42,10 +42,10 @@ class Bench:
         *more: str,
         inside: Sequence[str] = (),
     ) -> Iterator[LaunchedRun]:
-        """Plan and start a run from the two files alone.
+        """Write cluster.toml and job.toml, plan from these two files alone, and start the run.
 
         Args:
-            name: of the run and its directory
+            name: name of the run, and of its directory
             inside: as for LaunchedRun
         """
         home = self.home / name
@@ -63,7 +63,7 @@ class Bench:
 
     @contextmanager
     def again(self, run: LaunchedRun, name: str, on: str = "lab") -> Iterator[LaunchedRun]:
-        """Start the same plan and job in another run directory."""
+        """Start a second run with the plan and the job of `run`, in a run directory of its own."""
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
@@ -76,8 +76,8 @@ class Bench:
             yield other
 
     def forget_stores(self) -> None:
-        """Remove stores that runs left in this machine's own memory; a lab's hosts
-        remove theirs.
+        """Remove the stores that runs left in this machine's own memory. The hosts of a lab remove
+        their stores themselves.
         """
         for store in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
             shutil.rmtree(store, ignore_errors=True)
@@ -87,7 +87,7 @@ class Bench:
 
 
 def differing(losses: dict[int, float], other: dict[int, float]) -> list[int]:
-    """Return the steps of both runs whose losses are not equal bit for bit."""
+    """Return the steps that both runs have and whose losses are not equal bit for bit."""
     return [step for step in sorted(losses.keys() & other.keys()) if losses[step] != other[step]]
 
 
@@ -101,8 +101,8 @@ def row(
     *,
     beside: tuple[str, float] | None = None,
 ) -> Row:
-    """Build a row. `beside`: name and value that ours is compared with; the ratio
-    is ours over it.
+    """Build a row. `beside`: (name, value) of the value that `ours` is compared with. The row's
+    ratio is `ours` divided by this value.
     """
     name, peer = beside or (None, None)
     ratio = ours / peer if peer and ours is not None else None

@@ -1,7 +1,7 @@
-"""Faults of a launched run and their consequences: whether steps go on, after how many seconds, and
-how many steps are repeated.
+"""Faults of a launched run and the consequences of each fault: whether training goes on, after how
+many seconds, and how many steps are repeated.
 
-The consequences are read from worker 0's lines in all.log. Does NOT judge losses.
+The consequences are read from the lines of worker 0 in all.log. Does NOT compare losses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SERVE, TRAIN = "serve", "train"
 
 @dataclass
 class FaultTarget:
-    """A run, and the Ray nodes that it runs on."""
+    """The run that faults are injected into, and its Ray nodes if it runs on Ray."""
 
     run: LaunchedRun
     nodes: RayNodes | None = None
@@ -39,7 +39,7 @@ class FaultTarget:
         return self.nodes
 
     def wait_log(self, text: str, offset: int, within_s: float) -> None:
-        """Wait until the run's lines from `offset` on contain this text."""
+        """Wait until the run's log contains `text`, at position `offset` or later."""
 
         def there() -> bool:
             return text in self.run.log()[offset:]
@@ -55,7 +55,7 @@ class FaultTarget:
             process.kill()
 
     def send(self, *words: str) -> None:
-        """Send the engine a verb that `roadtrain launch` has no option for."""
+        """Send a request to the engine for which `roadtrain launch` has no option."""
         ask_supervisor(self.run.run_home, "tell", words)
 
 
@@ -64,8 +64,9 @@ Do = Callable[[FaultTarget], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A scripted fault. `restarts`: workers start again. `again`: a user's command is needed before
-    the run goes on. `fewer`: from now until the next fault, fewer workers run or have run.
+    """A scripted fault. `restarts`: workers start again. `again`: the run goes on only after a
+    command of the user. `fewer`: from this fault until the next, the run has fewer workers at least
+    for some time.
     """
 
     what: str
@@ -80,10 +81,10 @@ class Outcome:
     """Consequences of a fault.
 
     Attributes:
-        step: the last step done before the fault
-        seconds: time until a step was done that had not begun before the fault, in a new attempt if
-            workers start again
-        repeated: steps that were done twice, not counting the interrupted step
+        step: the last step that was done before the fault
+        seconds: time from the fault until a later step was done. If workers start again, this step
+            was done after their start; else it began after the fault.
+        repeated: number of steps that were done twice, without the interrupted step
     """
 
     fault: Fault
@@ -93,8 +94,8 @@ class Outcome:
 
 
 def strike(target: FaultTarget, fault: Fault) -> Outcome:
-    """Apply the fault and wait for the next step. Raises DeadlineError or RoadtrainError if the run
-    does not go on.
+    """Inject the fault and wait for the next step. Raises DeadlineError or RoadtrainError if the
+    run does not go on.
     """
     run = target.run
     before = run.log()
@@ -182,7 +183,9 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Kill the Ray process that holds a process with these words: the parent of its agent."""
+    """Return a fault that kills a Ray actor. This actor is the parent of an agent, and the agent
+    started the process that has `words` in its command line.
+    """
 
     def do(target: FaultTarget) -> None:
         here = [p for p in target.run.held() if all(word in p.words for word in words)]
@@ -201,7 +204,9 @@ def launcher_killed() -> Fault:
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Kill the launcher of a run that is restarted with --if-launcher-dies stop."""
+    """Return a fault that restarts the run with `--if-launcher-dies stop`, kills its launcher, and
+    resumes the run after its end.
+    """
 
     def do(target: FaultTarget) -> None:
         run = target.run

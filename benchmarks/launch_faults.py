@@ -1,14 +1,14 @@
-"""Item `faults` of `launch`: scripted faults of launched runs, one after the other. Measures
-whether a run goes on by itself, seconds until the next step, repeated steps, and losses against
-a run without faults on this host.
+"""Item `faults` of `launch`: scripted faults of launched runs, one after another. The item checks
+whether a run goes on by itself, and measures the seconds until the next step and the number of
+repeated steps. Losses are compared with those of a run without faults on this host.
 
     lab    two workers and a server; two workers and hosts that sum
     here   two workers in one process group, and a spare host
     ray    two workers and a server on three Ray nodes
 
-Losses are bit for bit the same until fewer workers run than the plan has (Rule 1); from then on
-within ROUNDING, because sums are taken in another order and a difference grows with the steps.
-Needs root.
+As long as all workers of the plan run, losses are bit for bit the same (Rule 1). After fewer
+workers have run, losses may differ by up to ROUNDING, because sums were taken in another order and
+a difference grows with the steps. Needs root.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LOOPBACK = "127.1.0."  # addresses of the run without faults, instead of the lab
 
 @dataclass(frozen=True)
 class FaultScene:
-    """A scene and its faults. `nodes`: hosts of a Ray cluster. `spares`: added to the spare hosts
-    of the plan. `later`: hosts that are removed from the plan but stay in its cluster, to be
-    added by a fault.
+    """A scene and its faults. `nodes`: hosts of a Ray cluster. `spares`: further spare hosts that
+    are added to the plan. `later`: hosts that are removed from the plan but stay in its cluster, so
+    that a fault can add them.
     """
 
     name: str
@@ -167,8 +167,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
-    """Run all faults of a scene. A fault that the run does not survive is a missed goal; the run is
-    resumed for the faults after it.
+    """Run all faults of a scene. If the run does not survive a fault, a goal is missed, and the run
+    is resumed for the faults that follow.
     """
     case = scene.scene.name
     found: list[Outcome] = []
@@ -205,7 +205,10 @@ def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
 def struck(
     bench: Bench, scene: FaultScene, found: list[Outcome], failed: dict[Fault, str]
 ) -> dict[int, float]:
-    """Strike a run with all faults and return its losses. Appends to `found` and `failed`."""
+    """Inject all faults of `scene` into one run, one after another, and return the run's training
+    losses by step. Appends each outcome to `found`. If the run does not survive a fault, adds the
+    reason to `failed`.
+    """
     with ExitStack() as stack:
         nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
         more = ("--ray-address", nodes.address) if nodes else ()
@@ -233,7 +236,7 @@ def go_on(run: LaunchedRun) -> None:
 
 
 def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, float]:
-    """Return the losses of a run on this host without faults."""
+    """Run the same job on this host without faults, up to step `last`, and return its losses."""
     with planned(bench, scene, f"f-{scene.name}-plain", "here") as run:
         run.start()
         run.wait_step(last, START_S + last * STEP_S)
@@ -241,7 +244,9 @@ def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, floa
 
 
 def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> LaunchedRun:
-    """Plan from the two files, with stores in this benchmark's directory."""
+    """Plan a run from its two files. In the plan, stores are moved to this benchmark's
+    directory.
+    """
     home = bench.home / name
     shutil.rmtree(home, ignore_errors=True)
     scene.scene.write(home, STEPS, "files")
@@ -260,7 +265,9 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """Relative difference of a step's losses; 0 if bit for bit the same."""
+    """Compute the relative difference of a step's losses. It is 0 if the losses are equal bit for
+    bit.
+    """
     if step not in losses or step not in theirs:
         return float("inf")
     return abs(losses[step] - theirs[step]) / abs(theirs[step])

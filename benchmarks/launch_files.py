@@ -1,5 +1,5 @@
 """Item `files` of `launch`: validate the Slurm and Kubernetes files of three plans, and check that
-every host name, path and port in them comes from the plan or the job.
+every host name, path and port in these files comes from the plan or the job.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
 
 
 def _allowed(path: str, source: str) -> bool:
-    """Check that a path is in the two files, in a directory of theirs, or a system
-    path of Linux.
+    """Check that a path is allowed in a file: it is in the text of the two files, or below a
+    directory named there, or it is a system path of Linux.
     """
     parents = [path, *map(str, Path(path).parents)][:-1]
     return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)
@@ -83,7 +83,9 @@ def _read(path: str) -> str:
 
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:
-    """Run `sbatch --test-only` on a Slurm that has the plan's hosts."""
+    """Check that `sbatch --test-only` accepts the script, on a Slurm that has the hosts of the
+    plan.
+    """
     what, unit = "sbatch --test-only accepts the script", "hosts"
     lacking = f"{', '.join(MISSING)} not installed" if MISSING else ""
     if lacking or os.geteuid():
@@ -100,8 +102,8 @@ def tried(files: Path, hosts: Sequence[str]) -> Row:
 
 
 def checked(kind: str, path: Path, text: str) -> list[str]:
-    """Return a validator's complaints about a file; none for files other than scripts and
-    manifests.
+    """Return the complaints of validators about a file. Only scripts and manifests are validated;
+    for any other file the list is empty.
     """
     if kind == "slurm" and path.suffix == ".sbatch":
         tools = [["bash", "-n"], ["shellcheck"]]

@@ -1,6 +1,5 @@
-"""Ray nodes on this machine for items of `launch`, each with a raylet of its own, as in
-`ray.cluster_utils`. A dead node is detected after 2 s instead of Ray's 15. Does NOT launch
-anything.
+"""Ray nodes on this machine for the items of `launch`. Each node has a raylet of its own, as in
+`ray.cluster_utils`. A dead node is detected after 2 s instead of Ray's 15 s. Does NOT launch a run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ FOUND_DEAD = {
 
 
 def ray_scene() -> Scene:
-    """Two hosts with a worker each; the engine finds their names and addresses."""
+    """Describe two hosts with a worker each. The engine finds the names and addresses of the
+    hosts.
+    """
     return Scene(
         "two Ray nodes",
         (HostKind("node", 1000, 2),),
@@ -40,7 +41,9 @@ def ray_scene() -> Scene:
 
 
 class RayNodes:
-    """A Ray cluster. `names`: of its hosts, the head's first; "" is a node that may be any host."""
+    """A Ray cluster. `names`: the names of its hosts, with the head first. The name "" is for a
+    node that may stand for any host.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         try:
@@ -65,11 +68,11 @@ class RayNodes:
         self._nodes[name] = self._cluster.add_node(**_options(name))
 
     def kill(self, name: str) -> None:
-        """Kill all of Ray's processes of a node with SIGKILL."""
+        """Kill all Ray processes of a node with SIGKILL."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def kill_raylet(self, name: str) -> None:
-        """Kill the raylet alone; the other processes of its node notice."""
+        """Kill only the raylet of a node. The node's other processes notice this by themselves."""
         node = self._nodes.pop(name)
         for raylet in node.all_processes["raylet"]:
             psutil.Process(raylet.process.pid).kill()
@@ -94,7 +97,9 @@ def on_nodes(*names: str) -> Iterator[RayNodes]:
 
 @contextmanager
 def on_ray(home: Path) -> Iterator[str]:
-    """Yield the address of a cluster of two nodes. Raises ConfigError if Ray is not installed."""
+    """Run a cluster of two nodes and yield its address. Raises ConfigError if Ray is not
+    installed.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with on_nodes("", "") as nodes:
         yield nodes.address

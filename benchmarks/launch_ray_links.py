@@ -1,6 +1,6 @@
-"""Two Ray nodes for item `plan` of `launch`, each in a network namespace with a NIC of its own,
-like two hosts: traffic between them crosses links of their rate and is not limited by this
-machine's processors. Does NOT launch anything.
+"""Two Ray nodes for item `plan` of `launch`. Like a host, each node is in a network namespace with
+a NIC of its own. Traffic between the nodes crosses emulated links. The rate of these links limits
+the traffic; this machine's processors do not limit it. Does NOT launch a run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LINKED = Scene(  # the links limit a step; Ray's own processes take a tenth of t
 
 @dataclass(frozen=True)
 class LinkedNodes:
-    """A running cluster. `address`: of its head; `inside`: prefix of a command to run it on the
-    head's host.
+    """A running Ray cluster. `address`: the address of its head. `inside`: words before a command
+    that let it run on the head's host.
     """
 
     address: str
@@ -52,11 +52,11 @@ class LinkedNodes:
 
 @contextmanager
 def linked_nodes(home: Path) -> Iterator[LinkedNodes]:
-    """Run the cluster that LINKED describes.
+    """Run the cluster of Ray nodes that LINKED describes, and yield it.
 
     Raises:
         ConfigError: Ray is not installed
-        RoadtrainError: a node does not start
+        RoadtrainError: a node did not start
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed", hint="pip install roadtrain[ray]")
@@ -80,7 +80,9 @@ def _children(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def _node(host: LabHost, home: Path, words: Sequence[str]) -> Iterator[None]:
-    """Run a node, named like its host. All its processes have ended after the block."""
+    """Run a node with the name of its host. At the end of the block, all processes of the node have
+    ended.
+    """
     log = home / f"ray.{host.name}.log"
     more = (
         f"--node-ip-address={host.address}",

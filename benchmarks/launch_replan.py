@@ -1,5 +1,6 @@
-"""Item `replan` of `launch`: compare every stage's prediction with its measurement, slow a link to
-a quarter, run `launch --replan`, and compare steps of the new plan with those of the old.
+"""Item `replan` of `launch`: compare the prediction of every stage with its measurement, slow a
+link to a quarter, run `launch --replan`, and compare steps under the new plan with steps under the
+old plan.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
 
 
 def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
-    """Compare with a run whose link is not slowed. Sums are taken in another order, so losses agree
-    only to rounding. Returns the number of steps that differ by more.
+    """Compare the losses of the run with the losses of a second run, whose link is not slowed.
+    Returns the number of steps up to `until` whose losses differ by more than rounding. Rounding
+    differs, because sums are taken in another order.
     """
     with bench.again(run, f"{run.home.name}-plain") as plain:
         plain.wait_step(until, START_S + until * STEP_S)
@@ -72,7 +74,9 @@ def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
 
 
 def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
-    """Compare prediction and measurement of every rank's stages, from its metrics."""
+    """Compare the predicted and the measured time of every stage of every rank, from the rank's
+    metrics.
+    """
     plan = bench.plan_of(run)
     for rank in range(plan.plan.parallelism.devices):
         lines = run.lines(rank)[-bench.steps // 2 :]

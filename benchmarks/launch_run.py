@@ -1,8 +1,8 @@
 """LaunchedRun: a run of `launch`, driven by the commands of a user (`roadtrain plan`, `roadtrain
 launch --detach`, `--stop`) and watched through its files (state.json, metrics.jsonl, all.log).
 
-Processes of a run are found by their command line and environment, to be killed. Does NOT judge
-anything.
+If a benchmark kills processes of a run, it finds the processes by their command line and
+environment. Does NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def command(
     """Run `roadtrain WORDS` and return its output.
 
     Args:
-        inside: prefix to run the command on a host of a lab
+        inside: words before the command that let it run on a host of a lab
 
     Raises:
         RoadtrainError: the exit code is not in `ok`
@@ -60,7 +60,7 @@ def command(
 
 @dataclass(frozen=True)
 class FoundProcess:
-    """A process of this machine."""
+    """A process that runs on this machine: its id, command line and environment."""
 
     pid: int
     words: tuple[str, ...]
@@ -83,8 +83,9 @@ def processes(of: Callable[[FoundProcess], bool]) -> Iterator[FoundProcess]:
 
 
 class LaunchedRun:
-    """A run. `home` has the two files; the run trains in `home`/run. All its processes are killed
-    at the end of the context. `inside`: as for `command`.
+    """A run, used as a context manager: at the end of the block, all its processes are killed.
+    `home` has cluster.toml and job.toml, and the run trains in `home`/run. `inside`: as for
+    `command`.
     """
 
     def __init__(
@@ -98,19 +99,21 @@ class LaunchedRun:
     # commands
 
     def plan(self, *more: str) -> str:
-        """Plan: read cluster.toml and job.toml, write plan.toml."""
+        """Run `roadtrain plan`, which reads cluster.toml and job.toml and writes plan.toml."""
         files = [str(self.home / name) for name in ("cluster.toml", "job.toml", "plan.toml")]
         return command("plan", files[0], "--job", files[1], "--out", files[2], *more)
 
     def start(self) -> float:
-        """Start the run detached. Returns the time of the command, seconds since the epoch."""
+        """Start the run with `launch --detach`. Returns the time of the command in seconds since
+        the epoch.
+        """
         then = time.time()
         command(*self._words(), "--detach", inside=self.inside)
         return then
 
     def follow(self, *words: str) -> None:
-        """Start the run, or run `roadtrain WORDS`, with a launcher that stays. Returns when the run
-        has begun. Raises RoadtrainError if it does not.
+        """Start a launcher that follows the run: `launch` or, if words are given, `roadtrain
+        WORDS`. Returns when the run has begun. Raises RoadtrainError if the run does not begin.
         """
         self._let_go()
         self.launcher = subprocess.Popen(
@@ -133,7 +136,7 @@ class LaunchedRun:
         return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
 
     def _let_go(self) -> None:
-        """Kill the launcher that stays."""
+        """Kill the launcher that follows the run."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
@@ -146,7 +149,9 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
-        """Remove the stores of an earlier benchmark, which a lab keeps in the run's home."""
+        """Remove the stores that an earlier benchmark left. A lab keeps them in the home of its
+        run.
+        """
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
         return self
@@ -165,15 +170,15 @@ class LaunchedRun:
         return self.run_home.state()
 
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Lines of a rank's metrics."""
+        """Read the lines of a rank's metrics."""
         return read_metrics(self._metrics(rank))
 
     def _metrics(self, rank: int) -> Path:
         return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
     def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Map step -> its line, including the files from before the rank was away
-        for some steps.
+        """Map each step to its line in a rank's metrics. Includes the lines in older files, which
+        were written before the rank was away for some steps.
         """
         last, number, found = self._metrics(rank), 1, dict[int, dict[str, Any]]()
         while (before := last.with_name(f"{last.stem}.before-{number}.jsonl")).exists():
@@ -187,12 +192,13 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        """Map step -> the mean loss over its ranks.
+        """Map each step to the mean loss over the ranks that ran in the step.
 
-        A data-parallel rank's line covers its own micro-batches. Where fewer ranks ran, each has
-        more of a step's tokens; lines that other ranks wrote before that step was repeated are
-        ignored. With servers, worker 0's line covers all workers, and so more tokens than
-        another's.
+        The line of a data-parallel rank covers the micro-batches of that rank. If fewer ranks ran
+        in a step, each rank's line covers more tokens of the step. Lines of other ranks for this
+        step are then ignored, because they were written before the step was repeated. With servers,
+        worker 0's line covers all workers, and therefore more tokens than the line of any other
+        worker.
         """
         of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
         steps = sorted(of_rank[0])
@@ -212,7 +218,9 @@ class LaunchedRun:
         return out
 
     def step_s(self, after: int, until: int | None = None) -> float:
-        """Median seconds of the steps after `after`, without the first ones."""
+        """Compute the median seconds of the steps after step `after`, without the first steps after
+        it.
+        """
         took = [
             float(line["seconds"])
             for line in self.lines()
@@ -224,8 +232,8 @@ class LaunchedRun:
         return self.run_home.all_log.read_text(errors="replace")
 
     def wait_step(self, step: int, within_s: float) -> float:
-        """Wait until the step is done and return the seconds. Raises DeadlineError, or
-        RoadtrainError if the run ends first.
+        """Wait until the step is done, and return the seconds waited. Raises DeadlineError after
+        `within_s`, or RoadtrainError if the run ends before the step.
         """
 
         def done() -> bool:
@@ -234,7 +242,7 @@ class LaunchedRun:
         return self.wait(done, f"step {step}", within_s)
 
     def wait_log_step(self, offset: int, within_s: float) -> None:
-        """Wait until worker 0 has reported a step in all.log from `offset` on."""
+        """Wait until worker 0 has reported a step in all.log, at position `offset` or later."""
 
         def stepped() -> bool:
             return self.run_home.all_log.exists() and "] step " in self.log()[offset:]
@@ -275,7 +283,7 @@ class LaunchedRun:
         )
 
     def workers(self) -> list[FoundProcess]:
-        """Worker processes, sorted by rank."""
+        """Find the worker processes, sorted by rank."""
         found = [
             process
             for process in processes(self._started)
@@ -284,14 +292,14 @@ class LaunchedRun:
         return sorted(found, key=lambda process: int(process.environment["RANK"]))
 
     def services(self, what: str) -> list[FoundProcess]:
-        """Processes of servers with the option `what`: --store, --sum or --switch."""
+        """Find the server processes that have the option `what`: --store, --sum or --switch."""
         return [p for p in processes(self._started) if "serve" in p.words and what in p.words]
 
     def agents(self) -> list[FoundProcess]:
         return [p for p in processes(self._mine) if "roadtrain.launch.agent" in p.words]
 
     def held(self) -> list[FoundProcess]:
-        """All processes started by an agent, and the supervisor."""
+        """Find the supervisor and all processes that an agent has started."""
         return [
             process
             for process in processes(lambda found: self._started(found) or self._mine(found))
@@ -302,8 +310,8 @@ class LaunchedRun:
         return [p for p in processes(self._mine) if "roadtrain.launch.supervise" in p.words]
 
     def _started(self, process: FoundProcess) -> bool:
-        """Check that the run's engine started the process: its command line has the run's
-        directory.
+        """Check that the engine of this run started the process. The command line of such a process
+        contains the run's directory.
         """
         directory = str(self.home / "run")
         return "roadtrain.cli" in process.words and any(directory in word for word in process.words)

@@ -1,9 +1,10 @@
-"""Clusters and jobs of `launch`: the two files of a run, as a user would write them.
+"""Clusters and jobs of `launch`: writes the two files of a run, as a user would.
 
 The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so that they limit a step: the hosts of a lab share this machine's processors, and
-a host that waits for half of a step computes twice as fast as its share. Devices have the speed
-measured on this machine right before (launch_speed.py). Does NOT start anything.
+12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If all
+hosts wait for half of a step, each computes twice as fast in the other half as its share of the
+processors allows. Devices have the speed that was measured on this machine right before
+(launch_speed.py). Does NOT start processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LATENCY = "50us"
 
 @dataclass(frozen=True)
 class HostKind:
-    """A table of [[hosts]]. `rate`: of its NIC, Mbit/s."""
+    """A table of [[hosts]] in a cluster file. `rate`: the rate of the host's NIC in Mbit/s."""
 
     name: str
     rate: float
@@ -47,10 +48,10 @@ class Scene:
     """A cluster and a job.
 
     Attributes:
-        links: (switch, switch, Mbit/s)
-        at_once: number of a lab's hosts that compute at the same time, while the others wait for
-            a link; 0: all
-        more: keys of the job
+        links: (switch, switch, Mbit/s) of each link between two switches
+        at_once: number of hosts of a lab that compute at the same time, while the others wait for a
+            link; 0 for all hosts
+        more: further keys of the job
     """
 
     name: str
@@ -70,17 +71,18 @@ class Scene:
         return sum(host.count for host in self.hosts if host.computes)
 
     def constants(self, on: str) -> str:
-        """Constants of the simulator: devices are as fast as measured; TCP over a lab's NICs
-        carries a part of their rate.
+        """Return the name of the simulator's constants for this scene. In both sets of constants,
+        devices are as fast as they were measured. In "lab", TCP carries a fixed share of the rate
+        of a NIC.
         """
         return "lab" if on == "lab" or self.emulated else "measured"
 
     def write(self, home: Path, steps: int, on: str = "lab", samples: int = 0) -> Speed:
-        """Write cluster.toml and job.toml.
+        """Write cluster.toml and job.toml, and return the measured speed.
 
         Args:
             on: "files" for machines that do not exist
-            samples: in a micro-batch of the plan; 0: there is no plan yet
+            samples: number of samples in a micro-batch of the plan; 0 if there is no plan yet
         """
         home.mkdir(parents=True, exist_ok=True)
         (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))

@@ -1,6 +1,7 @@
-"""Measure how fast this machine's processors compute a job of `launch` when several hosts compute
-at once: seconds of a micro-batch's forward and backward, of an optimizer update and of sums.
-Measured right before a plan is made, so that its cluster file has the machine's present speed.
+"""Measure how fast this machine's processors compute a job of `launch` while several hosts compute
+at once. The results are the seconds of a micro-batch's forward and backward, of an optimizer
+update, and of sums. The measurement runs right before a plan is made, so the plan's cluster file
+has the present speed of the machine.
 
     python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    (one host: prints a line of JSON)
 
@@ -36,8 +37,8 @@ BEGIN = "begin"
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one of several hosts that compute at once. `flops`: peak of a device that is as fast
-    at full efficiency.
+    """Speed of one host while several hosts compute at once. `flops`: the peak of a device that
+    computes at full efficiency and is as fast as this host.
     """
 
     hosts: int
@@ -49,8 +50,9 @@ class Speed:
 
 
 def speed(job: Path, hosts: int, samples: int) -> Speed:
-    """Measure with `hosts` processes at once and `samples` in a micro-batch, since larger
-    micro-batches are faster a sample. Raises RuntimeError if a process fails.
+    """Measure the speed with `hosts` processes that compute at once. `samples`: samples in a
+    micro-batch; a larger micro-batch takes less time for each sample. Raises RuntimeError if a
+    process fails.
     """
     words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS), str(samples)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -87,7 +89,7 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
 
 @cache
 def together() -> dict[str, float]:
-    """Rates of all processors together, which the hosts share."""
+    """Measure the rates of all processors together. The hosts share these rates."""
     return processors(len(os.sched_getaffinity(0)))
 
 

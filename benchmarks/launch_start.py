@@ -1,5 +1,6 @@
-"""Item `start` of `launch`: time from nothing to the first step on two Ray nodes, by part, beside
-torchrun's time to the first step of the same job on this host.
+"""Item `start` of `launch`: the time from the launch command to the first step on two Ray nodes,
+and the time of each part of the start. Beside it, the time that torchrun takes to the first step of
+the same job on this host.
 
 A part ends when the process of the next part begins, or when a phase of the start is done
 (roadtrain.launch.home.StartPhase).
@@ -76,7 +77,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _begun(run: LaunchedRun) -> dict[str, float]:
-    """Start times of a run's processes, seconds since the epoch."""
+    """Return the start times of the supervisor and of worker 0, in seconds since the epoch."""
     return {SUPERVISOR: min(map(_began, run.supervisors())), WORKER: _began(run.workers()[0])}
 
 
@@ -85,13 +86,13 @@ def _began(process: FoundProcess) -> float:
 
 
 def torchrun_s(job: str, home: Path) -> float:
-    """Seconds from the command to the first step of a job of two workers.
+    """Measure the seconds from the torchrun command to the first step of a job with two workers.
 
     Args:
-        job: content of the job file of a run in `home`/run
+        job: content of the job file for a run in `home`/run
 
     Raises:
-        DeadlineError: no step within START_S
+        DeadlineError: no step was done within START_S
     """
     directory = home / "torchrun"
     directory.mkdir()

@@ -1,14 +1,15 @@
-"""Links: 4 MiB chunks over loopback TCP and shared memory between two processes, beside gloo in the
-same rounds. Also the RDMA link if NIXL is installed, over UCX's TCP mode, which shows the
-overhead of the link but not the speed of RDMA; and, with root, both directions at once over an
-emulated link of a given rate.
+"""Links: two processes transfer 4 MiB chunks over loopback TCP and over shared memory, beside gloo
+in the same rounds. If NIXL is installed, the RDMA link is measured too, over UCX's TCP mode. This
+shows the overhead of the link but not the speed of RDMA. With root, both directions are also
+measured at once over an emulated link of a given rate.
 
-Frames have checksums, the default; the same rounds without them show their cost. The floor of TCP
-is a bare socket with the same calls, that of shared memory one copy; both are measured in the same
-rounds. With one buffer a side the bytes stay in the cache; with several buffers in turn, as in
-training, memory bandwidth counts. CPU seconds are those of both processes together. Over the
-emulated link the rate is that of arriving data, between the first chunk and the last; its floor is
-the link's rate less the headers of Ethernet, IP and TCP before each 1448 bytes.
+Frames have checksums, which is the default. The same rounds also run without checksums, to show the
+cost of checksums. The floor of TCP is a bare socket with the same calls, and the floor of shared
+memory is one copy. Both floors are measured in the same rounds. With one buffer on each side, the
+bytes stay in the cache. With several buffers in turn, as in training, the memory bandwidth counts.
+CPU seconds are those of both processes together. Over the emulated link, the rate is that of
+arriving data between the first chunk and the last. The floor there is the rate of the link without
+the headers of Ethernet, IP and TCP, which stand before each 1448 bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _near_options(way: str) -> handshake.Common:
 
 
 class _Node:
-    """A process that listens or connects, then transfers as the parent requests."""
+    """A process that listens or connects, and then makes the transfers that the parent requests."""
 
     def __init__(self) -> None:
         self.buffers, self.out = ([Buffer(CHUNK).view for _ in range(WINDOW)] for _ in range(2))
@@ -116,8 +117,8 @@ class _Node:
             self.link = tcp.connect(address, self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Send and receive chunks. Returns seconds until both sides have everything, bytes/s of the
-        arriving data, and CPU seconds of this process.
+        """Send and receive chunks. Returns (seconds until both sides have all chunks, bytes/s of
+        the arriving data, CPU seconds of this process).
         """
         assert self.link is not None
         self.there.clear()
@@ -134,7 +135,10 @@ class _Node:
             )
         for event, chunks in ((self.acked, sends), (self.there, receives)):
             if (chunks and not event.wait(WAIT_S)) or self.error is not None:
-                raise TimeoutError(f"no end of {chunks} chunks: {self.error}")
+                raise TimeoutError(
+                    f"the transfer of {chunks} chunks did not end within {WAIT_S:.0f} s, or it"
+                    f" failed: {self.error}"
+                )
         seconds, rate = perf_counter() - begin, 0.0
         if receives > 1:
             rate = (len(self.times) - 1) * CHUNK / (self.times[-1] - self.times[0])
@@ -151,8 +155,8 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of shared memory: one copy, since two processes copy in and out at the
-        same time.
+        """Measure the floor of shared memory. It is one copy, because one process copies in while
+        the other copies out.
         """
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):
@@ -167,7 +171,9 @@ class _Node:
         self.client = socket.create_connection(address)
 
     def plain_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of TCP: the same bytes on a bare socket, without frames."""
+        """Measure the floor of TCP: send and receive the same bytes over a bare socket, without
+        frames.
+        """
         if receives:
             sock, _ = self.server.accept()
             self.server.close()
@@ -234,7 +240,7 @@ def _serve(pipe: Connection, namespace: str) -> None:
 
 
 class _Pair:
-    """Two processes that receive requests at the same time."""
+    """Two processes that make their transfers at the same time, as `ask` requests."""
 
     def __init__(self, *namespaces: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -388,8 +394,8 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Create two namespaces joined by a link of that rate in each direction, 10.99.0.1 and .2. They
-    are removed in any case.
+    """Create two network namespaces and a link between them that has this rate in each direction.
+    Yields the addresses 10.99.0.1 and 10.99.0.2. The namespaces are always removed.
     """
     names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
     try:

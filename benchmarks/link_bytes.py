@@ -1,11 +1,12 @@
-"""Bytes that each rank sends to each other rank in one step according to a plan. Tests compare the
-counters of real runs with them.
+"""Compute the bytes that each rank sends to each other rank in one step of a plan. Tests compare
+the counters of real runs with the result.
 
-Between stages: the transfers of the pipeline's state machines, one micro-batch each. Inside a stage
-of d replicas with a sharded optimizer: each rank sends (d - 1) / d of its gradients' bytes directly
-to the owners (on processors; NCCL uses a ring), and as much of its parameters' bytes to the next
-rank of a ring (all-gather). The servers of a placed optimizer count its traffic themselves. Payload
-only: no headers, padding or norms. Pure arithmetic.
+Between stages, the pipeline's state machines define the transfers. Each transfer has one
+micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers. Each rank
+sends (d - 1) / d of the bytes of its gradients directly to their owners (on processors; NCCL uses a
+ring). It also sends (d - 1) / d of the bytes of the parameters to the next rank of a ring
+(all-gather). The traffic of a placed optimizer is not included: the servers of the optimizer count
+it. Only payload is counted: no headers, padding or norms. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Links = dict[tuple[int, int, TrafficKind], float]  # (from rank, to rank, kind) 
 
 @dataclass(frozen=True)
 class BoundaryBytes:
-    """Bytes of one micro-batch between two ranks of consecutive stages."""
+    """Bytes that one micro-batch sends in each direction between two ranks of consecutive
+    stages.
+    """
 
     activations: float
     gradients: float
@@ -42,8 +45,8 @@ class BoundaryBytes:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes that a rank of a stage exchanges with the stage's other ranks of its tensor rank. A
-    stage of one replica, or with a placed optimizer, sends none.
+    """Bytes that a rank exchanges with the other ranks of its stage that have the same tensor rank.
+    They are 0 if the stage has one replica or a placed optimizer.
     """
 
     gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others
@@ -54,9 +57,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """A parameter shared by several stages (tied embeddings). From every other stage, each rank
-    gets the summed gradient of the elements whose state it keeps, sent by the ranks there that
-    have it.
+    """A parameter that several stages hold (tied embeddings). Each rank keeps the optimizer state
+    of some elements of the parameter. For these elements, the rank receives a summed gradient from
+    each of the other stages. Ranks that keep the same elements in those stages send it.
     """
 
     stages: tuple[int, ...]
@@ -73,11 +76,11 @@ def link_bytes(
     """Compute the bytes of one step.
 
     Args:
-        num_microbatches: over all replicas
-        boundary: of each micro-batch, and each tensor and context rank
+        num_microbatches: number of micro-batches of all replicas together
+        boundary: bytes of each micro-batch, for each tensor and context rank
 
     Raises:
-        ConfigError: the number of `stages` is not that of `parallelism`
+        ConfigError: the number of `stages` is not the pp of `parallelism`
     """
     if len(stages) != parallelism.pp:
         raise ConfigError(f"got the bytes of {len(stages)} stages, but pp is {parallelism.pp}")
@@ -111,7 +114,7 @@ def _between_stages(
 
 
 def _ranks(parallelism: Parallelism, peer: Peer) -> list[int]:
-    """All ranks of a replica: its context and tensor ranks, in order."""
+    """List all ranks of a replica of a stage, first by context rank, then by tensor rank."""
     return [
         parallelism.rank(RankPosition(peer.stage, peer.replica * parallelism.cp + c, t))
         for c in range(parallelism.cp)

@@ -1,6 +1,6 @@
-"""A Slurm on this machine, to test the files of `roadtrain launch --write slurm`: a controller, and
-a daemon for each node. Needs root, and Debian's slurm-wlm and munge. Does NOT touch an installed
-Slurm that is running.
+"""A Slurm on this machine, to test the files of `roadtrain launch --write slurm`. It has a
+controller, and a daemon for each node. Needs root, and Debian's slurm-wlm and munge. Does NOT touch
+an installed Slurm that is running.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -
 
 @dataclass
 class LocalSlurm:
-    """A Slurm with all files in `home`; `close` ends it. `gpus`: GPUs of a node; terminals stand in
-    for them, Slurm only counts and assigns them.
+    """A Slurm with all files in `home`. `close` ends it. `gpus`: number of GPUs of each node.
+    Terminals stand in for the GPUs, because Slurm only counts and assigns them.
     """
 
     home: Path
@@ -107,7 +107,7 @@ class LocalSlurm:
         )
 
     def _devices(self) -> Iterator[str]:
-        """Lines of gres.conf. Slurm needs a different device file for each GPU."""
+        """Yield the lines of gres.conf. Slurm requires a different device file for each GPU."""
         first = 0
         for node, count in self.gpus.items():
             yield f"NodeName={node} Name=gpu File=/dev/tty[{first}-{first + count - 1}]\n"
@@ -146,7 +146,7 @@ class LocalSlurm:
         self.close()
 
     def close(self) -> None:
-        """Cancel all jobs and stop the daemons, then kill processes that jobs left behind."""
+        """Cancel all jobs and stop the daemons. Then kill the processes that the jobs left."""
         self.ask("scancel", "--user=root")
         psutil.wait_procs(self.tasks(), 40)
         for daemon in reversed(self.running):
@@ -157,8 +157,8 @@ class LocalSlurm:
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """Processes that its jobs started: all with this Slurm's configuration in their
-        environment, without the daemons.
+        """Find the processes that jobs of this Slurm started. They have the path of this Slurm's
+        configuration in their environment. Daemons are not included.
         """
         daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()

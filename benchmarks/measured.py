@@ -1,16 +1,17 @@
-"""`roadtrain bench measured`: public training runs beside the simulator, a closed form and one
-constant efficiency.
+"""`roadtrain bench measured`: compare public training runs with the predictions of the simulator,
+of a closed form and of one constant efficiency.
 
-Runs of vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry (FSDP on A100 and
-H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200), Megatron-Bridge (GB200,
-GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their sources are in
-measured.json, their plans in measured_rows.py. The simulator has at most six constants a family, in
-fitted.toml; the closed form five, by least squares; the other baseline one efficiency; all are
-fitted to the same rows. Four families are also checked with each model size left out of the fit
-(`held out`). Measured memory is compared too, where a report has it.
+The runs were published by vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry
+(FSDP on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
+Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their
+sources are in measured.json, their plans in measured_rows.py. The simulator has at most six
+constants for each family of runs, in fitted.toml. The closed form has five constants, fitted by
+least squares, and the other baseline has one efficiency. All are fitted to the same rows. For four
+families, the benchmark also predicts each model size with constants that are fitted without this
+size (`held out`). If a report has measured memory, the memory is compared too.
 
     python -m benchmarks.measured --fit FAMILY      # print constants for fitted.toml
-    python -m benchmarks.measured --rows FILE       # your own runs, in the form of measured.json
+    python -m benchmarks.measured --rows FILE       # your runs, with fields as in measured.json
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ MOST = {"efficiency": 1.0, "network": 1.0, "attention": 2.0}
 
 
 def runs() -> tuple[Run, ...]:
-    """Runs whose step was timed."""
+    """List the runs whose step time was measured."""
     return tuple(run for run in all_runs() if run.seconds)
 
 
@@ -76,7 +77,7 @@ def predicted(run: Run, of: Constants) -> float:
 
 
 def by_plan(own: Sequence[Run]) -> list[list[Run]]:
-    """Group runs of the same plan, which were measured more than once."""
+    """Group the runs that have the same plan, which are repeated measurements."""
     found: dict[Any, list[Run]] = {}
     for run in own:
         found.setdefault(
@@ -86,7 +87,9 @@ def by_plan(own: Sequence[Run]) -> list[list[Run]]:
 
 
 def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
-    """Pairs of (predicted, measured) seconds; each plan is simulated once."""
+    """List the pairs (predicted seconds, measured seconds) of all runs. Each plan is simulated
+    once.
+    """
     return [
         (seconds, run.seconds)
         for same in by_plan(own)
@@ -99,8 +102,9 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 
 
 def terms(run: Run) -> list[float]:
-    """Terms of the closed form: computing with the pipeline's bubble, tensor-parallel bytes,
-    data-parallel bytes over the network, blocks a step, and 1.
+    """Compute the terms of the closed form: the time to compute with the pipeline's bubble, the
+    times for tensor-parallel bytes and for data-parallel bytes over the network, the number of
+    blocks in a step, and 1.
     """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices
@@ -138,7 +142,9 @@ def terms(run: Run) -> list[float]:
 
 
 def closed_form(fit: Sequence[Run]) -> Callable[[Run], float]:
-    """Fit by least squares of the relative error. Terms with a negative constant are dropped."""
+    """Fit the closed form to the runs, with least squares of the relative error. Terms whose
+    constant would be negative are dropped. Returns a function that predicts the seconds of a run.
+    """
     a = np.array([[t / run.seconds for t in terms(run)] for run in fit])
     use = list(range(a.shape[1]))
     while True:
@@ -160,9 +166,9 @@ def constant_efficiency(fit: Sequence[Run]) -> Callable[[Run], float]:
 def fitted(
     fit: Sequence[Run], start: Constants, rounds: int = 100, names: Sequence[str] = FITTED
 ) -> Constants:
-    """Fit the constants called `names` by Nelder and Mead's method over their logarithms,
-    minimizing the mean absolute error of the logarithm. Runs of the same plan are simulated
-    once.
+    """Fit the constants called `names`. The search is Nelder and Mead's method over the logarithms
+    of the constants. It minimizes the mean absolute error of the logarithm of the step time. Runs
+    with the same plan are simulated once.
     """
     groups = by_plan(fit)
 
@@ -216,8 +222,8 @@ def fitted(
 
 
 def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Errors of (predicted, measured) pairs: mean and median absolute error, 90th percentile, and
-    signed mean.
+    """Compute the relative errors of (predicted, measured) pairs: the mean, the median and the 90th
+    percentile of the absolute error, and the signed mean.
     """
     signed = [p / m - 1 for p, m in found]
     absolute = sorted(map(abs, signed))
@@ -230,7 +236,9 @@ def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
-    """Predict each model size with constants fitted to the others."""
+    """Predict each model size with constants that are fitted to all other sizes. Returns pairs
+    (predicted seconds, measured seconds).
+    """
     out, names = [], [key for key in constants_table(name) if key in START]
     for size in dict.fromkeys(run.size for run in own):
         of = fitted([run for run in own if run.size != size], constants(name), 25, names)
@@ -298,7 +306,9 @@ def run(quick: bool = False) -> Report:
 
 
 def memory_rows() -> list[Row]:
-    """Errors of the bytes of the fullest device: mean absolute, and the largest underestimate."""
+    """Compare the predicted bytes of the fullest device with the measured ones, by family: the mean
+    absolute error, and the largest underestimate.
+    """
     rows: list[Row] = []
     full = [run for run in all_runs() if run.peak]
     for family in dict.fromkeys(run.family for run in full):
@@ -313,8 +323,8 @@ def memory_rows() -> list[Row]:
 
 
 def compare_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Compare runs to which no constant was fitted with predictions. Returns a text with a line for
-    each run, each family's errors, and the rows that cannot be expressed as a plan.
+    """Compare predictions with runs that were not used to fit constants. The returned text has a
+    line for each run, the errors of each family, and the rows that cannot be expressed as a plan.
     """
     found, refused = runs_of(rows)
     lines, timed = [], dict[str, list[tuple[float, float]]]()

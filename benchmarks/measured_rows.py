@@ -1,9 +1,11 @@
-"""Rows of measured.json as plans on clusters: each framework's known behaviour in fields of Plan.
+"""Convert the rows of measured.json to plans on clusters. Fields of Plan express the known
+behaviour of each framework.
 
-Where a report lacks a detail, an assumption for the whole family is made here, with the reason
-beside it; no run is treated by its id. The rates between devices of a host are the share of NVLink
-that collectives reach: 0.72 of a direction's peak, as in NCCL's published all-reduces of 268 MB on
-A100 (217 of 300 GB/s); those of LLM Foundry and vTrain are the first fitted values.
+If a report lacks a detail, this module assumes one for the whole family, with the reason beside it.
+No assumption depends on the id of a run. The rate between devices of a host is the share of
+NVLink's rate that collectives reach: 0.72 of the peak of a direction, as in NCCL's published
+all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rate is the value
+of the first fit.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run. `seconds`: of a step; `peak`: bytes of the fullest device. The figure that
-    was not measured is 0.
+    """A measured run. `seconds`: time of a step; `peak`: bytes of the fullest device. If one of
+    these was not measured, it is 0.
     """
 
     id: str
@@ -77,7 +79,9 @@ def all_runs() -> tuple[Run, ...]:
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
-    """Convert rows as in measured.json. Also returns the rows that have no plan (id -> reason)."""
+    """Convert rows with the fields of measured.json. Returns (runs, rows that have no plan). The
+    second result maps the id of each such row to the reason.
+    """
     found, refused = [], {}
     for i, row in enumerate(rows):
         try:
@@ -96,8 +100,8 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str
 
 
 def named(text: str) -> ModelShape:
-    """Return the shape of a model that a report calls `text`. Only letters and digits are compared,
-    and 3.1 counts as 3. Raises ConfigError.
+    """Return the shape of the model that a report calls `text`. Names are compared by their letters
+    and digits alone, and the version 3.1 counts as 3. Raises ConfigError if no model has the name.
     """
 
     def plain(name: str) -> str:
@@ -107,7 +111,7 @@ def named(text: str) -> ModelShape:
 
 
 def device_peak(run: Run) -> float:
-    """Bytes of the fullest device, by simulator/memory.py."""
+    """Compute the bytes of the fullest device with simulator/memory.py."""
     stages = [
         [block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)
     ]
@@ -157,13 +161,15 @@ def _run(row: dict[str, Any]) -> Run:
 
 
 def is_yes(value: Any) -> bool:
-    """Check whether a report's value means yes, unlike `offload: None`, "none", "n/a" and false."""
+    """Check whether a value in a report means yes. Values such as None, "none", "n/a" and false
+    mean no.
+    """
     return str(value).strip().lower() not in ("", "none", "null", "n/a", "no", "false", "off", "0")
 
 
 def offloads(how: Mapping[str, Any]) -> str | None:
-    """Return the target of the optimizer state's offload; "" if the report denies it, None if it
-    does not mention it.
+    """Return where the optimizer state is offloaded to. The result is "" if the report says that
+    the state is not offloaded, and None if the report does not mention it.
     """
     keys = [
         key for key in how if key.startswith("offload") and "act" not in key and "param" not in key
@@ -195,8 +201,9 @@ def _vtrain(row: dict[str, Any]) -> RunParts:
 
 
 def _foundry(row: dict[str, Any]) -> RunParts:
-    """FSDP. With amp_fp8, each product's inputs are first cast, transposed and searched for their
-    maximum, so kernels read and write the memory three times as often (fitted, to four runs).
+    """LLM Foundry: FSDP. With amp_fp8, the inputs of each product are first cast, transposed and
+    searched for their maximum. Kernels therefore read and write the memory three times as often
+    (fitted to four runs).
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
@@ -227,14 +234,15 @@ def _foundry(row: dict[str, Any]) -> RunParts:
 def _titan(row: dict[str, Any]) -> RunParts:
     """torchtitan: FSDP2 in bf16 with sharded fp32 parameters, 16 bytes a parameter.
 
-    With a pipeline, parameters stay gathered from forward to backward, gradients accumulate
-    unsharded in fp32 (FSDP2 reduces in fp32 once a step), a stage's outputs are kept until its
-    backward, and a step has as many micro-batches as stages. The loss is in fp32: logits, their
-    copy, log-softmax and its gradient are 2 + 4 + 4 + 4 bytes; a tensor-parallel loss has the
-    exponent too. Asynchronous tensor parallelism exposes one of tp pieces of a sum. Memory is what
-    the allocator reserved, without the context; without compilation 6 % more than is used. Compiled
-    kernels access memory half as often (norms, rotations, gates and residuals are one kernel
-    instead of two to four).
+    With a pipeline, parameters stay gathered from forward to backward. Gradients accumulate
+    unsharded in fp32, because FSDP2 reduces in fp32 once a step. The outputs of a stage are kept
+    until its backward, and a step has as many micro-batches as stages. The loss is in fp32: the
+    logits, their copy, the log-softmax and its gradient take 2 + 4 + 4 + 4 bytes. A tensor-parallel
+    loss stores the exponent too. With asynchronous tensor parallelism, a sum is cut into tp pieces,
+    and only the time of one piece is not hidden. The reported memory is what the allocator
+    reserved, without the context. Without compilation, it is 6 % more than the memory in use.
+    Compiled kernels access memory half as often (norms, rotations, gates and residuals are one
+    kernel instead of two to four).
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     name, length = (
@@ -282,10 +290,11 @@ def _titan(row: dict[str, Any]) -> RunParts:
 
 
 def _simumax(row: dict[str, Any]) -> RunParts:
-    """Megatron-LM with its distributed optimizer and a fused loss ("cef" in the case names): 16-bit
-    logits, and their fp32 softmax, which becomes the gradient. The output layer's gradient is
-    computed in fp32 beside the buffer that it is added to. Memory is torch's count of allocated
-    bytes, without the context. A reduced DeepSeek-V3 has one dense layer.
+    """Megatron-LM with its distributed optimizer and a fused loss ("cef" in the case names). The
+    loss stores 16-bit logits and their fp32 softmax, which becomes the gradient. The gradient of
+    the output layer is computed in fp32, in memory beside the buffer to which it is added. The
+    reported memory is torch's count of allocated bytes, without the context. A reduced DeepSeek-V3
+    has one dense layer.
     """
     how, batch = row["parallelism"], row["batch"]
     name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
@@ -312,9 +321,9 @@ def _simumax(row: dict[str, Any]) -> RunParts:
 def _bridge(row: dict[str, Any]) -> RunParts:
     """Megatron-Bridge: distributed optimizer or FSDP; gradients are sent during backward.
 
-    Where layers do not divide evenly, the embedding and the loss count as a layer each. A job uses
-    64 of the 72 devices that a rack's NVLink joins. A release that does not name the precision used
-    fp8 (763 TFLOP/s on H100 cannot be reached in bf16).
+    If the layers do not divide evenly, the embedding and the loss count as one layer each. The
+    NVLink of a rack joins 72 devices, of which a job uses 64. If a release does not name the
+    precision, fp8 is assumed, because the published 763 TFLOP/s on H100 cannot be reached in bf16.
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     kind = row["hardware"].removeprefix("DGX-")
@@ -354,14 +363,15 @@ def _bridge(row: dict[str, Any]) -> RunParts:
 
 
 def _sailor(row: dict[str, Any]) -> RunParts:
-    """Megatron-DeepSpeed, fp16 with fp32 copies of parameters and gradients, without sequence
-    parallelism; gradients are summed after backward.
+    """Megatron-DeepSpeed in fp16, with fp32 copies of parameters and gradients, and without
+    sequence parallelism. Gradients are summed after backward.
 
-    Its layer counts include the embedding and the output. Attention is not fused: softmax in fp32,
-    its 16-bit copy, dropout's output and mask and the causal mask are 4 + 2 + 2 + 1 + 1 bytes a
-    score. Assumed, to match measured memory: the small devices of the mixed cluster recompute
-    layers, and GH200 has 2.8 GB of other memory in use. A stage's devices are the hosts named for
-    it, of which the slowest sets the pace; their network gave 12 MB/s.
+    The reported numbers of layers include the embedding and the output. Attention is not fused. For
+    each score, the fp32 softmax, its 16-bit copy, the output of dropout, the mask of dropout and
+    the causal mask take 4 + 2 + 2 + 1 + 1 bytes. Two assumptions match the measured memory: the
+    small devices of the mixed cluster recompute layers, and GH200 has 2.8 GB of other memory in
+    use. The report names the hosts of each stage, and the slowest of these hosts sets the pace. The
+    network between these hosts gave 12 MB/s.
     """
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
@@ -410,8 +420,8 @@ def _sailor(row: dict[str, Any]) -> RunParts:
 
 def _offload(row: dict[str, Any]) -> RunParts:
     """DeepSpeed with the optimizer's state in host memory, updated by the processors. ZenFlow
-    updates every fourth step (its default), concurrently with the next steps. A run without
-    offload is plain ZeRO. The samples' length is not printed; 1024 is assumed.
+    updates in every fourth step (its default), while the next steps run. A run without offload is
+    plain ZeRO. The report does not print the length of the samples; 1024 is assumed.
     """
     how = row["parallelism"]
     n, late, to = row["n_gpus"], is_yes(how.get("zenflow")), offloads(how)

@@ -1,5 +1,5 @@
-"""The 420 M model of the out-of-core benchmarks: one config, seed and data for roadtrain, the peer
-and plain torch.
+"""The 420 M model of the benchmarks that keep state on disk: one config, seed and data for
+roadtrain, the peer and plain torch.
 
 A Llama of transformers (32 layers x 1024, byte vocabulary) with parameters and gradients in bf16,
 and an fp32 master with AdamW: DeepSpeed's bf16 mode. The text is the standard library's source,
@@ -9,10 +9,10 @@ read as bytes. No peer is imported.
     python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
 
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
-(measured: torch 2.13, AVX2), so a step would measure nothing else. On such a CPU the bf16
-parameters are converted to fp32 for each product, activations are fp32 and gradients are rounded to
-bf16: the same traffic with a normal product. All three systems do the same, and their reports name
-it (`compute`).
+(measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
+the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
+rounded to bf16. The traffic is the same, and the product has a normal speed. All three systems
+compute in this way, and their reports name the way (`compute`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ WARM_UP = 2  # steps that do not count: they fill caches and touch memory for th
 
 
 def compute_default() -> str:
-    """Return `bf16` if the processor multiplies bf16 matrices, else `fp32` (note: wide compute)."""
+    """Return `bf16` if the processor has instructions for products of bf16 matrices, else `fp32`
+    (see note: wide compute).
+    """
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
 
@@ -52,7 +54,7 @@ def build(
     inner: int = INNER,
     checkpoint: bool = False,
 ) -> nn.Module:
-    """Build the model with its bf16 parameters, never in fp32 as a whole.
+    """Build the model with bf16 parameters. The whole model never exists in fp32.
 
     Call it as `model(input_ids=x, labels=x).loss`. Smaller sizes are for tests.
 
@@ -91,8 +93,8 @@ def build(
 
 
 class WideLinear(nn.Linear):
-    """Linear layer with a bf16 weight and an fp32 product. The fp32 copy exists only during a
-    product, in forward and backward.
+    """Linear layer with a bf16 weight that computes its product in fp32. The fp32 copy of the
+    weight exists only during a product of forward or backward.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,9 @@ def _text() -> torch.Tensor:
 
 
 def batch(step: int, rows: int = BATCH, seq: int = SEQ) -> torch.Tensor:
-    """Return the bytes of step `step` (from 0), int64 [rows, seq]. They depend only on the step."""
+    """Return the tokens of step `step`, int64 [rows, seq]; each token is a byte of the text. The
+    first step is 0. The tokens depend only on the step.
+    """
     text = _text()
     begin = step * rows * seq % (len(text) - rows * seq)
     return text[begin : begin + rows * seq].long().view(rows, seq)
@@ -140,11 +144,11 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 def plain_losses(
     steps: int, rows: int = BATCH, seq: int = SEQ, compute: str | None = None, **sizes: int
 ) -> list[float]:
-    """Train in plain torch and return the losses: bf16 parameters and gradients, and an fp32
-    master, initialized from them, with AdamW.
+    """Train in plain torch and return the losses. Parameters and gradients are bf16. AdamW updates
+    fp32 masters, which are initialized from the parameters.
 
-    Each parameter is updated as soon as its gradient is complete, so the fp32 gradients (6 GB)
-    never exist all at once.
+    Each parameter is updated as soon as its gradient is complete, so all fp32 gradients (6 GB)
+    never exist at the same time.
     """
     model = build(compute or compute_default(), checkpoint=True, **sizes)
     for param in model.parameters():
@@ -173,8 +177,8 @@ def run_step(
     x: torch.Tensor,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> tuple[float, dict[str, float]]:
-    """Train a step. Returns its loss; seconds of its three parts and of the whole, and disk
-    traffic.
+    """Train a step. Returns its loss and a dict: the seconds of the step's three parts and of the
+    whole step, and the bytes read from and written to disk.
     """
     read, written = disk_bytes()
     t0 = time.perf_counter()
@@ -196,8 +200,8 @@ def run_step(
 
 
 def disk_bytes() -> tuple[int, int]:
-    """Bytes that this process caused to be read from and written to devices so far
-    (proc(5), io).
+    """Return (bytes read from devices, bytes written to devices) that this process has caused so
+    far (proc(5), io).
     """
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
@@ -210,8 +214,8 @@ def training(
     rows: int = BATCH,
     seq: int = SEQ,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Train the given steps with a user's loop. Returns the losses, and the timed parts of each
-    step.
+    """Train the given steps in a loop like a user's. Returns the losses, and the timed parts of
+    each step.
     """
 
     def update() -> None:
@@ -247,7 +251,7 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options common to all systems."""
+    """Add the options that all systems have in common."""
     parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--dir", help="directory on the measured device")
     parser.add_argument("--steps", type=int, default=4)
@@ -258,7 +262,9 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process, including pinned, shared and mapped pages (VmHWM)."""
+    """Return the peak resident memory of this process, including pinned, shared and mapped pages
+    (VmHWM).
+    """
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()

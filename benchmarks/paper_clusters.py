@@ -32,7 +32,9 @@ def fitted(name: str) -> dict[str, Any]:
 def gpt(
     layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
 ) -> ModelShape:
-    """A GPT of any size, as Megatron builds it. `more`: arguments of Transformer."""
+    """Build the shape of a GPT of any size, as Megatron builds the model. `more`: arguments of
+    Transformer.
+    """
     own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
     return own.shape(f"GPT-{layers}x{hidden}")
 
@@ -41,9 +43,10 @@ def gpt(
 
 
 def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
-    """Describe the testbed. With 1:1 mixed reads and writes, 26 GB/s in each direction are printed:
-    12 SSDs with the data sheet's 6.5 and 3.4 GB/s reach it when reads and writes share the time
-    (mixed 1: 26.8), and so do the 16 SSDs of the baselines' workers, whose PCIe 3.0 is slower.
+    """Describe the testbed. The paper prints 26 GB/s in each direction for mixed reads and writes
+    (1:1). The data sheet of an SSD has 6.5 GB/s for reads and 3.4 GB/s for writes. Reads and writes
+    are assumed to share the time (`mixed` = 1), so 12 SSDs give 26.8 GB/s. The 16 SSDs of the
+    baselines' workers, whose PCIe 3.0 is slower, reach the printed rate too.
     """
 
     def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:
@@ -87,14 +90,15 @@ PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
 
 
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
-    """Plan of LuWu or a baseline.
+    """Build the plan of LuWu or of a baseline.
 
-    Activations are offloaded to the host (printed for LuWu and ZeRO-Infinity). `host_bytes`: 16-
-    and 32-bit gradients and pinned buffers of ZeRO-Infinity, 8 a parameter, so that 175B is the
-    largest model that fits 256 GB. `logit_bytes`: the loss of OPT in Hugging Face's transformers
-    has logits, a shifted copy, its log-softmax, and gradients of the first two. SwitchML trains in
-    fp32 (printed), with products that PyTorch 1.9.1 computes in TF32 (`wide` gives its
-    activations); the buffers of its DistributedDataParallel hold a second copy of all gradients.
+    Activations are offloaded to the host (printed for LuWu and ZeRO-Infinity). `host_bytes` is 8
+    bytes a parameter, for the 16- and 32-bit gradients and the pinned buffers of ZeRO-Infinity.
+    With this value, 175B is the largest model that fits 256 GB. `logit_bytes` is for the loss of
+    OPT in Hugging Face's transformers. This loss stores the logits, a shifted copy, the log-softmax
+    of the copy, and the gradients of logits and copy. SwitchML trains in fp32 (printed), and
+    PyTorch 1.9.1 computes its products in TF32. `wide` gives its activations. The buffers of its
+    DistributedDataParallel hold a second copy of all gradients.
     """
     base = Plan(
         placement("optimizer-node"),
@@ -128,7 +132,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
 
 
 def wide(model: ModelShape) -> ModelShape:
-    """The model with activations of 4 bytes."""
+    """Return the same model with activations of 4 bytes an element."""
     blocks = tuple(
         replace(block, saved=2 * block.saved, input=2 * block.input) for block in model.blocks
     )
@@ -167,8 +171,8 @@ def smart_infinity(ssds: int, device: str = "RTX-A5000") -> Cluster:
 
 
 def smart_infinity_plan(which: str) -> Plan:
-    """Plan of `base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`: with its transfer handler;
-    `suoc`: with 2 % of the gradient.
+    """Build the plan of a variant. `base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`:
+    SmartUpdate with its transfer handler; `suoc`: `suo` with 2 % of the gradient.
     """
     base = Plan(
         placement("raid0"),
@@ -213,9 +217,9 @@ def holmes(kind: str, nodes: int) -> Cluster:
 
 
 def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan:
-    """Plan with p = 2, since the printed 3 divides neither 32 nor 64 devices (H3). Gradients are
-    reduce-scattered in fp32 and parameters gathered in 16 bits: 3 bytes a pass of the ring. The
-    micro-batch is not printed.
+    """Build a plan with p = 2, because the printed p = 3 divides neither 32 nor 64 devices (H3).
+    Gradients are reduce-scattered in fp32, and parameters are gathered in 16 bits. On average,
+    these are 3 bytes for each of the two passes of the ring. The micro-batch is not printed.
     """
     dp = nodes * 8 // 2
     return Plan(
@@ -234,8 +238,8 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
 
 
 def sgc(nodes: int) -> Cluster:
-    """Describe the testbed. Memories are not printed: assumed are a V100's 32 GB, and a host memory
-    large enough for the whole model, which buffering needs.
+    """Describe the testbed. The paper does not print memory sizes. Assumed are 32 GB for a device,
+    as a V100 has, and a host memory large enough for the whole model, which buffering needs.
     """
     own = fitted("sgc")
     return make_cluster(
@@ -264,9 +268,9 @@ def sgc(nodes: int) -> Cluster:
 
 
 def sgc_plan(which: str, nodes: int) -> Plan:
-    """Plan of `gpu`: everything, including activations, on the devices (FSDP); `base`: updates on
-    the processors; `sgc`: cards that prefetch and buffer. Updates of `base` and `sgc` are one
-    step late. The batch is not printed.
+    """Build the plan of a variant. `gpu`: everything, including activations, is on the devices
+    (FSDP). `base`: the processors update. `sgc`: network cards prefetch and buffer. The updates of
+    `base` and `sgc` are one step late. The batch is not printed.
     """
     own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":
@@ -313,7 +317,7 @@ def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -
 
 
 def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
-    """Plan with gradients in fp32."""
+    """Build a plan with gradients in fp32."""
     return Plan(
         placement(name),
         Parallelism(dp=hosts * devices),
@@ -323,6 +327,6 @@ def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
 
 
 def lump(params: float, flops: float = 0.0, blocks: int = 1) -> ModelShape:
-    """A model of `params` parameters in equal blocks."""
+    """Build the shape of a model with `params` parameters in equal blocks."""
     own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 0.0)
     return ModelShape("lump", own.times(blocks), 1)

@@ -1,4 +1,4 @@
-"""A worker's sums in progress, and the wait for all of them."""
+"""Keeps the sums that a worker has begun, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ class PendingSums:
         self.sums, self.ended = sums, list[threading.Event]()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
-        """Begin a sum, as WorkerSums.sum does without `done`."""
+        """Begin a sum, like WorkerSums.sum. The argument `done` is not needed: `wait` waits for the
+        sum.
+        """
         self.ended.append(threading.Event())
         self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)
 
     def wait(self) -> None:
-        """Wait until all sums have ended. Raises the first error."""
+        """Wait until all sums have ended. If sums failed, raises the error of the first."""
         for event in self.ended:
             assert event.wait(WAIT_S)
         self.ended.clear()

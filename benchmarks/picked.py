@@ -1,11 +1,12 @@
-"""Compare the planner's pick with all other ways to run the same job, measured on five small
-clusters that were chosen before any run.
+"""Compare the planner's pick with all other ways to run the same job. All ways are measured on five
+small clusters, which were chosen before any run.
 
-Each has one worker host with SSDs (throttled loop devices), and one host without devices behind an
-emulated link. The planner gets these rates and, for this machine, the calibration by one run in
-memory. It picks among the placements that can run here: state in files, or on the server with
-either all blocks or as few as possible kept from forward to backward. All three are then measured.
-The goal: the pick takes at most 1.10 of the fastest. Needs root.
+Each cluster has one worker host with SSDs (throttled loop devices), and one host without devices
+behind an emulated link. The planner gets the rates of the SSDs and of the link, and the speed of
+this machine from one run in memory. The planner picks among three placements that can run here:
+state in files; state on the server, with all blocks kept from forward to backward; and state on the
+server, with as few blocks as possible kept. All three are then measured. The goal is that a step of
+the pick takes at most 1.10 times as long as the fastest way. Needs root.
 """
 
 from __future__ import annotations
@@ -136,14 +137,16 @@ def described(machine: Cluster, read: float, write: float, many: int, link: floa
 
 
 def way_of(plan: Plan) -> str:
-    """Return which of WAYS a plan is."""
+    """Return the way of WAYS that a plan uses."""
     if plan.placement.name == "files":
         return WAYS[0]
     return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
 
 
 def measured(way: str, home: Path, read: float, write: float, many: int, link: float) -> float:
-    """Measure the seconds of a step."""
+    """Measure the seconds of a step. The job runs in way `way`, with `many` devices of rates `read`
+    and `write` and a link of rate `link`.
+    """
     words: dict[str, Any] = {**WORDS, "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:
         if way == WAYS[0]:

@@ -1,5 +1,5 @@
-"""Predicted beside measured: twelve configurations of this machine and of an emulated cluster,
-chosen before any run.
+"""Compare predicted with measured step times in twelve configurations of this machine and of an
+emulated cluster. The configurations were chosen before any run.
 
     files   state on throttled loop devices: staleness, top-k, one and two devices
     memory  state in RAM
@@ -7,10 +7,11 @@ chosen before any run.
             forward to backward, top-k
     sums    DDP's gradients through the summation service, with and without spare hosts
 
-The predictions use only the rates that the devices and links were set to (TCP carries 0.956 of a
-link's), and the measurements of ONE run outside the twelve: the same model in memory for the first
-three groups, a step without any exchange for the last. Nothing is fitted to the twelve. A step is
-the median of STEPS after WARM, of the slowest worker. Needs root.
+The predictions use only two inputs. One is the rates that the devices and links were set to; TCP
+carries 0.956 of the rate of a link. The other is the measurements of ONE run outside the twelve:
+the same model in memory for the first three groups, and a step without any exchange for the last
+group. No constant is fitted to the twelve. The time of a step is measured on the slowest worker, as
+the median of STEPS steps after WARM steps. Needs root.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ GOAL, ENOUGH = 0.10, 10
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. `rates`: of a device's reads and writes, or of a link in each direction,
-    bytes/s. `words`: changes to the job.
+    """A configuration to predict and to measure. `rates`: bytes/s of a device's reads and of its
+    writes, or of a link in each direction. `words`: pairs (option, value) that are changed in the
+    job.
     """
 
     name: str
@@ -200,7 +202,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
 
 
 def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
-    """Describe this host with the rates that training the model in memory shows."""
+    """Describe this host with the rates that a run with the model in memory shows."""
     job = job_of(
         {
             **words,

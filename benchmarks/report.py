@@ -1,8 +1,9 @@
-"""Row and Report, the form of all benchmark results; interleaved medians; a description of the
-machine.
+"""Row and Report are the types of all benchmark results. `interleave` times functions in turn, and
+`machine` describes the machine.
 
-A `ratio` above 1 means ours is better, an `of_floor` of 1 is the physical limit, `goal` is the
-target for that row. Assumes Linux for the processor's name. Does NOT measure anything by itself.
+A `ratio` above 1 means that ours is better, an `of_floor` of 1 is the physical limit, and `goal` is
+the target of the row. The name of the processor is read as Linux reports it. Does NOT measure
+anything by itself.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Row:
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def machine() -> str:
-    """Describe the machine: processor, cores, memory; no host name."""
+    """Describe the machine by processor, cores and memory, without the host name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(
@@ -64,7 +65,7 @@ class Report:
         return json.dumps(asdict(self) | {"rows": [asdict(row) for row in self.rows]}, indent=1)
 
     def print(self, print_line: Callable[[str], None] = print) -> None:
-        """Print a heading for each case and a line for each metric, to fit 80 columns."""
+        """Print a heading for each case and a line for each metric, at most 80 columns wide."""
         print_line(f"{self.name}: {self.machine}, {self.date}")
         for i, row in enumerate(self.rows):
             if i == 0 or row.case != self.rows[i - 1].case:
@@ -93,8 +94,8 @@ def _show(x: float | None) -> str:
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
     """Time each function and return the median seconds.
 
-    All run once to warm up, then in `reps` rounds, every other round in reverse order, so that a
-    slow minute of the machine affects all alike.
+    All functions run once to warm up, and then once in each of `reps` rounds. Every other round has
+    the reverse order. A slow minute of the machine therefore affects all functions alike.
     """
     for fn in fns.values():
         fn()

@@ -1,10 +1,10 @@
-"""`roadtrain reproduce [PAPER]`: results printed in five papers, beside the simulator's for the
-same set-ups.
+"""`roadtrain reproduce [PAPER]`: compare results printed in five papers with the simulator's
+results for the same set-ups.
 
 Every printed result has a row. `ours` is empty for results that a simulator cannot give (accuracy,
-chip sizes). The error of an exact result is ours / printed - 1, that of gains the same of 1 + gain;
-a bound, "at least" or "up to" holds or not in its stated sense. All times are simulated: nothing is
-measured on this machine.
+chip sizes). The error of an exact result is ours / printed - 1. The error of a gain is (1 + ours) /
+(1 + printed) - 1. For a bound ("at least", "up to"), the error is 0 if the bound holds. All times
+are simulated: nothing is measured on this machine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NEAR = 0.10
 
 @dataclass(frozen=True)
 class Row:
-    """A printed result. `error`: signed; 0 where a bound holds; None if there is nothing to
-    compare. `why`: explanation of a miss, or of a missing value.
+    """A result that a paper prints, and ours. `error`: signed error, 0 if a bound holds, and None
+    if there is nothing to compare. `why`: explanation of a miss, or of a missing value.
     """
 
     id: str
@@ -62,8 +62,8 @@ Values = dict[str, float]
 
 
 def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
-    """TFLOPS of a device. `again`: count the recomputation of activation checkpointing, as Megatron
-    does.
+    """Compute the TFLOPS of a device. `again`: if True, count the recomputation of activation
+    checkpointing, as Megatron does.
     """
     plan = result.plan
     return (
@@ -78,7 +78,7 @@ def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
 def most(
     plan: Callable[[int], Plan], cluster: Cluster, model: ModelShape, sizes: tuple[int, ...]
 ) -> int:
-    """Return the largest of `sizes` whose plan fits; 0 if none does."""
+    """Return the largest of `sizes` whose plan fits, or 0 if no plan fits."""
     best = 0
     for size in sizes:
         try:
@@ -96,11 +96,12 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate, and return (TFLOPS of a device, result), or None if the plan does not fit.
+    """Simulate, and return (TFLOPS of a device, result). Returns None if the plan does not fit.
 
-    TFLOPS are the model's, without activation checkpointing: the paper calls 184 of them an MFU of
-    59 %, and only then do 12 SSDs (108 s a step) keep the devices waiting at a micro-batch of 16
-    (94 s, 125 s with activation checkpointing), as in Figure 15.
+    TFLOPS count the model's operations without the recomputation of activation checkpointing. The
+    paper shows this twice. First, it calls 184 TFLOPS an MFU of 59 %. Second, in Figure 15 the
+    devices wait for 12 SSDs, which need 108 s a step, at a micro-batch of 16. The devices need 94 s
+    without recomputation, but 125 s with it.
     """
     spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
@@ -157,9 +158,9 @@ def luwu() -> Values:
     peak = _peak("luwu", "OPT-1.3B")
 
     def bound(ssds: int, micro_batch: int) -> str:
-        """Return the limit in Figure 15: "device" if the devices compute for the whole step, "ssd"
-        if the step time is flat and the SSDs are the busiest resource besides the device, else
-        "neither".
+        """Return what limits a step in Figure 15. "device": the devices compute for the whole step.
+        "ssd": the step time is flat, and the SSDs are the busiest resource besides the device.
+        "neither": all other cases.
         """
         found, small = (
             _luwu("luwu", "OPT-175B", micro_batch, ssds),
@@ -208,8 +209,8 @@ def luwu() -> Values:
 
 
 def _backward_bytes(which: str) -> float:
-    """Bytes through a worker's card in backward, the busier direction: parameters again, and
-    gradients.
+    """Compute the bytes that cross a worker's network card during backward, in the busier
+    direction. They are the parameters, which are fetched again, and the gradients.
     """
     found = _luwu(which, "OPT-175B", 16)
     assert found is not None
@@ -304,7 +305,7 @@ def smart_infinity() -> Values:
 
 @cache
 def _holmes(group: int, kind: str, nodes: int) -> tuple[float, float]:
-    """Return (TFLOPS a device, samples a second)."""
+    """Simulate, and return (TFLOPS of a device, samples a second)."""
     model, batch = (gpt(30, 3072, 32), 768) if group == 1 else (gpt(36, 4096, 32), 1536)
     result = simulate(
         papers.holmes_plan(batch, nodes, kind),
@@ -362,7 +363,9 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """Seconds of the devices' path, without processors, over those of the processors' path."""
+        """Compute the seconds of a step on the devices alone, divided by the seconds of the updates
+        on the processors.
+        """
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
 
@@ -403,8 +406,8 @@ def sgc() -> Values:
 
 
 def _exchange(name: str, hosts: int, spares: int) -> float:
-    """Seconds to exchange a gradient of 1 GB between `hosts` hosts with one device each, at the
-    busiest card.
+    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB,
+    as the time that the busiest network card takes.
     """
     result = simulate(
         papers.byteps_plan(name, hosts, 1, 1),
@@ -417,8 +420,8 @@ def _exchange(name: str, hosts: int, spares: int) -> float:
 
 
 def _jobs() -> dict[str, tuple[ModelShape, int]]:
-    """Models and batches. The batches of GPT-2 and others are not printed in a form that can be run
-    (80 tokens a device).
+    """Map each job to its model and batch. For GPT-2 and others, the printed batches cannot be run
+    as they are (80 tokens a device).
     """
     own = papers.fitted("byteps")
     return {
@@ -433,7 +436,9 @@ def _jobs() -> dict[str, tuple[ModelShape, int]]:
 
 @cache
 def _scaling(job: str, name: str, spares: int) -> float:
-    """Scaling efficiency on 256 devices."""
+    """Compute the scaling efficiency on 256 devices: the step time on one device, divided by the
+    step time on 256.
+    """
     model, batch = _jobs()[job]
     own, ring = constants("byteps"), constants("byteps-nccl")
     # UGATIT's generators run four times in a forward: no gradient is complete before backward's end
@@ -450,11 +455,11 @@ def _scaling(job: str, name: str, spares: int) -> float:
 
 
 def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, float]:
-    """Sum m bytes inside a host with n devices a switch.
+    """Simulate the sum of m bytes inside a host with n devices below a switch.
 
-    A fraction x is copied whole to the processor; the rest is scattered, summed there, and
-    gathered. Returns seconds, and the traffic of the switch's link and of a device's, in units of
-    m.
+    A fraction x of the bytes is copied whole to the processor. The rest is scattered over the
+    devices, summed there and gathered. Returns (seconds, traffic of the switch's link, traffic of a
+    device's link), with traffic in units of m.
     """
     engine = Engine()
     link, device = (
@@ -530,12 +535,13 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Share of the optimum lost at the card's full goodput because gradients are cut into parts of
-    4 MiB, assigned to sites and sent in the order of sums/protocol/shares.py.
+    """Compute how much slower an exchange is than the optimum, as a share, if the card has its full
+    goodput. The loss comes from parts. A gradient is cut into parts of 4 MiB, which are assigned to
+    sites and sent in the order of sums/protocol/shares.py.
 
-    A sum is returned once all workers have sent their part. A worker's parts for one site are sent
-    in sequence; those for several sites share its card in proportion to the sites' shares. The size
-    is not printed: 1 GB is assumed.
+    A sum is returned when all workers have sent their part. Parts of a worker for the same site are
+    sent one after another. Parts for different sites share the worker's card in proportion to the
+    shares of the sites. The paper does not print the size of the gradient; 1 GB is assumed.
     """
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network
@@ -616,7 +622,9 @@ GAINS = ("gain", "part of the 52% gain")
 
 
 def compare(ours: float | None, printed: float | None, qualifier: str, metric: str) -> float | None:
-    """Return the signed error in the sense that the result states."""
+    """Return the signed error of `ours`. `qualifier` says in which sense the paper prints the
+    result: as exact, as a bound or as a trend.
+    """
     if ours is None:
         return None
     if printed is None:  # a trend in words: 1 means alike
@@ -633,7 +641,9 @@ def compare(ours: float | None, printed: float | None, qualifier: str, metric: s
 
 
 def rows(paper: str = "") -> list[Row]:
-    """Simulate the results of one paper, or of all. Raises ConfigError for an unknown paper."""
+    """Simulate the results of one paper or, if `paper` is "", of all papers. Raises ConfigError if
+    the paper is unknown.
+    """
     tree = loads(files("benchmarks").joinpath("printed.json").read_text())
     if paper and paper not in PAPERS:
         raise ConfigError(

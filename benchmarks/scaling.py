@@ -1,33 +1,34 @@
-"""Scaling: 1, 2, 4 and 8 workers over slow emulated links, with as many spare hosts as servers: a
-step against its floor.
+"""Scaling: compare a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links. There
+are as many servers as workers, each on a host of its own.
 
-Links are so slow (RATE) that computing a small model is a small part of a step, even though this
-machine's few cores compute for sixteen processes. The rows show the processor time as proof. Models
-are placed at PLACING_RATE; the links get their rate before the first step. State is in memory
-(/dev/shm).
+Links are slow (RATE). The time to compute a small model is therefore a small part of a step,
+although the few cores of this machine compute for sixteen processes. The rows show the processor
+time as proof. While models are placed, the links have PLACING_RATE; before the first step, they get
+RATE. State is in memory (/dev/shm).
 
-The floor. S is the bytes of the 16-bit parameters. In a step a worker pulls S, pushes S, and for
-backward pulls again what it did not keep from forward (it keeps K bytes; with buffering, all of S,
-and nothing is pulled twice):
+The floor. S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It
+keeps K bytes from forward, and pulls all other parameters again for backward. With buffering, K =
+S, and nothing is pulled twice:
 
     pulled = S + (S - K)        pushed = S
 
-With W workers and W servers, a server's link carries W times a W-th of that, so every link carries
-`pulled` in one direction and `pushed` in the other, for any W. Links are full-duplex, and pulled >=
-pushed. At staleness 1 nothing waits for the step's own pushes, so the busier direction, `pulled`,
-is the floor. At staleness 0 a parameter is pulled after its gradient was pushed. With K = S the two
-overlap like a pipeline, except for the last piece (P, one chunk) that a server receives from all W
-workers: its link carries the piece W times back, after everything else. Blocks that are not kept
-are pulled in forward while nothing is pushed, and again while backward pushes. So:
+With W workers and W servers, the link of a server carries a W-th of these bytes for each of W
+workers. So every link carries `pulled` in one direction and `pushed` in the other, for any W. Links
+are full-duplex, and pulled >= pushed. At staleness 1, no pull waits for the pushes of the same
+step, so the busier direction, `pulled`, is the floor. At staleness 0, a parameter is pulled after
+its gradient was pushed. With K = S, pushes and pulls overlap like a pipeline, except for the last
+piece. This piece (P, one chunk) arrives at a server from all W workers, and the link of the server
+sends it back W times after everything else. Blocks that are not kept are pulled in forward, while
+nothing is pushed, and again in backward, while gradients are pushed. So:
 
     floor = (S + (S - K) + (W P at staleness 0)) / rate
 
-The rate is 0.956 of the link's, which is what TCP carries of whole Ethernet frames (1448 of 1514
-bytes); tbf gives exactly that, except for a burst of 256 kB after a pause (4 % of S).
+Here `rate` is 0.956 of the rate of a link, because TCP carries 1448 of the 1514 bytes of an
+Ethernet frame. tbf gives exactly this rate, except for a burst of 256 kB after a pause (4 % of S).
 
 FSDP2 over gloo, bf16, runs over the same links. A bare socket that sends in both directions at once
-is measured first. A step is the mean of the steps after WARM_UP. Needs root. Does NOT emulate
-latency.
+is measured first. The time of a step is the mean over the steps after WARM_UP. Needs root. Does NOT
+emulate latency.
 
     python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """
@@ -105,26 +106,27 @@ def run(quick: bool = False) -> Report:
 
 
 def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
-    """Bytes that must cross the busier direction of a link in a step, one after the other.
+    """Compute the bytes that must cross the busier direction of a link in a step, one after
+    another.
 
     Args:
         parameters: bytes S of the formula above
-        kept: bytes K
-        piece: bytes W P
+        kept: bytes K of the formula
+        piece: bytes W P of the formula
     """
     pulled = parameters + (parameters - min(kept, parameters))
     return pulled + (0 if staleness else min(piece, parameters))
 
 
 def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
-    """Bytes that a worker with `slots` buffers keeps of `blocks` blocks of `block` bytes each. The
-    root block is always kept.
+    """Compute the bytes that a worker with `slots` buffers keeps. The model has `blocks` blocks of
+    `block` bytes each, and a root block that is always kept.
     """
     return parameters - max(0, blocks - slots) * block
 
 
 def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step: the mean of the measured ones, of the slowest worker."""
+    """Return the seconds of a step on the slowest worker: the mean over its measured steps."""
     return max(fmean(result["seconds"][WARM_UP:]) for result in results)
 
 
@@ -202,8 +204,8 @@ def compare(
 
 
 def bare(cluster: Cluster, seconds: float) -> Row:
-    """Measure both directions at once between two hosts with one connection; report the slower
-    direction.
+    """Measure a bare connection between two hosts that sends in both directions at once. The row
+    has the rate of the slower direction.
     """
     cluster.set_rate(RATE)
     hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
@@ -244,8 +246,8 @@ def bare(cluster: Cluster, seconds: float) -> Row:
 
 
 def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
-    """Send and receive `nbytes` at once. Returns the rate of arriving data, between its first byte
-    and its last.
+    """Send `nbytes` and receive as many at the same time. Returns the rate of arriving data between
+    the first byte and the last.
     """
     if listens:
         with socket.create_server((address, 7100)) as server:

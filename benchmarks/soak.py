@@ -1,15 +1,17 @@
-"""`roadtrain soak`: scripted faults against a small job of two servers and two workers, or against
-one trainer with a store of its own, with real processes, sockets and files.
+"""`roadtrain soak`: scripted faults of a small job with real processes, sockets and files. The job
+has two servers and two workers, or it is one trainer with a store of its own.
 
-Each fault must end in one of two ways. Either the run goes on within RECOVERY_S of the restart,
-with losses bit for bit those of an undisturbed run and no committed step repeated; or, after a
-user's mistake or a device's failure, it ends with an error that names the cause, and goes on once
-that is repaired. At the end the state is that of the undisturbed run, with a single history. Every
-process that ends by itself prints an error with role, host, and the step or the expected event, or
-with the file. Nothing hangs. Fault K of a seed is always the same fault, and can be run alone.
+Each fault must end in one of two ways. In the first, the run goes on within RECOVERY_S of the
+restart. Its losses are bit for bit the losses of a run without faults, and no committed step is
+repeated. The second way is for a mistake of the user or a failure of a device: the run ends with an
+error that names the cause, and goes on when the cause is repaired. At the end, the state is equal
+to the state after the run without faults, with a single history. Every process that ends by itself
+prints an error. The error names the role, the host, and the step or the expected event; or it names
+the file. No process hangs. Fault K of a seed is always the same fault, and can be run alone.
 
-A new kind is a function of a Scene and a Fault under `@kind` (soak_alone.py, soak_servers.py,
-here), and a place in CYCLE. Does NOT emulate lost packets or latency.
+To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
+soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost
+packets or latency.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ CYCLE = (
 
 
 def drawn(seed: int, number: int) -> Fault:
-    """Draw fault `number` of a seed."""
+    """Draw fault `number` of a seed. The same arguments always give the same fault."""
     name, rng = CYCLE[number % len(CYCLE)], random.Random(f"{seed}/{number}")
     link = rng.randrange(WORKERS), rng.randrange(SERVERS)
     workers, servers = (
@@ -164,7 +166,7 @@ def killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("killed twice")
 def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill a second process while the job recovers, or soon after."""
+    """Kill a process, and kill a second one while the job recovers or soon after."""
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims[:1]))
     sentences = supervised(scene, fault, last=False)
@@ -184,8 +186,8 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the process that communicates for both workers. Its links carry less than half of the
-    workers' bytes.
+    """Kill the relay, which communicates for both workers. The relay's links carry less than half
+    of the bytes that the workers' own links carry in the run without faults.
     """
 
     def kill() -> None:
@@ -200,8 +202,8 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("workers stop apart")
 def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """One worker's time limit is over, or it is interrupted. All workers must end after the same
-    step, without an error.
+    """Let one worker ask to stop, as after its time limit or an interrupt. All workers must end
+    after the same step, without an error.
     """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
@@ -216,8 +218,8 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill a server and restart it with the same store on another address, which the workers are
-    given.
+    """Kill a server, and restart it with the same store on another address. The workers get the new
+    address.
     """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
@@ -260,7 +262,7 @@ def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link stalled")
 def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop all traffic of a link without closing it; only a deadline can detect that."""
+    """Stop all traffic of a link without closing it. Only a deadline can detect this fault."""
     scene.start(deadline_s=SHORT_S)
     strike_at(scene, fault, reference, lambda: None)
     scene.wait_struck()
@@ -273,8 +275,8 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop a process (SIGSTOP). Later it is killed, or it continues and finds that the others have
-    ended.
+    """Stop a process with SIGSTOP. After the others have ended, the process is either killed or
+    continued. If it continues, it finds that the others have ended.
     """
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)
@@ -299,7 +301,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("disk full", mounts=True)
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Fill the disk during training, which must go on: a step's space was allocated
+    """Fill the disk during training. Training must go on, because the space of a step was allocated
     with the store.
     """
     disk = scene.disk(int(fault.victims[0][-1]))
@@ -324,7 +326,9 @@ def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]
 
 @kind("state outgrows the disk", ends="sentence", mounts=True)
 def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Let the committed state of the job outgrow the disk. The last step that fits stays."""
+    """Let the committed state of the job become larger than the space left on the disk. The last
+    step that fits must stay committed.
+    """
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
     scene.start(steps=at)
     scene.finished()
@@ -340,8 +344,8 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("another dtype", ends="sentence")
 @kind("wrong token", ends="sentence")
 def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Make one worker different from the others, at the first start or, if `prompt`, at a later
-    one.
+    """Start one worker with another model, dtype or token than the other workers. If `prompt`, this
+    happens at a later start, else at the first start.
     """
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
@@ -369,7 +373,7 @@ def _fill(disk: Path) -> Path:
 
 
 def play(fault: Fault, references: dict[str, Reference]) -> Outcome:
-    """Run one fault, from the start of its processes to the end of the last one."""
+    """Run one fault, from the start of its processes until the last process has ended."""
     of = KINDS[fault.kind]
     if (of.mounts and (why := no_disks())) or (of.alone and (why := no_llama())):
         return Outcome(fault, "skipped", why=why)
@@ -416,7 +420,8 @@ def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
                 raise Wrong(f"error without a file or directory: {sentence}")
         elif not WHO.search(sentence) or not WHAT.search(sentence):
             raise Wrong(
-                f"error without role and host, or without step or expected event: {sentence}"
+                "an error message lacks the role and the host, or the step or the expected event:"
+                f" {sentence}"
             )
 
 
@@ -450,7 +455,7 @@ def _undisturbed_alone(flavour: str) -> Reference:
 
 
 def no_llama() -> str:
-    """Return the reason why no trainer can run alone here; empty if one can."""
+    """Return the reason why a trainer cannot run alone on this machine, "" if it can."""
     return (
         ""
         if find_spec("transformers")
@@ -459,7 +464,9 @@ def no_llama() -> str:
 
 
 def no_disks() -> str:
-    """Return the reason why no small file system can be mounted here; empty if one can."""
+    """Return the reason why small file systems cannot be mounted on this machine, "" if they
+    can.
+    """
     try:
         with Scene("plain", HARD_S) as scene:
             scene.disk(0)
@@ -474,7 +481,9 @@ def soak(
     say: Callable[[str], None] = print,
     keep: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Run the faults of a seed. `keep` is called with each outcome."""
+    """Run the faults with these numbers of a seed, and return their outcomes. `keep` is called with
+    each outcome.
+    """
     faults = [drawn(seed, number) for number in numbers]
     flavours = {fault.flavour for fault in faults if fault.flavour in FLAVOURS or not no_llama()}
     references = {flavour: undisturbed(flavour) for flavour in sorted(flavours)}
@@ -492,7 +501,7 @@ def soak(
 
 
 def table(ends: Sequence[Outcome]) -> list[str]:
-    """Format a row for each kind, and one for all."""
+    """Format a table with a row for each kind of fault and a row for all faults."""
     columns = (
         "count",
         "went on",
@@ -528,15 +537,15 @@ def command(
     sums: bool = False,
 ) -> int:
     """Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong workers)
-    against a small job on this machine; exit code 1 if anything hangs or a loss differs.
+    of a small job on this machine. The exit code is 1 if a process hangs or a loss differs.
 
     The exit code is also 1 if a sum differs, or if a process ended without an error message.
 
     Args:
         faults: number of faults (300)
-        sums: instead, strike the spare hosts of a summation (100)
+        sums: run faults of a summation's spare hosts instead (100)
         seed: seed of the faults (0)
-        only: run only this fault's number, or FIRST-LAST
+        only: number of the only fault to run, or FIRST-LAST
         json: also write every fault to this file; with --only, add to its content
     """
     if faults is not None and faults < 1:
@@ -562,7 +571,7 @@ def command(
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse `7` or `50-99`. Raises ConfigError."""
+    """Parse numbers of faults, such as `7` or `50-99`. Raises ConfigError."""
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
         raise ConfigError(f"--only {text!r}", hint="a fault's number, or FIRST-LAST")
@@ -570,7 +579,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def keep_end(path: Path, end: Outcome, seed: int) -> None:
-    """Add an outcome to those of this seed in the file, so that a soak can be run in pieces."""
+    """Add an outcome to the file, beside the outcomes of the same seed. A soak can therefore be run
+    in pieces.
+    """
     rows: dict[int, Any] = {}
     if path.exists() and (held := loads(path.read_text()))["seed"] == seed:
         rows = {row["fault"]["number"]: row for row in held["faults"]}

@@ -1,9 +1,10 @@
-"""Faults of `roadtrain soak` that strike a trainer running alone, with a store of two directories:
-a power cut, a failing device, a full run directory, an unmounted or copied store, a second
-trainer, a flipped bit in a file.
+"""Faults of `roadtrain soak` for a trainer that runs alone, with a store of two directories. The
+faults are a power cut, a failing device, a full run directory, an unmounted or copied store, a
+second trainer, and a flipped bit in a file.
 
-For a power cut, the process is killed at one of its syncs or writes; then its directories keep only
-what was synced, and of the rest all, nothing or some sectors (soak_power).
+For a power cut, the process is killed at one of its syncs or writes. Its directories then keep
+everything that was synced. Of the data that was not synced, they keep all, nothing or some sectors
+(soak_power).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FLIPPED = ("CURRENT", "store.json", "ledger.0", "ledger.1", "slot0.bin", "slot1.
 
 
 class AloneScene(Scene):
-    """A trainer without servers and links. `dirs`: directories of its store; `shadow`: the durable
-    content of these and of `run`.
+    """A trainer without servers and links. `dirs`: directories of the trainer's store. `run`: its
+    run directory. `shadow`: the durable content of `dirs` and `run`.
     """
 
     run: Path
@@ -100,7 +101,9 @@ class AloneScene(Scene):
     def beside(
         self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
     ) -> WorkerLog:
-        """Run a second trainer to its end while the first waits, and return its log."""
+        """Run a second trainer until it ends, and return its log. The first trainer waits
+        meanwhile.
+        """
         self.others += 1
         log = self.home / f"other{self.others}.log"
         node = self.trainer(0, log, dirs, run, steps, lr=lr)
@@ -130,8 +133,8 @@ class AloneScene(Scene):
         return [WorkerLog.read(self.log(0))]
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
-        """Check also that metrics.jsonl has each step once, and that after a committed step the run
-        never goes on with another store.
+        """Check the run as Scene.check does, and two more properties: metrics.jsonl has each step
+        once, and after a committed step the run never goes on with another store.
         """
         super().check(reference)
         if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
@@ -168,7 +171,9 @@ def _steps(fault: Fault) -> int:
 def _strike(
     fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
 ) -> Strike:
-    """The strike at the fault's moment, a share of all syncs or all writes."""
+    """Return the action at the moment of the fault. The moment is a share of all syncs or of all
+    writes.
+    """
     action = actions[fault.choice % len(actions)]
     of = "write" if action == "kill half" or fault.prompt else "sync"
     moment = first + fault.moment * (1 - first)
@@ -176,7 +181,7 @@ def _strike(
 
 
 def _soon(rng: random.Random) -> Strike:
-    """A kill soon after a start, most often while the next step is committed."""
+    """Return a kill soon after a start, in most cases while the next step is committed."""
     where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
     return Strike("sync", rng.randrange(most), "kill before", where)
 
@@ -201,8 +206,8 @@ def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("Trainer killed", alone=TRAINER)
 def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer once or, if `prompt`, again after its next start. The same
-    command goes on.
+    """Kill the trainer, and start it again with the same command. If `prompt`, kill it once more
+    after the second start.
     """
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
     scene.wait_workers()
@@ -215,8 +220,8 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and its sync. Soon after the next start, which goes on from
-    the files, cut the power.
+    """Kill the trainer between a write and the sync of the written data. The next start goes on
+    from the files. Soon after this start, cut the power.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
@@ -232,8 +237,8 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("device fails", ends="any", alone=ALONE)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Fail one sync or write with EIO; the data of a failed sync never reaches the device. Then, or
-    a little later, the power may be cut.
+    """Let one sync or write fail with EIO. Data of a failed sync never reaches the device. The
+    power may be cut at once or a little later.
     """
     rng = random.Random(fault.choice)
     strike = _strike(fault, reference, ("EIO",))
@@ -267,7 +272,9 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
 
 @kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Leave one directory of the store, or both, empty at the next start."""
+    """Leave one directory of the store, or both, empty at the next start, as if a disk were not
+    mounted.
+    """
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     sentences = scene.wait_workers()
     if not _trained(scene):
@@ -293,8 +300,8 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("store copied", ends="sentence", alone=ALONE)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Go on with a copy of the store, naming only one of its directories at first. The original is
-    not changed, and is refused later because it is behind.
+    """Go on with a copy of the store. The first start names only one directory of the copy. The
+    original must not change, and must be refused later, because it is behind.
     """
     scene.start(steps=_steps(fault))
     scene.finished()
@@ -327,8 +334,8 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("histories mixed", ends="sentence", alone=ALONE)
 def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Train a copy of the store to the same step with another learning rate, then name one
-    directory of each.
+    """Train a copy of the store to the same step with another learning rate. Then start with one
+    directory of the store and one of the copy.
     """
     copies, _ = _trained_apart(scene, fault, 0)
     before = contents([*scene.dirs, *copies, scene.run])
@@ -343,8 +350,8 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Replace the run's store by a copy that was trained elsewhere to the same step, one more or
-    one less.
+    """Replace the run's store by a copy that was trained elsewhere. The copy is at the same step as
+    the store, one step ahead or one step behind.
     """
     ahead = fault.choice % 3 - 1
     copies, apart = _trained_apart(scene, fault, ahead)
@@ -366,10 +373,10 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
-    """Train the run, and a copy of its store that ends `ahead` steps ahead. At least one step is
-    left to the run.
+    """Train the run, and a copy of its store that ends `ahead` steps after the run. The run has at
+    least one step left.
 
-    Returns the copy's directories, and whether it was trained after it was copied.
+    Returns the directories of the copy, and True if the copy was trained after it was made.
     """
     first = 1 + fault.choice % (STEPS - 3)
     last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)
@@ -388,8 +395,8 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
 
 @kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Start a second trainer on the same store, from the same run directory or another, while the
-    first creates, fills or trains it.
+    """Start a second trainer on the store of the first, with the same run directory or another. At
+    this moment, the first trainer creates the store, fills it or trains.
     """
     # a quarter of all syncs create the store
     moment = fault.moment / 4 if fault.choice % 2 else fault.moment
@@ -405,8 +412,8 @@ def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("flipped bit", ends="any", alone=ALONE)
 def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Flip a bit in any file of the store, or of the run directory's record of it, between two
-    starts.
+    """Between two starts, flip a bit in any file of the store, or in the run directory's record of
+    the store.
     """
     rng = random.Random(fault.choice)
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
@@ -432,7 +439,9 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _first_strike(fault: Fault, reference: Reference) -> Strike:
-    """The strike of the first start: a kill at the fault's moment, or none if `prompt`."""
+    """Return the action of the first start: a kill at the moment of the fault or, if `prompt`, no
+    kill.
+    """
     number = int((0.6 + fault.moment * 0.4) * reference.calls["sync"])
     return Strike("sync", 1 << 30 if fault.prompt else number, "kill before")
 
@@ -458,8 +467,8 @@ def contents(roots: Sequence[Path]) -> dict[str, str]:
 
 
 def place_in(path: Path, rng: random.Random) -> int:
-    """Choose an offset; in large files most likely of a nonzero byte, since unwritten bytes are
-    zero.
+    """Choose a random offset in a file. In large files the byte there is most likely nonzero,
+    because zero bytes may never have been written.
     """
     content = path.read_bytes()
     places = [rng.randrange(len(content)) for _ in range(16)]
@@ -475,7 +484,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def mend(path: Path, at: int, bit: int) -> None:
-    """Flip the bit back. Raises Wrong if the file is gone."""
+    """Flip the bit back to its old value. Raises Wrong if the file does not exist."""
     if not path.exists():
         raise Wrong(f"{path} is missing after a refused start")
     flip(path, at, bit)

@@ -1,5 +1,5 @@
-"""Faults of `roadtrain soak`, their outcomes, and the registry of kinds, which
-other modules fill.
+"""Faults of `roadtrain soak`, their outcomes, and the registry of kinds of faults. Other modules
+define the kinds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Fault:
     """A fault.
 
     Attributes:
-        moment: when it strikes, as a share of the bytes that an undisturbed run sends over the link
-            of worker `link[0]` and server `link[1]` in direction `way`; for a trainer running
-            alone, of its syncs or writes
-        prompt: killed processes are restarted at once, not after all others have ended
-        choice: source of the kind's other random choices
+        moment: when the fault happens, from 0 to 1. With workers, it is a share of the bytes that a
+            run without faults sends in direction `way` over the link of worker `link[0]` and server
+            `link[1]`. For a trainer running alone, it is a share of the trainer's syncs or writes.
+        prompt: restart killed processes at once, and not only after all others have ended. Some
+            kinds use it for another choice.
+        choice: source of the other random choices of the kind
     """
 
     number: int
@@ -54,9 +55,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault. `how`: went on, sentence, failed, hung or skipped. `sentences`: errors of
-    processes that ended by themselves. `lasted_s`: from the fault to the end of the last of
-    these.
+    """Outcome of a fault. `how`: went on, sentence (ended with an error message), failed, hung or
+    skipped. `sentences`: errors of processes that ended by themselves. `lasted_s`: seconds from the
+    fault until the last worker of the same start ended.
     """
 
     fault: Fault
@@ -70,8 +71,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run. `nbytes`: bytes over each link in each direction; `calls`: syncs and
-    writes of a trainer running alone.
+    """A run without faults. `nbytes`: bytes over each link in each direction. `calls`: number of
+    syncs and of writes, for a trainer running alone.
     """
 
     logs: tuple[WorkerLog, ...]
@@ -80,8 +81,8 @@ class Reference:
 
 
 class NothingToStrike(Exception):
-    """Raised if the fault had nothing to strike, since no step was committed before it. The run has
-    gone on.
+    """Raised if a fault could not happen, because no step was committed before its moment. The run
+    has gone on to its end without the fault.
     """
 
 
@@ -91,8 +92,9 @@ Play = Callable[[Any, Fault, Reference], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `ends`: required outcome; "any" allows both. `alone`: "", or the flavour of
-    its trainer. `mounts`: needs a file system of its own.
+    """A kind of fault. `ends`: the required outcome: "went on", "sentence" (the run ends with an
+    error message), or "any" if both are allowed. `alone`: flavour of the trainer that runs alone,
+    "" for workers and servers. `mounts`: True if the fault needs a small file system of its own.
     """
 
     play: Play
@@ -107,11 +109,12 @@ KINDS: dict[str, Kind] = {}
 def kind(
     name: str, *, ends: str = "went on", alone: str = "", mounts: bool = False
 ) -> Callable[[Play], Play]:
-    """Register a kind of fault. The decorated function returns the errors of processes that ended
-    by themselves.
+    """Return a decorator that registers a function as a kind of fault. The function runs the fault,
+    and returns the errors of processes that ended by themselves.
 
     Args:
-        ends: "sentence" for a mistake that the run cannot go on with, and that the function repairs
+        ends: "sentence" if the run must end with an error. The function then repairs the cause, and
+            lets the run go on.
     """
 
     def register(play: Play) -> Play:
@@ -127,8 +130,8 @@ def kind(
 def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
-    """Call `do` in the relay's thread at the fault's moment, at the earliest after the share
-    `first` of all bytes.
+    """Call `do` at the moment of the fault, in the thread of the link's relay. `first`: share of
+    the bytes that must have been sent before; the moment is a share of the rest.
     """
 
     def strike() -> None:
@@ -149,7 +152,9 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Restart killed processes as torchrun and a service manager do. Returns workers' errors."""
+    """Restart killed processes, as torchrun and a service manager do. Returns the errors of workers
+    that ended by themselves.
+    """
     scene.wait_struck()
     if fault.prompt:
         for number, server in enumerate(scene.servers):
@@ -163,7 +168,9 @@ def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
 
 
 def refused(scene: Scene, words: str) -> list[str]:
-    """Check that all workers ended by themselves and that an error matches `words`."""
+    """Check that all workers ended by themselves, and that one of their errors matches `words`.
+    Returns the errors.
+    """
     sentences = scene.wait_workers()
     if len(sentences) != WORKERS or not any(re.search(words, sentence) for sentence in sentences):
         raise Wrong(f"no error matches {words!r}: {' | '.join(sentences)}")

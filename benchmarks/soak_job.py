@@ -1,7 +1,7 @@
 """Processes of `roadtrain soak`: a server, and a worker that trains a tiny model and logs every
 loss.
 
-Each writes all output into one log file; on SIGUSR1 it adds the stacks of all its threads.
+Each process writes all output into one log file. On SIGUSR1 it adds the stacks of all its threads.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ GROWN = 1 << 20  # bytes: more than a ledger has spare
 
 @dataclass(frozen=True)
 class Flavour:
-    """How the job trains. `clip` waits for the norm of all workers' mean gradient; without it,
-    updates begin during backward.
+    """The way in which the job trains. `clip`: clip the gradient to this norm. Updates then wait
+    for the norm of the mean gradient of all workers. If None, updates begin during backward.
     """
 
     clip: float | None = None
@@ -64,12 +64,12 @@ class WorkerArgs:
     """Arguments of one worker for one start.
 
     Attributes:
-        relay: all workers are on one host, and one of them communicates for all
-        change: what is wrong with this worker
-        grows_at: from this step on the job's own state needs more room on the disk
-        stops_at: from this step on the worker asks to stop; the workers agree on stopping at each
-            step's end; 0: they do not exchange it
-        run: run directory, which records the store; worker 0 only
+        relay: True if all workers are on one host and a relay communicates for all of them
+        change: what is wrong with this worker: "model", "dtype" or "token"; "" if nothing is wrong
+        grows_at: step from which on the job's own state needs more room on the disk
+        stops_at: step from which on the worker asks to stop. At the end of each step, the workers
+            agree whether to stop. If 0, the workers do not exchange requests to stop.
+        run: run directory, which records the store; only worker 0 has one
     """
 
     flavour: str
@@ -107,7 +107,7 @@ class Model(nn.Module):
 
 
 class GrowingState:
-    """State of the job that is committed with each step."""
+    """State of the job that is committed with each step, and whose size can grow."""
 
     nbytes = 0
 
@@ -127,8 +127,8 @@ def serve(
     shadow: str,
     strikes: Sequence[Strike],
 ) -> None:
-    """Serve like `roadtrain serve`. `shadow`: directory for the durable bytes, "" if they are not
-    tracked (soak_power).
+    """Run a server like `roadtrain serve`. `shadow`: directory for the durable content of the
+    store; "" if the durable content is not tracked (soak_power).
     """
     _redirect_output(log)
     torch.set_num_threads(1)
@@ -142,8 +142,8 @@ def serve(
 
 
 def work(args: WorkerArgs, token: bytes) -> None:
-    """Train, and log a line a step: attempt, step, loss, norm, committed step, monotonic seconds.
-    Then log `end` or `error`.
+    """Train, and log a line for each step: attempt, step, loss, norm, committed step, monotonic
+    seconds. At the end, log `end` or `error`.
     """
     _redirect_output(args.log)
     torch.set_num_threads(1)
@@ -164,9 +164,7 @@ def work(args: WorkerArgs, token: bytes) -> None:
 
 
 def warm() -> None:
-    """Load and compile in the fork server what every child would otherwise load and
-    compile itself.
-    """
+    """Load and compile code in the fork server. Its children then find the code loaded."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)
@@ -261,8 +259,8 @@ def _train(args: WorkerArgs, token: bytes) -> None:
 
 
 def _redirect_output(log: str) -> None:
-    """Append all output of this process, also from below Python, to `log`, line by line. The
-    process ends with its parent.
+    """Append all output of this process to `log`, line by line. This includes output of C
+    libraries. Also make the process end when its parent ends.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

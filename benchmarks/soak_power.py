@@ -1,15 +1,18 @@
-"""Emulate power cuts: track the durable content of directories, and restore it after a cut.
+"""Emulate power cuts: track the durable content of directories, and restore this content after a
+cut.
 
-`Power.install` in a process under test makes every successful fsync and fdatasync copy what has
-become durable (a file's bytes, a directory's names) to a shadow directory. After killing that
-process, the test calls `cut`: the directories then hold what was synced and, of the rest, all,
-nothing, or any 512-byte sectors. A script names the sync or write of the process at which something
-happens: the process is killed just before or after it, half of the write is done, or the device
-fails. After a failed sync the kernel treats pages as clean that never reached the device, so a
-later sync does not save them; the same happens here, unless they are written again.
+The process under test calls `Power.install`. From then on, every successful fsync and fdatasync
+copies the content that has become durable (the bytes of a file, the names of a directory) to a
+shadow directory. After the process has been killed, the test calls `cut`. The directories then hold
+everything that was synced. Of the data that was not synced, they hold all, nothing, or any 512-byte
+sectors. A list of `Strike` names the syncs and writes of the process at which something happens:
+the process is killed just before or after the call, only half of the write is done, or the device
+fails. After a failed sync, Linux treats pages as clean although they never reached the device, so a
+later sync does not save these pages. Here too, only pages that are written again are saved.
 
-Assumes small files (all are copied at each sync), and that each process installs it once. A synced
-file in a directory that was never synced is lost by a cut, as POSIX allows. Does NOT know stores.
+Assumes small files, because each sync copies the whole file. Also assumes that each process calls
+`install` once. If a file was synced but its directory never was, a cut loses the file, as POSIX
+allows. Does NOT know stores.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """An action at call `number` (from 0) of `kind` in the process. `where`: count only calls on
-    files whose path contains it.
+    """An action at a call of the process: at call `number` (from 0) of all calls of `kind`.
+    `where`: count only calls on files whose path contains this text.
     """
 
     kind: Literal["sync", "write"]
@@ -48,8 +51,8 @@ class Strike:
 
 
 class Power:
-    """Tracks one process. `roots`: the directories that lose their power together. `counts`: calls
-    so far, by strike.
+    """Tracks the syncs and writes of one process. `roots`: directories that lose their power
+    together. `counts`: number of calls so far that each strike counts.
     """
 
     def __init__(self, shadow: Path, roots: Sequence[Path], strikes: Iterable[Strike] = ()) -> None:
@@ -147,7 +150,7 @@ class Power:
             _die()
 
     def pause(self) -> None:
-        """Report the pause by a file, and wait for the file `go`."""
+        """Create the file `paused`, and wait until the file `go` exists."""
         paused, go = self.shadow / "paused", self.shadow / "go"
         paused.touch()
         until = time.monotonic() + PAUSE_S
@@ -178,8 +181,8 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """Let the sync of `fd` fail: its content counts as clean from now on, but is not on the
-        device.
+        """Let the sync of `fd` fail. The content of the file counts as clean from now on, although
+        it is not on the device.
         """
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
@@ -187,15 +190,18 @@ class Power:
             (self.shadow / f"again-{status.st_ino}").unlink(missing_ok=True)
 
     def _wrote(self, fd: int, offset: int, nbytes: int) -> None:
-        """Record a write to a file with a failed sync: the written bytes are dirty again."""
+        """Record a write. If a sync of the file has failed before, the bytes of this write are
+        dirty again, and a later sync saves them.
+        """
         number = os.fstat(fd).st_ino
         if nbytes and (self.shadow / f"failed-{number}").exists():
             with self._lock, open(self.shadow / f"again-{number}", "a") as file:
                 file.write(f"{offset} {offset + nbytes}\n")
 
     def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
-        """Return `now`, with sectors that a failed sync has lost, and that were not written since,
-        as they are on the device.
+        """Return the content `now` of a file after a failed sync, without the lost sectors. A
+        sector is lost if the failed sync did not save it and no write has changed it since. It then
+        has the content that is on the device.
         """
         device, again = (_read(self.shadow / f"{what}-{number}") for what in ("bytes", "again"))
         written = [tuple(map(int, line.split())) for line in again.decode().splitlines()]
@@ -209,7 +215,7 @@ class Power:
 
 
 def begin(shadow: Path, roots: Sequence[Path]) -> None:
-    """Record that everything in `roots` is durable now."""
+    """Record the present content of `roots` as durable."""
     shadow.mkdir(parents=True, exist_ok=True)
     power = Power(shadow, roots)
     for root in roots:
@@ -222,9 +228,9 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """Emulate a power cut in `roots`. All processes that use them must be dead.
+    """Emulate a power cut in `roots`. All processes that use these directories must have ended.
 
-    Returns a description of what happened to unsynced bytes and names.
+    Returns a text that says which unsynced bytes and names were kept.
     """
     bytes_left = rng.choice(("none", "any", "all"))
     names_left = rng.choice(("none", "all"))
@@ -249,7 +255,9 @@ def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
 
 
 def _tree(shadow: Path, directory: Path, here: dict[int, Path], current: bool) -> dict[Path, int]:
-    """Map path -> inode of every file that is left below `directory`, -1 for a directory."""
+    """Map the path of every file that is left below `directory` to its inode. Directories map to
+    -1.
+    """
     if current:
         return {p: -1 if p.is_dir() else p.stat().st_ino for p in directory.rglob("*")}
     return _durable(shadow, directory, directory.stat().st_ino)

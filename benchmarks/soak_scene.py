@@ -1,8 +1,10 @@
-"""The scene of a fault of `roadtrain soak`: its processes, links and files, and the workers' logs.
+"""The scene of a fault of `roadtrain soak`: the processes, links and files of the job, and the logs
+of the workers.
 
-Each worker reaches each server through a relay of its own, so a moment is a number of bytes sent
-over one of these links, and a link can be cut after an exact number of bytes. A scene has one
-deadline for everything; processes that miss it count as hung and dump their stacks.
+Each worker reaches each server through a link of its own with a counting relay. The moment of a
+fault is therefore a number of bytes sent over one of these links, and a link can be cut after an
+exact number of bytes. A scene has one deadline for everything. Processes that have not ended by
+then count as hung, and dump their stacks.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ FORK.set_forkserver_preload(["benchmarks.soak_warm"])
 
 
 class Hung(DeadlineError):
-    """Raised when the deadline passed, with the stacks of all processes that still ran."""
+    """Raised when the deadline has passed. The message has the stacks of all processes that still
+    run.
+    """
 
 
 class Wrong(RoadtrainError):
-    """Raised for a different loss, a lost step, or an end without an error message."""
+    """Raised if the run does not behave as it must: a different loss, a lost step, an end without
+    an error message.
+    """
 
 
 class CountedRelay(Relay):
-    """A relay that calls `do`, from its own thread, right before byte `nbytes` of a direction is
-    passed on. `cut_at`: monotonic time of the cut.
+    """A relay that counts bytes. `at` arms it: the relay then calls `do`, in its own thread, right
+    before byte `nbytes` of a direction is passed on. `cut_at`: monotonic time at which the link was
+    cut.
     """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
@@ -75,7 +82,9 @@ class _Count(dict[Way, int]):
 
 @dataclass
 class Node:
-    """A process of the scene. `killed`: by the scene, so its exit code is not checked."""
+    """A process of the scene. `killed`: True if the scene has killed the process; its exit code is
+    then not checked.
+    """
 
     process: Any
     log: Path
@@ -87,12 +96,12 @@ class Node:
         self.send(signal.SIGKILL)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
+        """Send a signal to the process if it has not ended."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def reaped(self) -> bool:
-        """Check whether the process has ended. A killed process is joined first."""
+        """Check whether the process has ended. If the scene killed it, first wait for its end."""
         if self.killed:
             self.process.join()
         return self.ended
@@ -104,8 +113,8 @@ class Node:
 
 @dataclass
 class WorkerLog:
-    """Parsed log of a worker. `steps`: (attempt, step) -> (loss and norm, committed
-    step, seconds).
+    """Parsed log of a worker. `steps`: maps (attempt, step) to (loss and norm, committed step,
+    seconds).
     """
 
     steps: dict[tuple[int, int], tuple[str, int, float]] = field(default_factory=dict)
@@ -134,8 +143,8 @@ class WorkerLog:
 
 
 class Scene:
-    """Processes, links and files of one fault; a context manager. `restarted`: when the last start
-    began; `struck`: set when the fault has happened.
+    """Processes, links and files for one fault, used as a context manager. `restarted`: time at
+    which the last start began. `struck`: event that is set when the fault has happened.
     """
 
     def __init__(self, flavour: str, hard_s: float, rate: float = float("inf")) -> None:
@@ -183,10 +192,10 @@ class Scene:
         wrong: Mapping[int, Mapping[str, Any]] = NOTHING,
         without: int = -1,
     ) -> None:
-        """Start the processes that do not run, except server `without`.
+        """Start all processes that do not run, except server `without`.
 
         Args:
-            wrong: rank -> changes of its WorkerArgs
+            wrong: maps a rank to the fields of its WorkerArgs that are changed
         """
         self.restarted = time.monotonic()
         for number in range(SERVERS):
@@ -216,8 +225,8 @@ class Scene:
             self.workers.append(self._started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Start server `number` with its directory, on its old address or, if `moved`, on a new one
-        that the workers are given.
+        """Start server `number` on its directory. The server gets its old address or, if `moved`, a
+        new address, which the workers are then given.
         """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
@@ -254,7 +263,7 @@ class Scene:
                 ).__enter__()  # type: ignore[assignment]
 
     def wait_struck(self) -> None:
-        """Wait until the fault has happened. Raises Wrong if the run ends before."""
+        """Wait until the fault has happened. Raises Wrong if the run ends before the fault."""
         while not self.struck.wait(0.02):
             if all(w.ended for w in self.workers) and not self.struck.is_set():
                 raise Wrong(
@@ -265,8 +274,8 @@ class Scene:
                 self.hung("the moment of the fault")
 
     def wait_workers(self) -> list[str]:
-        """Wait for all workers to end. Returns the errors of those that ended by themselves too
-        early.
+        """Wait until all workers have ended. Returns the errors of workers that ended with an error
+        message.
         """
         for rank, worker in enumerate(self.workers):
             worker.process.join(max(0.0, self.until - time.monotonic()))
@@ -287,7 +296,7 @@ class Scene:
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait like wait_workers; a server that a strike killed counts as killed."""
+        """Wait like wait_workers. Also mark servers as killed if a strike killed them."""
         sentences = self.wait_workers()
         for server in self.servers:
             if sentences and not server.killed:
@@ -296,7 +305,7 @@ class Scene:
         return sentences
 
     def finish(self) -> None:
-        """Start all processes that do not run, and check that the run ends well."""
+        """Start all processes that do not run, and check that the run then trains to its end."""
         self.start()
         self.finished()
 
@@ -313,8 +322,8 @@ class Scene:
         return [WorkerLog.read(self.log(rank)) for rank in range(WORKERS)]
 
     def recovery_s(self) -> float | None:
-        """Seconds from the last start to its first step on the slowest worker; None if no step was
-        left.
+        """Compute the seconds from the last start until the slowest worker has done its first step.
+        Returns None if no step was left.
         """
         firsts = [
             [at for (attempt, _), (_, _, at) in log.steps.items() if attempt == self.attempt]
@@ -323,16 +332,17 @@ class Scene:
         return max(min(f) for f in firsts) - self.restarted if all(firsts) else None
 
     def lasted_s(self) -> float | None:
-        """Seconds from the fault to the end of all workers of that start; None if the fault did not
-        end it.
+        """Compute the seconds from the fault until all workers of the same start have ended.
+        Returns None if they did not end because of the fault.
         """
         return self._last - self.struck_at if self.struck_at and self.attempt else None
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
-        """Compare all logs with the undisturbed run.
+        """Compare the logs of all workers with those of a run without faults.
 
-        Every loss of every start must be the same, no step may be missing, no step that a worker
-        saw committed may be repeated, and parameters and optimizer state must be equal at the end.
+        Four properties are checked. Every loss of every start is the same. No step is missing. No
+        step is repeated if a worker knew that it was committed. At the end, parameters and
+        optimizer state are equal.
         """
         for rank, (log, whole) in enumerate(zip(self.logs(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}
@@ -370,16 +380,18 @@ class Scene:
                 raise Wrong(f"a traceback in {path.name}: {text[text.index('Traceback') :][:3000]}")
 
     def note(self, text: str) -> None:
-        """Add a note for people to worker 0's log."""
+        """Add a line to the log of worker 0, as a note for people."""
         with open(self.log(0), "a") as file:
             file.write(f"{text}\n")
 
     def pipe(self) -> tuple[Connection, Connection]:
-        """Create a pipe for a child process; returns its two ends."""
+        """Create a pipe for a child process, and return its two ends."""
         return FORK.Pipe()
 
     def hung(self, what: str) -> None:
-        """Raise Hung with the stacks of all processes."""
+        """Raise Hung with the stacks of all processes. `what`: the event that did not happen in
+        time.
+        """
         living = [node for node in self._all if not node.ended]
         for node in living:
             with suppress(ProcessLookupError):  # if it has ended since
@@ -395,8 +407,8 @@ class Scene:
         raise Hung(f"waited in vain for {what}\n" + "\n".join(logs))
 
     def disk(self, number: int) -> Path:
-        """Give server `number` a small file system of its own. Raises RoadtrainError if mounting is
-        not allowed.
+        """Mount a small file system for server `number`, and return its path. Raises RoadtrainError
+        if mounting is not allowed.
         """
         where = self.home / f"disk{number}"
         where.mkdir()

@@ -1,6 +1,6 @@
-"""Faults of `roadtrain soak` that strike the servers' stores, and bytes on their links: an
-unmounted store, a lagging replica that starts alone, a second server on the same directory, a
-flipped bit, a power cut, a failing device.
+"""Faults of `roadtrain soak` for the stores of servers and the bytes on the servers' links. The
+faults are an unmounted store, a replica that is behind and starts alone, a second server on the
+same directory, a flipped bit, a power cut, and a failing device.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def _run_directory(scene: Scene) -> None:
 
 
 def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
-    """Train some steps and end all servers: all are killed at the fault's moment or, if `prompt`,
-    after the last of these steps. Raises NothingToStrike if no step was committed.
+    """Train some steps, and then end all servers. If `prompt`, they end after the last of these
+    steps; else all are killed at the moment of the fault. Raises NothingToStrike if no step was
+    committed.
     """
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
@@ -69,7 +70,9 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
 
 @kind("server unmounted", ends="sentence")
 def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Leave the directory of one server, or of both, empty at the next start."""
+    """Leave the directory of one server, or of both, empty at the next start, as if a disk were not
+    mounted.
+    """
     _run_directory(scene)
     _train_some(scene, fault, reference)
     away = [[0], [1], [0, 1]][fault.choice % 3]
@@ -94,8 +97,8 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill one of two replicas, which then misses some steps. Later it starts alone; the other
-    replica follows late or, if `prompt`, while the workers still wait.
+    """Kill one of two replicas, which then misses some steps. Later this replica starts alone. The
+    other replica starts late or, if `prompt`, while the workers still wait.
     """
     scene.replicas = 2
     _run_directory(scene)
@@ -134,7 +137,7 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _same(scene: Scene) -> None:
-    """Check that both replicas hold the same bits of the same step."""
+    """Check that both replicas are at the same step and hold the same bits."""
     _end_servers(scene)
     tiers = [open_part(path) for path in scene.stores]
     try:
@@ -154,8 +157,8 @@ def _same(scene: Scene) -> None:
 
 @kind("second servers")
 def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Start another job while the first fills or trains: on servers of its own with the same
-    directories or, if `prompt`, on the same servers.
+    """Start a second job while the first job fills its store or trains. If `prompt`, the second job
+    uses the same servers; else it has servers of its own on the same directories.
     """
     scene.start(deadline_s=LONG_S)
     link = scene.links[fault.link]
@@ -196,7 +199,7 @@ def _beside(scene: Scene, number: int) -> str:
 
 @kind("server's bit flipped", ends="any")
 def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Flip a bit in any file of a server's store, between two starts."""
+    """Between two starts, flip a bit in any file of a server's store."""
     _run_directory(scene)
     _train_some(scene, fault, reference)
     rng = random.Random(fault.choice)
@@ -231,8 +234,9 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
-    """Strike one server at one of its syncs or writes. If `again`, restart it and kill it once
-    more. Then cut its power and, for every second fault, the other server's too.
+    """Kill one server, or let its device fail, at one of its syncs or writes. If `again`, restart
+    the server and kill it once more. Then cut the power of this server and, if `prompt`, of the
+    other server too. Returns the errors of workers.
     """
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])

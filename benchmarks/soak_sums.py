@@ -1,11 +1,12 @@
-"""`roadtrain soak --sums`: scripted faults of spare hosts while workers sum without pause, in real
-processes.
+"""`roadtrain soak --sums`: scripted faults of spare hosts, while workers compute sums without
+pause. All workers and hosts are real processes.
 
-A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and FAULTS_A_SCENE
-faults, one after another, while the workers go on. Every worker compares every sum of every round
-with the right one. A fault is over when all workers are ROUNDS_ON rounds further; a round that
-takes more than GAP_S, not counting the time for which a process was stopped, is a failure. Fault K
-of a seed is always the same. Does NOT kill workers, which ends DDP (tests check its error).
+A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). FAULTS_A_SCENE faults
+happen in it, one after another, while the workers go on. Every worker compares every sum of every
+round with the right one. A fault is over when all workers have done ROUNDS_ON more rounds. A round
+that takes more than GAP_S is a failure; time for which a process was stopped does not count. Fault
+K of a seed is always the same. Does NOT kill workers, because that ends DDP with an error, which
+tests check.
 
     python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """
@@ -60,8 +61,8 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault. `how`: went on, failed or hung. `gap_s`: the longest round around the
-    fault.
+    """Outcome of a fault. `how`: went on, failed or hung. `gap_s`: seconds of the longest round
+    around the fault.
     """
 
     number: int
@@ -124,7 +125,7 @@ def worker(
 
 
 class Spare:
-    """Process of a spare host."""
+    """The process of a spare host."""
 
     def __init__(self, port: int = 0) -> None:
         self.process = subprocess.Popen(
@@ -166,7 +167,7 @@ class Spare:
 
 
 class Scene:
-    """Workers, spare hosts, and the file that lists these."""
+    """Workers, spare hosts, and the file that lists the spare hosts for the workers."""
 
     def __init__(self, workers: int, rng: random.Random, stack: ExitStack) -> None:
         self.workers, self.rng, self._stack = workers, rng, stack
@@ -217,7 +218,7 @@ class Scene:
         self.paused_s += seconds
 
     def rounds(self) -> list[list[tuple[int, float]]]:
-        """Return (rounds done, time) pairs of every worker."""
+        """Return a list for each worker of the pairs (number of rounds done, time)."""
         out = []
         for rank in range(self.workers):
             path = self.home / f"rounds {rank}"
@@ -227,8 +228,8 @@ class Scene:
         return out
 
     def further(self, rounds: int, since: float) -> None:
-        """Wait until all workers have done so many rounds since `since`. Raises TimeoutError, or
-        RoadtrainError with a worker's last line.
+        """Wait until all workers have done `rounds` rounds since the time `since`. Raises
+        TimeoutError, or RoadtrainError with the last line of a worker that has ended.
         """
         deadline = time.monotonic() + HARD_S
         while True:
@@ -267,7 +268,9 @@ class Scene:
 
 
 def strike(scene: Scene, kind: str) -> None:
-    """Strike a fault, and wait for what it requires besides further rounds."""
+    """Inject a fault. Besides, wait for everything that this kind of fault requires in addition to
+    further rounds.
+    """
     if kind == "added" or not scene.spares:
         scene.used(scene.add())
     elif kind == "slowed":
@@ -302,7 +305,7 @@ def strike(scene: Scene, kind: str) -> None:
 
 
 def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[Outcome]:
-    """Run a scene with faults from `first` on."""
+    """Run one scene with `count` faults, numbered from `first`, and return their outcomes."""
     out: list[Outcome] = []
     rng = random.Random(f"{seed}/{first}")
     workers = 2 + first // FAULTS_A_SCENE % 3

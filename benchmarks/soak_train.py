@@ -1,6 +1,6 @@
-"""Processes of `roadtrain soak` that train alone, with a store of two directories and tracked syncs
-and writes (soak_power): `roadtrain train`, and a script with Hugging Face's Trainer. Like the
-workers of soak_job, they log every step and the last committed step.
+"""Processes of `roadtrain soak` that train alone: `roadtrain train`, and a script with Hugging
+Face's Trainer. The store has two directories, and syncs and writes are tracked (soak_power). Like
+the workers of soak_job, these processes log every step and the last committed step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAD = 4096  # bytes added to each line of metrics.jsonl, so that it needs a page
 
 @dataclass(frozen=True)
 class TrainerArgs:
-    """Arguments of one start. `roots`: directories that lose their power together."""
+    """Arguments for one start of a trainer. `roots`: directories that lose their power together."""
 
     home: str
     run: str
@@ -82,23 +82,23 @@ def job_of(errand: TrainerArgs) -> Job:
 
 
 def train_alone(errand: TrainerArgs) -> None:
-    """Train, and log a line a step: attempt, step, loss, norm, committed step, monotonic seconds.
-    Then log `end` or `error`.
+    """Train, and log a line for each step: attempt, step, loss, norm, committed step, monotonic
+    seconds. At the end, log `end` or `error`.
     """
     _write_down(errand.attempt)
     _watched(errand, lambda: train(job_of(errand)))
 
 
 def train_by_trainer(errand: TrainerArgs) -> None:
-    """Train like `train_alone` with the Trainer. The second number of a step's line is its learning
-    rate.
+    """Train with Hugging Face's Trainer, and log like `train_alone`. In the line of a step, the
+    learning rate takes the place of the norm.
     """
     _watched(errand, lambda: _train_by_trainer(errand))
 
 
 def _train_by_trainer(start: TrainerArgs) -> None:
-    """Run the same Trainer script at every start: dropout, rows in a new order each epoch, a
-    schedule, and periodic checkpoints.
+    """Run a Trainer script, which is the same at every start. It has dropout, another order of rows
+    in each epoch, a schedule, and periodic checkpoints.
     """
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def _watched(errand: TrainerArgs, train: Callable[[], object]) -> None:
 
 
 def digest_of(stores: tuple[str, ...]) -> str:
-    """Digest of all parameters and all optimizer state."""
+    """Compute a digest of all parameters and all optimizer state in a store."""
     opened = open_store(stores)
     assert opened is not None
     out = hashlib.sha256()
@@ -181,8 +181,8 @@ def digest_of(stores: tuple[str, ...]) -> str:
 
 
 def _write_down(attempt: int) -> None:
-    """Log each step when its line is in metrics.jsonl, and again with each step that is then known
-    to be committed.
+    """Log each step when its line is written to metrics.jsonl. When a step is known to be
+    committed, log the last step again with the number of the committed step.
     """
     last: dict[str, Any] = {}
     append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt

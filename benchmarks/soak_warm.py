@@ -1,5 +1,5 @@
-"""Imported only by the fork server of `roadtrain soak`, so that its children start with torch and
-the kernels loaded.
+"""A module that only the fork server of `roadtrain soak` imports. The children of the fork server
+therefore start with torch and the kernels loaded.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""A whole out-of-core update against a bare read/write loop over the same files, interleaved in one
-run.
+"""Compare a whole update of state on disk with a bare loop that reads and writes the same files.
+Both are measured in turn in one run.
 
 State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) is stored in two slot files.
-Ours: gradients are pushed; every record is read, verified, updated, written, checksummed, made
-durable and committed. The bare loop only reads the same bytes of the records (without the copy)
-from one slot file and writes whole records to the other. It runs with mixed requests and in bursts,
-with several thread counts, and its best result counts.
+In ours, gradients are pushed, and every record is read, verified, updated, written, checksummed,
+made durable and committed. The bare loop only reads the same bytes of the records (without the bf16
+copy) from one slot file, and writes whole records to the other. It runs with mixed requests and in
+bursts, each with several numbers of threads. Its best result counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _rss() -> int:
 
 
 class _Peak:
-    """The largest resident size during a block, sampled every 10 ms."""
+    """Samples the resident memory every 10 ms during a block, and keeps the largest sample."""
 
     def __enter__(self) -> _Peak:
         self.nbytes, self._stop = _rss(), threading.Event()
@@ -71,12 +71,13 @@ class _Peak:
 def bare_loop(
     source: Path, target: Path, nbytes: int, size: int, skip: int, threads: int, burst: int
 ) -> float:
-    """Read `source` and write `target` in pieces of `size` bytes with `threads` threads in each
-    direction, and return the seconds.
+    """Read `source` and write `target` in pieces of `size` bytes, and return the seconds. Each
+    direction has `threads` threads.
 
     Args:
         skip: bytes at the start of each piece that are not read
-        burst: if positive, alternate between that many reads and that many writes
+        burst: if positive, alternate between `burst` reads and `burst` writes; if 0, reads and
+            writes are mixed
     """
     src, dst = (
         os.open(source, os.O_RDONLY | os.O_DIRECT),
@@ -284,7 +285,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 
 def _without_cache(budgets: Budgets) -> Budgets:
-    """Keep nothing in memory, so that all state is read and written."""
+    """Change the budgets so that no state is kept in memory. All state is then read and written."""
     records = replace(
         budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
     )

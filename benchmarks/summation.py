@@ -1,10 +1,11 @@
-"""Summation service: n worker hosts exchange a gradient with k spare hosts over emulated links,
-beside gloo's ring.
+"""Summation service: n worker hosts sum a gradient with the help of k spare hosts over emulated
+links, beside gloo's ring.
 
-The optimum is that of sums/protocol/shares.py, at the share of a link's rate that TCP carries
-(0.956 of whole Ethernet frames); a round cannot be shorter. Goodput is M bytes of gradient over the
-seconds of a round, of the slowest worker, the median of ROUNDS. Every round's sums are checked
-against the promised order of summation. Needs root. Does NOT emulate latency.
+The optimum comes from sums/protocol/shares.py, with 0.956 of the rate of each link, because TCP
+carries only this share of whole Ethernet frames. A round cannot be shorter than the optimum.
+Goodput is the M bytes of a gradient, divided by the seconds of a round. These are the seconds of
+the slowest worker, the median of ROUNDS rounds. Every round's sums are checked against the promised
+order of summation. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     4, 8     workers, with up to as many spare hosts, all links equal
@@ -71,7 +72,9 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def _seconds(workers: Sequence[float], spares: Sequence[float]) -> float:
-    """Seconds to exchange one byte with the best shares."""
+    """Compute the seconds in which one byte is exchanged with the best shares, for links of these
+    rates.
+    """
     return busiest(workers, spares, optimum(workers, spares))
 
 
@@ -137,7 +140,9 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
 
 
 def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
-    """Measure with one worker host at half the rate, and two spare hosts at a quarter."""
+    """Measure with unequal links: one worker host has half the rate, and two spare hosts have a
+    quarter.
+    """
     workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
     with (
         tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name,
@@ -196,8 +201,8 @@ def _exchange(
     rounds: int,
     how: str,
 ) -> dict[str, float]:
-    """Run the exchange. Returns the seconds of a round (median, of the slowest worker) and the
-    share of all cores that all processes used.
+    """Run the exchange. Returns the median seconds of a round on the slowest worker, and the share
+    of all cores that the processes used together.
     """
     names = [*(f"w{i}" for i in range(n)), *(f"s{i}" for i in range(k))]
     addresses = ",".join(network.hosts[name].address for name in names)

@@ -1,10 +1,11 @@
-"""Whole training steps with the summation service: DDP's own all-reduce (gloo) against the hook,
-and against starting the next forward while gradients are still in flight, with and without
-priorities. For `bench summation`; links are emulated (needs root).
+"""Item `steps` of `summation`: whole training steps over emulated links. DDP's own all-reduce
+(gloo) is compared with the summation hook, and with a hook that starts the next forward while
+gradients are still in flight, with and without priorities. Needs root.
 
-Two kinds of models: heavy in parameters (linear layers) or in compute (the same layers applied many
-times over the batch). All train the same data, and the losses must agree to rounding. A step's time
-is that of the slowest worker, the median of STEPS.
+There are two kinds of models. One has many parameters (linear layers); the other has much to
+compute (the same layers are applied many times to the batch). All ways train on the same data, and
+their losses must agree to rounding. The time of a step is measured on the slowest worker, as the
+median of STEPS steps.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
     --token F --how ddp ..
@@ -62,7 +63,7 @@ class Net(nn.Module):
 
 
 class _EqualPriority(Summation):
-    """Sums of equal priority."""
+    """Summation in which all sums have the same priority."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
         return super().sum(*words, **options)

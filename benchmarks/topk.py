@@ -1,7 +1,8 @@
-"""Exact top 1 % by magnitude and its scatter back, against torch.topk and torch's scatter.
+"""Select exactly the 1 % of elements with the largest magnitude, and scatter them back. Compared
+with torch.topk and torch's scatter.
 
-The floor is one reading of the input (for the scatter: one writing of the output). One thread, as
-in a step; on a large block and on one chunk.
+The floor is the time to read the input once (for the scatter: to write the output once). All use
+one thread, as in a step, on a large block and on one chunk.
 """
 
 from __future__ import annotations

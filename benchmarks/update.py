@@ -1,8 +1,8 @@
-"""Optimizer updates with a bf16 gradient in and a bf16 copy out, against torch's with the two
-casts.
+"""Optimizer updates that read a bf16 gradient and write a bf16 copy of the parameters, compared
+with torch's updates and the two casts that these need.
 
-Ours runs chunk by chunk over threads, as in a server. The floor is the rate of a plain
-read-modify-write of three fp32 arrays with the same number of threads. All alternate on arrays of
+Ours runs chunk by chunk over threads, as in a server. The floor is the rate at which the same
+number of threads reads, changes and writes three fp32 arrays. All are measured in turn on arrays of
 the same size. Does NOT touch storage.
 """
 
@@ -33,12 +33,14 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Zeros in memory like a server's: aligned, in huge pages. The floor uses the same."""
+    """Return an array of n zeros in memory that is allocated as in a server: aligned, and in huge
+    pages. The measurement of the floor uses the same kind of memory.
+    """
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
 
 class _Ours:
-    """A rule over flat arrays, cut into chunks."""
+    """An update rule applied to flat arrays that are cut into chunks."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, grad: np.ndarray, pool: ThreadPoolExecutor
@@ -72,7 +74,9 @@ class _Ours:
 
 
 def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Callable[[], None]:
-    """torch's fused optimizer between a cast of the gradient and a cast of the parameters."""
+    """Return a function that casts the gradient, runs torch's fused optimizer, and casts the
+    parameters.
+    """
     param = torch.nn.Parameter(torch.ones(grad.numel()))
     param.grad, copy = torch.zeros_like(param), torch.zeros_like(grad)
     optimizer = cls([param], fused=True, **options)
@@ -87,7 +91,9 @@ def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Call
 
 
 def _foreach_lion(grad: torch.Tensor) -> Callable[[], None]:
-    """Lion by torch's foreach operators on tensors of a chunk's size; torch has no fused Lion."""
+    """Return a function that computes Lion with torch's foreach operators, on tensors of a chunk's
+    size. torch has no fused Lion.
+    """
     flat = {name: torch.ones(grad.numel()) for name in ("p", "m", "g", "u")}
     p, m, g, u = (list(x.split(MAX_CHUNK)) for x in flat.values())
     copy = torch.zeros_like(grad)

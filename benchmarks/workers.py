@@ -1,20 +1,21 @@
-"""Workers: memory of a worker process with network servers, by depth of the model and by number of
-workers.
+"""Workers: the memory of a worker process with network servers, for models of different depth and
+for different numbers of workers.
 
-Servers are processes of this host with state in files; each worker is a process with one torch
-thread and a model built on `meta`. The rows give the resident memory beyond that of the bare
-process, which has imported everything but built nothing. `peak` covers the process's whole life,
-placing included; `while training` begins after placing. Of several workers the largest counts, and
-of REPS such runs the median, because the layout of glibc's heap varies a run by some percent.
+Servers are processes of this host with state in files. Each worker is a process with one torch
+thread and a model built on `meta`. The rows give the resident memory beyond that of a bare process,
+which has imported all modules but has built no model. `peak` covers the whole life of the process,
+including the placing of the model; `while training` begins after placing. Of several workers, the
+one with the most memory counts. Of REPS runs, the median counts, because the layout of glibc's heap
+changes the memory of a run by some percent.
 
-The heap may hold the slack of device/buffers.py (16 MiB, doubled where one block needs it) beyond
-what is in use. That alone is some percent of the memory beyond the bare process, so growth of the
-whole process is shown too, as in `bench depth`.
+Beyond the memory in use, the heap may hold the slack of device/buffers.py (16 MiB, doubled if a
+single block needs more). The slack alone is some percent of the memory beyond the bare process.
+Growth of the whole process is therefore shown too, as in `bench depth`.
 
-Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32), which is
-counted and shown. Plain training with everything resident runs beside it: bf16 parameters, fp32
-masters and AdamW's state, each gradient freed as soon as its parameter is updated; each of several
-workers would need as much.
+Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32). These
+inputs are counted and shown. Plain training runs beside roadtrain with everything resident: bf16
+parameters, fp32 masters and AdamW's state. Each gradient is freed as soon as its parameter is
+updated. With several workers, each worker of plain training would need as much memory.
 
     python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json OUT
 """
@@ -75,7 +76,9 @@ def run(quick: bool = False) -> Report:
 def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
-    """Rows of results along one axis, the smallest first."""
+    """Build the rows for results that differ in depth or in the number of workers, smallest
+    first.
+    """
     base, rows = got[0], []
     for result in got:
         peer = plain[result["blocks"]]
@@ -174,8 +177,8 @@ def compare(
 
 
 def steps_of(blocks: int) -> int:
-    """Number of steps such that each depth runs about as many blocks, so that a leak per block
-    shows.
+    """Return the number of steps for a depth. All depths run about as many blocks in total, so a
+    leak per block shows at each depth.
     """
     return max(LEAST, VISITS // blocks)
 
@@ -183,7 +186,7 @@ def steps_of(blocks: int) -> int:
 def measure(
     cases: Sequence[tuple[int, int]], width: int, budget: str, reps: int
 ) -> dict[tuple[int, int], Any]:
-    """Map (workers, blocks) -> the run with the median peak."""
+    """Map each case (workers, blocks) to the run with the median peak."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     for rep in range(reps):
         for workers, blocks in cases:
