@@ -271,7 +271,8 @@ class Plan:
         return placement(self.stage_placements[stage]) if self.stage_placements else self.placement
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one stage, with its own placement and its own number of replicas."""
+        """Return the plan of one stage, with the placement and the number of replicas of this
+        stage."""
         if not (self.stage_placements or self.parallelism.widths):
             return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
@@ -299,8 +300,8 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from the tables of a plan.toml, where the default of `headroom` is HEADROOM.
-    Raises ConfigError, which names the invalid key."""
+    """Build a plan from the tables of a plan.toml. If `headroom` is missing, it is HEADROOM. Raises
+    ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
 
@@ -324,7 +325,7 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """Format the file as TOML, from which `load_plan_file` reads an equal value."""
+        """Format the file as TOML. `load_plan_file` reads an equal value from this text."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:
