@@ -39,14 +39,15 @@ ANY_PORT = 9
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Summation(TensorSums):
-    """A worker's end of the summation service: the state of `sum_hook`.
+    """A worker's end of the summation service. `sum_hook` takes it as the argument `state`.
 
     Call close() before the process group is destroyed.
 
     Args:
         spares: HOST:PORT of spare hosts, or the path of a file with a HOST:PORT (and optionally a
-            rate) on each line. Worker 0 rereads the file during training, so hosts can be added
-            and removed. A host that dies is bypassed, and is used again when it is back.
+            rate) on each line. Worker 0 rereads the file during training, so hosts can be added and
+            removed. If a host dies, training continues without the host, and uses it again when it
+            is back.
         rates: Link rates of the workers' hosts, by rank, in any unit. A host with a higher rate
             sums a larger part. If None, all rates are equal.
         spare_rates: Link rates of the spare hosts, in the unit of `rates`. If None, all are equal.

@@ -2,8 +2,8 @@
 
 The Trainer saves its step, log, schedule and position in the data in checkpoints. After a run was
 killed, the last checkpoint is older than the store. So the progress is committed with each step,
-like other tracked objects. A Trainer with a resumed store continues at the store's step, whether or
-not it was told to resume from its last checkpoint.
+like other tracked objects. A Trainer with a resumed store continues at the store's step. It does so
+with and without the argument to resume from its last checkpoint.
 
 Note "the seam". The Trainer decides where to begin before it makes its optimizer, so the store
 cannot change this decision. But the Trainer's method `_run_epoch` takes all that it needs as

@@ -33,7 +33,8 @@ def kernel(function: Any) -> Any:
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a view of the array, whose type tells kernels that its format is `dtype`."""
+    """Return a view of the array. The type of the view tells kernels that the array has the format
+    `dtype`."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
             f"an array of {array.dtype} cannot hold {dtype}",
@@ -43,8 +44,9 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """Mark a typed 16-bit array [N] for nontemporal stores, by the shape [N, 1], if its alignment
-    allows such stores. Call `fence` after writing the whole array."""
+    """Return a typed 16-bit array [N] in the shape [N, 1], which makes `put` use nontemporal
+    stores. If the array's alignment does not allow such stores, return the array unchanged. Call
+    `fence` after writing the whole array."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
@@ -178,9 +180,9 @@ def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> No
 
 
 def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return
-    them. `view` must have room for the values in both dtypes. The order in which segments are
-    converted ensures that no segment is overwritten before it is read."""
+    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return an
+    array of the converted values. `view` must have room for the values in both dtypes. The order in
+    which segments are converted ensures that no segment is overwritten before it is read."""
     src = np.frombuffer(view, NUMPY_OF[old], numel)
     dst = np.frombuffer(view, NUMPY_OF[new], numel)
     pieces = range(0, numel, SEGMENT)

@@ -51,8 +51,8 @@ class Rule(ABC):
         Raises RuleError if the group has an option value that the rule does not support."""
 
     def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
-        """Initialize the arrays and the row, which are zeros, if the rule's state starts with other
-        values. p: float32 [N]."""
+        """Set the arrays and the row to their first values. Both are zeros before this call, so a
+        rule whose state starts with zeros need not override this method. p: float32 [N]."""
         return
 
     @abstractmethod

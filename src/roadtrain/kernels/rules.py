@@ -46,13 +46,14 @@ class _Native(Rule):
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
-        """Change the row to that of the next step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the gradient's sign and the scalars."""
+        """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
+        that the rule does not keep), the sign of the gradient, and the formula's scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
     ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
-        """Return the formula's three arrays, and the gradient's factor and scalars as float32."""
+        """Return the formula's three arrays, the factor by which the gradient is multiplied, and
+        the formula's scalars. The factor and the scalars are float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow

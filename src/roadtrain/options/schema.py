@@ -3,9 +3,10 @@
 A schema is a class derived from `Section`, or a class decorated with `value` if code creates its
 instances too. Each field of the class declares a key with its type, unit, limits and description;
 `docs/reference` is generated from these fields. `checked` builds an instance from a table. Every
-mistake raises a ConfigError that names the file and the key, and the value and the expected values,
-or the nearest valid key. Text that looks like a number, and true or false, are never converted to a
-number. The files with the keys are in other packages.
+mistake raises a ConfigError that names the file and the key. For an invalid value, the error also
+has the value and the expected values. For an unknown key, it has the nearest valid key. Text that
+looks like a number, and true or false, are never converted to a number. The files with the keys are
+in other packages.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
 
 
 def as_tree(value: Any, **options: Any) -> dict[str, Any]:
-    """Convert `value` to a table, from which `checked` reads an equal value. `options`: arguments
-    for pydantic's `dump_python`."""
+    """Convert `value` to a table. (`checked` builds an equal value from this table.) `options`:
+    arguments for pydantic's `dump_python`."""
     tree: dict[str, Any] = TypeAdapter(type(value)).dump_python(
         value, mode="json", exclude_none=True, **options
     )
@@ -178,8 +179,8 @@ def as_tree(value: Any, **options: Any) -> dict[str, Any]:
 
 
 def as_toml(value: Any, **options: Any) -> str:
-    """Convert `value` to TOML, which can be read back as an equal value. `options`: arguments for
-    pydantic's `dump_python`."""
+    """Convert `value` to TOML. (`read_toml` and `checked` build an equal value from this text.)
+    `options`: arguments for pydantic's `dump_python`."""
     return tomli_w.dumps(as_tree(value, **options))
 
 
@@ -206,7 +207,8 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` as dotted key -> value. Tables inside the tables of a file are values."""
+    """Return the keys of all tables of a file in one dict: `table.key` -> value. A table inside a
+    table is a value."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -263,8 +265,9 @@ def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
 
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
-    """Return a ConfigError for the first mistake in `tree`, from which no `kind` could be built. An
-    unknown key is reported before a missing key. `where`: name of the file in the message."""
+    """Return a ConfigError for the first mistake in `tree`. `cause`: pydantic's error when it tried
+    to build an instance of `kind` from `tree`. An unknown key is reported before a missing key.
+    `where`: name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:

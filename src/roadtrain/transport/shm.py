@@ -11,8 +11,8 @@ ring empty or full sets a flag in the ring and sleeps on an eventfd. The other s
 eventfd only if the flag is set.
 
 Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, stores are seen
-in order, and only a store that must be seen before a later load needs a fence, for which the locked
-instruction of a lock is used. On other processors, the system call membarrier(2) is used as a full
+in order. Only a store that must be seen before a later load needs a fence; the locked instruction
+of a lock serves as this fence. On other processors, the system call membarrier(2) is used as a full
 fence wherever an order is needed; this variant has only been tested on x86-64. The counters that
 the other side writes are checked before use.
 """

@@ -7,12 +7,13 @@ frames. Several small frames are sent in one call.
 Receiving: each channel has a receiving thread, which reads heads through a small buffer, and
 payloads directly into the buffer that `room` returns. The order is restored by sequence numbers.
 `room` is called in order, so that no later frame can take the memory that an earlier frame waits
-for. Payloads of several channels are received concurrently. `arrived` is called in order again.
+for. Payloads of several channels are received concurrently. `arrived` is also called in the order
+of the frames.
 
-End: a side that closes the link sends a goodbye on every channel, which contains the number of
-frames it has sent. The other side delivers all these frames and then hangs up. Until then, or until
-its deadline, the closing side reads and discards frames, because closing a socket with unread bytes
-would reset the connection before the other side has read everything.
+End: a side that closes the link sends a goodbye on every channel. The goodbye contains the number
+of frames that this side has sent. The other side delivers all these frames and then hangs up. Until
+then, or until its deadline, the closing side reads and discards frames, because closing a socket
+with unread bytes would reset the connection before the other side has read everything.
 
 This module does not connect or authenticate, and does not use sockets directly.
 """
