@@ -76,8 +76,8 @@ class Device(Section):
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
-        """Return the peak compute speed in FLOP/s in a number format; "" means 16 bits. Raises
-        ConfigError if the device has no peak for the format."""
+        """Return the peak compute speed in FLOP/s in the number format `precision`; "" means 16
+        bits. Raises ConfigError if the device has no peak for the format."""
         if precision and precision not in self.peaks:
             raise ConfigError(
                 f"device {self.kind} has no peak for {precision!r}",
@@ -422,8 +422,8 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Return, for every assumed key, its value (in bytes per second, in seconds, or without a unit)
-    and the text to print for the value."""
+    """Return, for every assumed key, the pair (value, text to print). The value is in bytes per
+    second, in seconds, or without a unit."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -495,7 +495,7 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Return the minimum over `parts` of each named attribute."""
+    """Return name -> minimum over `parts` of the attribute with this name."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 

@@ -289,8 +289,8 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """Return `directory` with the run directory `run` at its beginning replaced by `to`, or
-    unchanged if it is not inside `run`."""
+    """Return `directory` with its beginning `run` (a run directory) replaced by `to`. If
+    `directory` is not inside `run`, it is returned unchanged."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 

@@ -364,9 +364,10 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     """Compute by formula the shape of the model that a Hugging Face config (a config.json)
     describes.
 
-    The formula is exact for a few architectures only; `planner/model_config.py` counts the modules
-    of all others. `seq_len`: number of tokens per sample; if None, `chosen_length` chooses it.
-    Raises ConfigError for any other architecture, and if a required key is missing."""
+    The formula is exact for a few architectures only. For every other architecture, this function
+    raises ConfigError, and `planner/model_config.py` counts the modules instead. `seq_len`: number
+    of tokens per sample; if None, `chosen_length` chooses it. Also raises ConfigError if a required
+    key is missing."""
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
@@ -420,8 +421,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the value of each name of KEYS in `config`; 0 for an optional key that is missing.
-    Raises ConfigError if a required key is missing."""
+    """Return name -> value for each name of KEYS, read from `config`. The value of an optional key
+    that is missing is 0. Raises ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()

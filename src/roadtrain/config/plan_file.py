@@ -239,7 +239,8 @@ class Plan:
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """Return a copy in which fields of the plan, or of its PARTS, have the values `changes`."""
+        """Return a copy of the plan with the values `changes`. A change may name a field of the
+        plan, or a field of one of its parts (see PARTS)."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)

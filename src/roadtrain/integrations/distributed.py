@@ -264,7 +264,7 @@ class DeferredSteps:
 
 class Distributed(torch.optim.Optimizer):
     """An optimizer whose gradients are summed over the workers. `distribute` replaces the class of
-    an optimizer by a class derived from this one and from the optimizer's own class."""
+    an optimizer by a class derived from both Distributed and the optimizer's own class."""
 
     _gradients: GradientSums
     _deferred: DeferredSteps | None = None

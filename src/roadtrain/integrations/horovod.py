@@ -4,13 +4,13 @@ its import.
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-torchrun starts the workers; a process without torchrun is the only worker. An average divides
-before it sums, so with two workers the result has the bits of DDP's all-reduce. For names of
-tensors see integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order or
-name), a DifferError is raised on every worker within seconds. (DifferError is a RuntimeError, as in
-Horovod.) After that, the workers may continue. `compression` is a member of Compression, or its
-string. Process sets, operations other than sum and average, gather and similar calls, and elastic
-training are not supported. Sums are not differentiable.
+torchrun starts the workers; a process without torchrun is the only worker. For an average, each
+worker's tensor is divided before the sum. So with two workers, the result has the same bits as that
+of DDP's all-reduce. For names of tensors see integrations/named_sums.py, Note "keys". If workers
+disagree (in type, shape, order or name), a DifferError is raised on every worker within seconds.
+(DifferError is a RuntimeError, as in Horovod.) After that, the workers may continue. `compression`
+is a member of Compression, or its string. Process sets, operations other than sum and average,
+gather and similar calls, and elastic training are not supported. Sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -382,7 +382,9 @@ def DistributedOptimizer(
     num_steps: int = 0,
     **others: Any,
 ) -> Distributed | Asynchronous:
-    """Make an optimizer average its gradients over all workers, each as soon as it is computed.
+    """Make an optimizer average its gradients over all workers.
+
+    The average of a gradient begins as soon as backward has computed the gradient.
 
     After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
     Asynchronous), and no other options are allowed.

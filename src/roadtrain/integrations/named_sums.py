@@ -61,7 +61,8 @@ class Handle:
 
 
 class Exchange:
-    """The sums of one worker. Call close() before the process group is destroyed."""
+    """A worker's end of sums over all workers. Call close() before the process group is
+    destroyed."""
 
     def __init__(self, summation: Summation) -> None:
         self.summation, self.rank, self.workers = summation, summation.rank, summation.workers

@@ -44,9 +44,9 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """Return a typed 16-bit array [N] in the shape [N, 1], which makes `put` use nontemporal
-    stores. If the array's alignment does not allow such stores, return the array unchanged. Call
-    `fence` after writing the whole array."""
+    """Return a 16-bit array [N] (see `typed`) in the shape [N, 1], which makes `put` use
+    nontemporal stores. If the array's alignment does not allow such stores, return the array
+    unchanged. Call `fence` after writing the whole array."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
@@ -133,7 +133,7 @@ def _to_fp16(x: Any) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """Convert an element of a typed array to float32 (inside kernels only)."""
+    """Convert an element of an array (see `typed`) to float32 (inside kernels only)."""
     raise NotImplementedError
 
 
@@ -149,7 +149,8 @@ def _widen(x):  # type: ignore[no-untyped-def]
 
 
 def put(out: Any, i: Any, x: Any) -> Any:
-    """Store float32 x in out[i], rounded to the format of the typed array (inside kernels only)."""
+    """Store float32 x in out[i], rounded to the format of `out`, see `typed` (inside kernels
+    only)."""
     raise NotImplementedError
 
 

@@ -39,7 +39,8 @@ class Codec:
             raise ValueError("takes no argument")
 
     def nbytes(self, n: int) -> int:
-        """Return the number of bytes that encode n values. It never decreases with n."""
+        """Return the number of bytes that encode n values. The number never decreases when n
+        grows."""
         raise TypeError(f"the format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
@@ -49,7 +50,8 @@ class Codec:
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
         """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` was received from the
-        network, so it may hold any bytes. Raises ValueError if they are not a valid encoding."""
+        network, so it may hold any bytes. Raises ValueError if the bytes are not a valid
+        encoding."""
         raise TypeError(f"the format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:

@@ -41,7 +41,7 @@ class _Native(Rule):
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
-        """Build the rule for a parameter group. `optimizer`: a name of `optimizers`."""
+        """Build the rule for a parameter group. `optimizer`: one of the names in `optimizers`."""
         return cls()
 
     @abstractmethod
@@ -248,8 +248,8 @@ def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
 
 
 def described(rule: Rule) -> list[Any]:
-    """Convert a rule of this file to plain data: [class, fields]. Raises RuleError for any other
-    rule, since code is never sent to servers (Rule 8)."""
+    """Convert a rule of this file to plain data: [name of the class, dict of the fields]. Raises
+    RuleError for any other rule, since code is never sent to servers (Rule 8)."""
     if type(rule).__name__ not in NATIVE:
         raise RuleError(
             f"{rule.name} cannot run in a server process: only roadtrain's own rules can",

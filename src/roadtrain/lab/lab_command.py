@@ -124,7 +124,7 @@ def up(path: str, detach: bool = False) -> None:
     Prints the hosts, and returns when a signal has ended the lab.
 
     Args:
-        detach: return when it is up; it stays until `lab down`
+        detach: return when the lab is up; the lab stays until `lab down`
     """
     lab = load_lab(path)
     if why := _lacking(lab):

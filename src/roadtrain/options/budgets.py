@@ -281,9 +281,10 @@ def _kept(
     """Choose the data on files that is also kept in `nbytes` of memory.
 
     Returns the chunks whose whole record is kept, the chunks of which only the weights are kept,
-    and the number of bytes used. Weights have priority over the rest of a record, because they take
-    2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is read
-    once. The weights of the first blocks have priority, because the next forward needs them first.
+    and the number of bytes used. Weights have priority over the rest of a record, because weights
+    take 2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is
+    read once. The weights of the first blocks have priority, because the next forward needs them
+    first.
     """
     public, resident, kept = set(), set(), 0
     for chunk in chunks:

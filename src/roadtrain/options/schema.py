@@ -85,7 +85,8 @@ class _Refused(ValueError):
 
 
 def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `read` as a pydantic validator, so that its errors are reported with the invalid key."""
+    """Wrap `read` as a pydantic validator. If `read` raises an error, it is reported with the
+    invalid key."""
 
     def validator(value: Any) -> Any:
         try:
@@ -219,7 +220,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the keys of a section, as they are written in a file, with their fields."""
+    """Return the fields of a section by key. Keys are spelled as in a file."""
     fields: dict[str, FieldInfo] = (
         kind.__pydantic_fields__ if is_pydantic_dataclass(kind) else kind.model_fields
     )
@@ -231,8 +232,9 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def section_in(annotation: Any) -> Any:
-    """Return the section that an annotation contains: the annotation itself, or its first argument
-    that contains a section (such as the item of a list). None if it contains no section."""
+    """Return the section (a class for a table) that an annotation contains: the annotation itself,
+    or a section inside one of its arguments, such as the item type of a list. Returns None if the
+    annotation contains no section."""
     if isinstance(annotation, type) and (
         is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):

@@ -40,7 +40,7 @@ def link_names() -> list[str]:
 
 def link_options(name: str) -> type[tcp.TcpOptions]:
     """Return the options class of the kind of link named `name`. Raises ConfigError if no
-    distribution declares the name, or if the entry point is not a kind of link."""
+    distribution declares the name, or if the declared object is not a subclass of TcpOptions."""
     if name == OWN:
         return tcp.TcpOptions
     options = load(GROUP, name)

@@ -57,8 +57,8 @@ Sent = Callable[[], None]
 
 
 class Channel(Protocol):
-    """A bidirectional byte stream. One thread sends and one receives; any thread may shut down.
-    Errors are OSError or PeerError."""
+    """A bidirectional byte stream. One thread sends, one thread receives, and any thread may call
+    `shutdown`. Errors are OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         """Block until some bytes of the buffers are sent, and return their number. There are at
@@ -227,7 +227,7 @@ class FrameStream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """End the link and report `error` to the receiver, after a running call of `arrived`."""
+        """End the link, and report `error` to the receiver once no call of `arrived` is running."""
         self.stop(error)
         self._deliver()
 

@@ -360,9 +360,9 @@ class _TcpChannel:
         self._sock.close()
 
     def _check_answers(self) -> None:
-        """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`, and
-        two retransmissions or window probes are unanswered. (A single unanswered one may still be
-        in flight.)"""
+        """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`
+        seconds, and two retransmissions or window probes are unanswered. (A single unanswered one
+        may still be in flight.)"""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
