@@ -431,7 +431,9 @@ def test_the_formula_is_only_for_what_it_is_right_for() -> None:
         assert [b.params for b in one.blocks] == [b.params for b in found(name, 1000).blocks]
     for kind, config, _ in PUBLISHED.values():
         if kind not in ("llama", "mistral", "mixtral", "gpt2"):
-            with pytest.raises(ConfigError, match=f"no formula gives the parameters of a `{kind}`"):
+            with pytest.raises(
+                ConfigError, match=f"no formula gives the number of parameters of a `{kind}`"
+            ):
                 from_config({"model_type": kind, **config})
 
 

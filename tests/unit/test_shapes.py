@@ -139,7 +139,7 @@ def test_what_cannot_be_a_model() -> None:
         ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
         ({"head_dim": 256}, "needs head_dim = 128, the config has 256"),
         ({"attention_bias": True}, "does not count `attention_bias`"),
-        ({"model_type": "qwen3"}, "no formula gives the parameters of a `qwen3`"),
+        ({"model_type": "qwen3"}, "no formula gives the number of parameters of a `qwen3`"),
         ({"model_type": "mixtral"}, "has 0 experts, of which 0 are active"),
         ({"model_type": ""}, "model without model_type"),
         ({"vocab_size": None}, "has none of vocab_size"),

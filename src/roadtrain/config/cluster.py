@@ -16,10 +16,10 @@
 
 Every rate is for one direction, in bytes or bits per second. An SSD has three limits: its media
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
-SSDs of a host share. NICs of the same kind are connected to one switch, unless they name different
-switches. If the file leaves out a value, a typical value is filled in and its key is listed in
-`assumed` (`guesses` returns these values). Keys of measured values are listed in `measured`. This
-module only does arithmetic.
+SSDs of a host share. NICs that name no switch are connected to one switch for each kind of NIC. If
+the file leaves out a value, a typical value is filled in, and the key is listed in `assumed`
+(`guesses` returns these values). Keys of measured values are listed in `measured`. This module only
+does arithmetic.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class Device(Section):
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host's CPUs, which use the host's memory."""
+        """Whether the device is the host's CPUs. They have no memory of their own: they use the
+        host's."""
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
-        """Return the peak compute speed in FLOP/s in a number format; "" means 16 bits. Raises
-        ConfigError if the device has no peak for the format."""
+        """Return the peak compute speed in FLOP/s in the number format `precision`; "" means 16
+        bits. Raises ConfigError if the device has no peak for the format."""
         if precision and precision not in self.peaks:
             raise ConfigError(
                 f"device {self.kind} has no peak for {precision!r}",
@@ -87,9 +88,10 @@ class Device(Section):
 
 class Ssd(Section):
     """SSDs of one kind. `mixed`: how much reads and writes overlap, from 1 (they share one rate) to
-    2 (they do not slow each other down). `depth`: with 1, requests run one after another in the
-    order of arrival. `updates`: bytes of optimizer state per second that a processor in the SSD
-    updates (near-storage); 0 if the SSD has no such processor."""
+    2 (they do not slow each other down). `depth`: number of reads, and of writes, at the same time;
+    with 1, requests run one after another in the order of arrival. `updates`: bytes of optimizer
+    state per second that a processor in the SSD updates (near-storage); 0 if the SSD has no such
+    processor."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
@@ -140,8 +142,8 @@ Address = Annotated[str, AfterValidator(refusing(_without_port))]
 
 
 class Switch(Section):
-    """A switch of the network. If `rate` is set, it is a machine beside the network that runs
-    `roadtrain serve --switch`."""
+    """A switch of the network. If `rate` is set, the switch is a machine beside the network that
+    runs `roadtrain serve --switch`."""
 
     name: str = Field(description="name, unique among switches")
     sums: Flag = False
@@ -164,9 +166,10 @@ def _device(value: object) -> object:
 
 
 class Host(Section):
-    """Machines of one kind. `fabric`: rate of one device in one direction. `updates`: bytes of
-    state and gradients that the CPUs process per second in updates. `sums`: bytes of arriving
-    gradients that the CPUs add up per second.
+    """Machines of one kind. `fabric`: rate at which one device sends to the other devices of the
+    machine, and receives from them. `updates`: bytes of state and gradients that the CPUs process
+    per second when they update parameters. `sums`: bytes of received gradients that the CPUs add up
+    per second.
     """
 
     name: str = Field(description="name of this kind of host")
@@ -283,10 +286,11 @@ class Cluster(Section):
         """Choose the network cards, one per host in order, over which `hosts` reach each other
         fastest.
 
-        Cards of one kind on one switch are preferred (Yang et al. (Holmes), section 3.2, the
-        general case). Without such cards, the fastest card of each host is returned. Its rate is
-        limited to that of the slowest route between the switches, and the latency of this route is
-        added. Raises ConfigError if the hosts are not connected.
+        If every host has a card of the same kind on the same switch, the fastest such cards are
+        returned. (This rule is the general case in section 3.2 of Yang et al. (Holmes).) Otherwise,
+        the fastest card of each host is returned, with the traffic between switches included: the
+        rate is at most that of the slowest route between the switches, and the latency of this
+        route is added. Raises ConfigError if the hosts are not connected.
         """
         cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
         if cards is not None:
@@ -307,8 +311,8 @@ class Cluster(Section):
         raise self._apart(hosts)
 
     def _apart(self, hosts: Sequence[Host]) -> ConfigError:
-        """Return an error that says why hosts cannot reach each other and which keys of the
-        cluster file to change."""
+        """Return an error that says why the hosts cannot reach each other. The hint names the keys
+        of the cluster file to change."""
         names = list(dict.fromkeys(host.name for host in hosts))
         ends = {host.name: dict.fromkeys(map(self.switch_of, host.nics)) for host in hosts}
         bare = [name for name in names if not ends[name]]
@@ -326,21 +330,24 @@ class Cluster(Section):
 
     def between(self, nics: Sequence[Nic]) -> float:
         """Return the rate, in bytes per second, of the slowest route between the switches of these
-        cards; infinity if all cards are on one switch, or if no links connect the switches."""
+        cards; infinity if all cards are on one switch, or if links do not connect all of the
+        switches."""
         link = self._slowest_route(nics)
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Return the slowest route between any two switches of the cards, as one link; None if
-        all cards are on one switch, or if some switches are not connected."""
+        """Return the slowest of the routes between any two switches of the cards (see `route`).
+        Returns None if all cards are on one switch, or if links do not connect all of the
+        switches."""
         ends = sorted({self.switch_of(nic) for nic in nics})
         routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
         found = [route for route in routes if route is not None]
         return min(found, key=lambda r: r.rate) if found and len(found) == len(routes) else None
 
     def route(self, here: str, there: str) -> LinkRate | None:
-        """Return the route with the fewest links between two switches, as one link; None if the
-        switches are not connected."""
+        """Return the route with the fewest links between two switches, as a LinkRate: the lowest
+        rate and the total latency of these links. Returns None if the switches are not
+        connected."""
         routes = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
         front, links = [here], sorted(self.links, key=lambda link: link.rate)
         for at in front:  # breadth first: `front` grows while it is iterated
@@ -372,8 +379,8 @@ def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """Return the cluster with typical values for keys that were left out, and with these keys in
-    `assumed`."""
+    """Return a copy of the cluster, in which keys that the file leaves out have typical values and
+    are listed in `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)
@@ -384,8 +391,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Guess the values that the host's tables leave out. Returns these values, and their names for
-    `assumed`."""
+    """Guess the values that the host's tables leave out. Returns these values, and the names under
+    which `assumed` lists them."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -415,8 +422,8 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Return, for every assumed key, its value (in bytes per second, in seconds, or without a unit)
-    and the text to print for the value."""
+    """Return, for every assumed key, the pair (value, text to print). The value is in bytes per
+    second, in seconds, or without a unit."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -427,8 +434,9 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return (key, value, text) for an assumed key of a host. The keys `nics` and `device` stand
-    for all of their own keys that can be left out."""
+    """Return a list of (key, value, text) for the assumed key `what` of a host. The list has
+    several entries if `what` is a whole table: `device` stands for all keys of the table that can
+    be left out, and so does `nics`."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
@@ -450,7 +458,7 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """Return a host with the amount of each resource that every one of `hosts` has at least. Its
+    """Return a host that has of each resource the smallest amount that any of `hosts` has. Its
     network cards are those of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
@@ -487,13 +495,13 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Return the minimum over `parts` of each named attribute."""
+    """Return name -> minimum over `parts` of the attribute with this name."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
-    """Return the table of a device or cluster in devices.toml, without its key `source`. `kind`:
-    "device" or "cluster". Raises ConfigError for an unknown name."""
+    """Return the table of the device or cluster called `name` in devices.toml, without the key
+    `source`. `kind`: "device" or "cluster". Raises ConfigError for an unknown name."""
     templates = _templates()[kind]
     if name not in templates:
         raise ConfigError(

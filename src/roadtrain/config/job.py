@@ -261,8 +261,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """The options that make training lossy or delayed (Rule 2), with their keys in the metrics
-        of each step. Empty if training is exact."""
+        """The options that make training lossy or delayed (Rule 2): the key of each option in the
+        metrics of a step -> its value. Empty if training is exact."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -278,8 +278,8 @@ class Job(Section):
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
         """Format the job as TOML. Store directories inside the run directory are written with
-        `{run}`, so that the file in a copy of the run directory refers to the copy. `leave_out`:
-        (section, key) pairs to omit."""
+        `{run}`. If the run directory is copied, the file in the copy then refers to the copy.
+        `leave_out`: (section, key) pairs to omit."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for section, name in leave_out:
             tree[section].pop(name, None)
@@ -289,8 +289,8 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """Return `directory` with the run directory `run` at its beginning replaced by `to`, or
-    unchanged if it is not inside `run`."""
+    """Return `directory` with its beginning `run` (a run directory) replaced by `to`. If
+    `directory` is not inside `run`, it is returned unchanged."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 
@@ -311,8 +311,8 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """Raise ConfigError if `path` is the job.toml of a copied or moved run directory, but its job
-    `job` still uses directories of the original run."""
+    """Raise ConfigError if `path` is the job.toml of a run directory that was copied or moved, and
+    `job` still uses directories of the original run. `job`: the job that was read from `path`."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -408,7 +408,8 @@ def _check_key(key: str) -> None:
 
 
 def _flag(key: str) -> bool:
-    """Return the value of an option that was given without a value."""
+    """Return True, the value of an option that was given without a value. Raises ConfigError if the
+    option is not a flag."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True

@@ -18,7 +18,8 @@ BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
 
 
 def with_vocabulary(job: Job) -> Job:
-    """Return the job with BYTES_VOCABULARY as vocabulary size, if its model config gives none."""
+    """Return the job, with BYTES_VOCABULARY as vocabulary size if the model's config has no
+    vocabulary size."""
     if job.model.pretrained or "vocab_size" in job.model.config:
         return job
     return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
@@ -34,7 +35,8 @@ def shape_of(job: Job) -> ModelShape | None:
 
 
 def layers_of(job: Job) -> int:
-    """Return the number of layers of the model, or 0 if its config does not give it."""
+    """Return the number of layers of the job's model, or 0 if the model's config has no such
+    number."""
     config = _config_of(job)
     names = (name for name in KEYS["num_hidden_layers"] if name in config)
     found = config.get(next(names, ""), 0)
@@ -42,8 +44,8 @@ def layers_of(job: Job) -> int:
 
 
 def check_model(planned: PlannedModel, job: Job) -> None:
-    """Raise ConfigError if the job has another model, or samples of another length, than the
-    plan."""
+    """Raise ConfigError if the plan is for another model than the job's, or for samples of another
+    length."""
     shape = shape_of(job)
     params = shape.params if shape else 0
     for noun, theirs, ours in (

@@ -3,8 +3,8 @@ model.
 
 The costs of a block are given per sample (a sequence, an image or a row). `flops` is the number of
 FLOPs of one forward, where a multiply-add counts as 2; backward takes twice as many. `saved` is the
-number of bytes that backward needs. `input` is the number of bytes of the block's input, which is
-all that activation checkpointing keeps. Activations have 2-byte elements.
+number of bytes that backward needs. `input` is the number of bytes of the block's input; activation
+checkpointing keeps only the input. Activations have 2-byte elements.
 
 A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h) bytes
 (Korthikanti et al., 2022, section 4). If attention is fused and keeps no s x s matrix, the second
@@ -36,19 +36,20 @@ class BlockShape:
     FLOPs and elements are per sample.
 
     `params`: number of parameters.
-    `tables`: number of those parameters that are looked up by row (embeddings).
-    `touched`: bytes of these rows that a sample reads.
-    `attention`: FLOPs of `flops` that attention scores and values take.
-    `experts`: number of parameters of `params` that belong to experts.
+    `tables`: number of parameters in embedding tables, of which a sample reads some rows.
+    `touched`: bytes of the rows that a sample reads.
+    `attention`: the part of `flops` that attention scores and values take.
+    `experts`: the part of `params` that belongs to experts.
     `routed`: bytes of a sample's tokens that are sent to experts.
     `kv`: bytes of keys and values.
     `logits`: number of elements of the output.
-    `whole`: bytes of `saved` that every tensor-parallel rank holds, unless the sequence is split.
-    `products`: bytes kept for backward if it recomputes everything except attention and every
-    second matrix product.
+    `whole`: the part of `saved` that every tensor-parallel rank holds if the sequence is not split.
+    `products`: bytes kept for backward if backward recomputes everything except attention and
+    every second matrix product.
     `again`: FLOPs of this recomputation.
-    `matrices`: number of experts that are multiplied in parallel, each with a part of the tokens.
-    `passing`: bytes of earlier blocks' results that are held for later blocks, besides `input`."""
+    `matrices`: number of experts, whose matrices are multiplied in parallel, each with its tokens.
+    `passing`: bytes of earlier blocks' results that are held for later blocks, in addition to
+    `input`."""
 
     name: str
     params: int
@@ -100,8 +101,8 @@ class ModelShape:
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
         """Return the number of FLOPs of one sample's forward and backward. With activation
-        checkpointing, the forward of every block except the first and the output layer runs twice
-        (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
+        checkpointing, the forward runs twice for every block but two: for the first block and the
+        output layer, it runs once (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
@@ -110,14 +111,15 @@ class ModelShape:
 class Transformer:
     """The sizes of a transformer.
 
-    `kv`: width of the keys, which the values have too. `ff`: inner width of the MLP. `gated`:
-    whether the MLP has three matrices instead of two. `positions`: rows of learned position
+    `kv`: width of the keys, and also of the values. `ff`: inner width of the MLP. `gated`: whether
+    the MLP has three matrices instead of two. `positions`: number of rows of learned position
     embeddings. `fused`: whether attention keeps no s x s matrix. `score_bytes`: bytes per score
     that attention keeps if it is not fused. `biases`: whether linear layers have biases. `norms`:
     number of normalization vectors per layer. `dense`: number of layers at the start that have an
     MLP of width `dense_ff` instead of experts. `latent`: None, or five sizes of latent attention
-    (DeepSeek-AI, 2024, section 2.1.2): the rank of queries, the rank of keys and values, and the
-    widths of a head's part without positions, of its part with positions, and of its values."""
+    (DeepSeek-AI, 2024, section 2.1.2): the rank of queries, the rank of keys and values, and three
+    widths of a head: of its part without positions, of its part with positions, and of its
+    values."""
 
     layers: int
     hidden: int
@@ -246,7 +248,7 @@ def _resnet50() -> ModelShape:
 
 
 def _dlrm() -> ModelShape:
-    """Return the shape of DLRM, Naumov et al. (2019), with the rows of the Criteo Kaggle data.
+    """Return the shape of DLRM, Naumov et al. (2019), with the tables for the Criteo Kaggle data.
 
     Each sample reads one row of every table; an all-to-all sends the rows to the samples. The
     interaction multiplies every pair of vectors among these rows and the bottom MLP's result."""
@@ -359,15 +361,18 @@ def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
 
 
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
-    """Compute the shape of a Hugging Face config (the keys of a config.json) by formula.
+    """Compute by formula the shape of the model that a Hugging Face config (a config.json)
+    describes.
 
-    The formula is exact for a few architectures only; `planner/model_config.py` counts the modules
-    of all others. `seq_len`: number of tokens per sample; if None, `chosen_length` chooses it.
-    Raises ConfigError for any other architecture, and if a required key is missing."""
+    The formula is exact for a few architectures only. For every other architecture, this function
+    raises ConfigError, and `planner/model_config.py` counts the modules instead. `seq_len`: number
+    of tokens per sample; if None, `chosen_length` chooses it. Also raises ConfigError if a required
+    key is missing."""
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
-            f"no formula gives the parameters of a `{kind or 'model without model_type'}`",
+            "no formula gives the number of parameters of a"
+            f" `{kind or 'model without model_type'}`",
             hint=(
                 "`pip install 'roadtrain[hf]'` to count its modules; or give --model"
                 " MODULE:FUNCTION"
@@ -416,8 +421,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return the value of each name of KEYS in `config`; 0 for an optional key that is missing.
-    Raises ConfigError if a required key is missing."""
+    """Return name -> value for each name of KEYS, read from `config`. The value of an optional key
+    that is missing is 0. Raises ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
@@ -429,6 +434,6 @@ def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
         if not value and (kind == "gpt2" or name != "max_position_embeddings"):
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
-                hint="a Hugging Face config.json of a transformer has them",
+                hint="a Hugging Face config.json of a transformer has one of these keys",
             )
     return found

@@ -239,7 +239,8 @@ class Plan:
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """Return a copy in which fields of the plan, or of its PARTS, have the values `changes`."""
+        """Return a copy of the plan with the values `changes`. A change may name a field of the
+        plan, or a field of one of its parts (see PARTS)."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)
@@ -271,7 +272,8 @@ class Plan:
         return placement(self.stage_placements[stage]) if self.stage_placements else self.placement
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one stage, with its own placement and its own number of replicas."""
+        """Return the plan of one stage, with the placement and the number of replicas of this
+        stage."""
         if not (self.stage_placements or self.parallelism.widths):
             return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
@@ -299,8 +301,8 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from the tables of a plan.toml, where the default of `headroom` is HEADROOM.
-    Raises ConfigError, which names the invalid key."""
+    """Build a plan from the tables of a plan.toml. If `headroom` is missing, it is HEADROOM. Raises
+    ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
 
@@ -324,7 +326,7 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """Format the file as TOML, from which `load_plan_file` reads an equal value."""
+        """Format the file as TOML. `load_plan_file` reads an equal value from this text."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:

@@ -3,8 +3,8 @@
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
 The root is the server's switch. Without a server, the root is the switch that gives the tree with
-the fewest switches. Every switch of the tree must sum, because a switch that only forwards would
-leave partial sums that nothing adds up. Pure functions.
+the fewest switches. Every switch of the tree must sum: a switch that only forwards would pass on
+several partial sums, which nothing would add up. Pure functions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SwitchTree:
 
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
     """Find the tree of summing switches from `hosts` (the compute hosts) to `node` (the server's
-    host). Raises ConfigError, which says what is missing, if there is no such tree."""
+    host). If there is no such tree, raises a ConfigError that says what is missing."""
     summing = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not summing:
         raise ConfigError(
@@ -116,8 +116,8 @@ def _from(
 ) -> dict[str, str] | None:
     """Find the switches that connect `needed` to `root` over the fewest links.
 
-    Returns the parent of each of these switches except the root, with each switch after its
-    parent. Returns None if a switch of `needed` cannot be reached."""
+    Returns a dict from each of these switches, except the root, to its parent. Parents come before
+    their children. Returns None if a switch of `needed` cannot be reached."""
     parents: dict[str, str] = {}
     front = [root]
     for here in front:  # breadth first: `front` grows while it is iterated

@@ -1,16 +1,16 @@
 """Buffer: anonymous memory for fast direct I/O.
 
-The rate of direct I/O depends on huge pages, so a buffer starts on a 2 MiB boundary and requests
-huge pages for every 2 MiB page that lies inside it as a whole, so a small buffer does not cost
-2 MiB. `nbytes` is the memory that counts against a budget. Does NOT pin memory for a device, and
-does NOT pool buffers.
+The rate of direct I/O depends on huge pages. Therefore a buffer starts on a 2 MiB boundary, and
+requests huge pages for its memory. The rest after the last full 2 MiB has ordinary pages. So a
+buffer smaller than 2 MiB does not cost 2 MiB. `nbytes` is the memory that counts against a budget.
+Does NOT pin memory for a device, and does NOT pool buffers.
 
 NOTE fork. A forked process (a DataLoader's worker) does not inherit the bytes of buffers. With
-copy-on-write, a write by the parent would move a page to new memory, while a storage device still
-fills the old memory, so the bytes from the storage device would be lost. The child keeps the
-address ranges, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would
-free the ranges in the child. The child could then map other memory at these addresses, and would
-unmap that memory when it frees an inherited buffer.)
+copy-on-write, a write by the parent would move a page to new memory. A storage device that is
+filling the page would still write to the old memory, and its bytes would be lost. The child keeps
+the address ranges, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK
+would free the ranges in the child. The child could then map other memory at these addresses, and
+would unmap that memory when it frees an inherited buffer.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buf
 
 
 def _forbid_in_child() -> None:
-    """Make all buffers inaccessible in a forked child, because it would read zeros from them."""
+    """Make all buffers inaccessible in a forked child. Otherwise the child would read zeros from
+    the buffers."""
     for memory in _mapped:
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
         _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)
@@ -61,25 +62,25 @@ class Buffer:
         self.view = memoryview(memory)[start : start + self.nbytes]
 
     def close(self) -> None:
-        """Release the memory. It is freed once no array or view refers to it any more."""
+        """Release the memory. The memory is freed once no array or view refers to it any more."""
         self.view = memoryview(bytearray())
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-    """View `count` elements from byte `offset` on as an array, whose dtype is uint16 for bf16 and
-    fp16."""
+    """Return an array of `count` elements that shares the memory of `view` and begins at its byte
+    `offset`. If `dtype` is bf16 or fp16, the array's dtype is uint16."""
     return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:
-    """The C heap of the process. `trim` keeps it from growing with the number of blocks, which
-    fragmentation by torch's temporaries would cause (Rule 4).
+    """The C heap of the process. Torch's temporaries fragment the heap, so that it grows with the
+    number of blocks. `trim` prevents this (Rule 4).
 
     Each block leaves a few small objects between its freed temporaries, so glibc's heap grows by
     some megabytes per block and returns no pages (measured: 700 MB at 128 blocks of width 512).
-    Call `trim` after each block. It returns free pages to the system if the process has grown by
-    `slack` bytes since `trim` last did so. If a single block needs that much, `slack` is doubled.
-    Without glibc or /proc, `trim` does nothing.
+    Call `trim` after each block. If the process has grown by `slack` bytes since pages were last
+    returned, `trim` returns free pages to the system. If a single block takes and frees that much,
+    `slack` is doubled. Without glibc or /proc, `trim` does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -2,9 +2,9 @@
 
 On the CPU both sides of a HostBuffer are the same memory. On CUDA, the host side is registered as
 pinned memory of exactly its size (torch's pinned allocator rounds up to powers of two). Copies run
-on a side stream, of which each device has one, and events order the copies with compute. Streams
-and events always name the buffer's device, because threads that deliver messages do not have the
-current device of the training thread.
+on a side stream. Each device has one side stream, and events order the copies with compute. Streams
+and events always name the buffer's device, because a thread that delivers messages may have another
+current device than the training thread.
 
 Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device; all
 other functions may be called with a lock held.
@@ -35,10 +35,10 @@ def own_device(
     report: Callable[[str], None] = lambda _: None,
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """Return the requested device with an index. `cuda` without an index means this process's own
-    device. If the program has set a current device (torch.cuda.set_device), this is the own device.
-    If not, the device whose index is LOCAL_RANK is, and it becomes the current device. Raises
-    ConfigError for a missing device."""
+    """Return the requested device with an index. If `requested` is `cuda` without an index, the
+    index is that of the current device if the program has set a current device
+    (torch.cuda.set_device), 0 if torch sees only one device, and otherwise LOCAL_RANK. The returned
+    device then becomes the current device. Raises ConfigError for a missing device."""
     try:
         device = torch.device(requested)
     except RuntimeError as error:
@@ -97,8 +97,8 @@ def device_of(
     model: nn.Module, requested: torch.device | str | None, report: Callable[[str], None]
 ) -> torch.device:
     """Return the device that the blocks of `model` run on: `requested`, or the device of the
-    model's parameters if `requested` is None. Raises ConfigError, or ModelError if the parameters
-    are on several devices."""
+    model's parameters if `requested` is None. Raises ConfigError for a missing device, and
+    ModelError if the parameters are on several devices."""
     if requested is not None:
         return own_device(requested, report)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
@@ -154,20 +154,20 @@ class HostBuffer:
         self.record_use()  # torch may reuse freed memory that queued kernels still read
 
     def wait_unused(self) -> None:
-        """Wait until the last copy to the device has read the host side, so that the host side may
-        be written. Must not be called with a lock held. (Code that holds a lock can call `copying`
-        and pass the event to CopyCallbacks.)"""
+        """Wait until the last copy to the device has read the host side. After that, the host side
+        may be overwritten. Must not be called with a lock held. (Code that holds a lock can call
+        `copying` and pass the event to CopyCallbacks.)"""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copying(self) -> Any:
-        """Return the event after the copy that is still reading the host side, or None if no copy
-        is."""
+        """Return the event at the end of the copy that still reads the host side, or None if no
+        copy reads the host side."""
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
-        """Start a copy to the device on the side stream, after the last recorded use of the device
-        side."""
+        """Start a copy of the first `nbytes` bytes to the device, on the side stream. The copy
+        waits for the last recorded use of the device side."""
         if self._cuda and nbytes:
             stream = HostBuffer._copy_streams[self._device]
             if self._used is not None:
@@ -194,15 +194,16 @@ class HostBuffer:
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that the caller's stream has launched its last read of the device side, so that
-        the next copy waits for this read."""
+        """Record that the caller's stream has launched its last read of the device side. The next
+        copy to the device waits for this read."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
-        """Start a copy to the host on the side stream, after all work launched on the caller's
-        stream. Returns an event to wait for before the host side is read; None on the CPU."""
+        """Start a copy of the first `nbytes` bytes to the host, on the side stream. The copy waits
+        for all work that was launched on the caller's stream. Returns an event to wait for before
+        the host side is read; None on the CPU."""
         if not self._cuda:
             return None
         stream = HostBuffer._copy_streams[self._device]
@@ -222,9 +223,9 @@ class HostBuffer:
 
 
 class CopyCallbacks:
-    """A thread that waits for events of a device and runs a callback after each event, in order, so
-    that no other thread waits for a device with a lock held. `failed` is called with any exception
-    of the thread."""
+    """A thread that waits for events of a device, in order, and runs a callback after each event.
+    Other threads then need not wait for a device while they hold a lock. `failed` is called with
+    any exception of the thread."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()

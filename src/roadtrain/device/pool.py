@@ -12,8 +12,8 @@ POOL_S = 600.0  # timeout of waiting for a free buffer
 
 
 class BufferPool:
-    """A pool of buffers of one size. `get` waits until a buffer is free, so a receiver without a
-    free buffer reads no more messages and thereby slows down the sender."""
+    """A pool of buffers of one size. `get` waits until a buffer is free. While a receiver waits for
+    a buffer, it reads no messages, which slows down the sender."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.buffers = [Buffer(nbytes) for _ in range(count)]

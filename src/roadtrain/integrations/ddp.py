@@ -7,9 +7,9 @@ optimizer stay the same.
 Each worker's process also runs a reducer, which sums a part of the gradients of all workers.
 `spares` are additional hosts that run `roadtrain serve HOST:PORT --sum`. Workers of one host first
 sum through shared memory. Gradients are divided by the number of workers, then summed in the order
-of ranks. With two workers, the result has the bits of DDP's own all-reduce. With more workers, it
-is equal up to rounding. Needs an initialized process group, through which workers exchange
-addresses at the start.
+of ranks. With two workers, the result has the same bits as that of DDP's own all-reduce. With more
+workers, the two results are equal up to rounding. Needs an initialized process group, through which
+workers exchange addresses at the start.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ ANY_PORT = 9
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Summation(TensorSums):
-    """A worker's end of the summation service: the state of `sum_hook`.
+    """A worker's end of the summation service. `sum_hook` takes it as the argument `state`.
 
     Call close() before the process group is destroyed.
 
     Args:
         spares: HOST:PORT of spare hosts, or the path of a file with a HOST:PORT (and optionally a
-            rate) on each line. Worker 0 rereads the file during training, so hosts can be added
-            and removed. A host that dies is bypassed, and is used again when it is back.
+            rate) on each line. Worker 0 rereads the file during training, so hosts can be added and
+            removed. If a host dies, training continues without the host, and uses it again when it
+            is back.
         rates: Link rates of the workers' hosts, by rank, in any unit. A host with a higher rate
             sums a larger part. If None, all rates are equal.
         spare_rates: Link rates of the spare hosts, in the unit of `rates`. If None, all are equal.
         format: How fp32 is sent between hosts: "" (unchanged), "bf16", "fp16", "topk:0.01",
             "onebit", "dither:4", or a format of your own (sums/formats.py).
         local: Whether the workers of a host sum through shared memory first.
-        roots: Local ranks of the workers that sum in shared memory for their host. If None, they
-            are chosen by the topology of the host.
+        roots: Local ranks of the workers that sum in shared memory for their host. If None,
+            roadtrain chooses these workers by the topology of the host.
         rule: "sum", or "accumulate" for asynchronous training.
         address: Address at which other hosts reach this host. If None, it is the address from which
             this host reaches MASTER_ADDR.
         token_file: File with the token of the spare hosts. Workers of several hosts use the token
-            to authenticate each other, so it is needed with more than one host.
+            to authenticate each other, so several hosts need a token even without spare hosts.
         budget: Bytes for this process's reducers. If None, half of the free memory.
         deadline_s: Seconds that a sum may take.
         tls: Certificate and key of this host, and the authority that signed the certificates of

@@ -1,5 +1,5 @@
-"""A torch optimizer whose gradients are summed over the workers, each as soon as backward has
-computed it.
+"""A torch optimizer whose gradients are summed over the workers. The sum of a gradient begins as
+soon as backward has computed the gradient.
 
     backward: a gradient is ready -> its    step(): wait for all sums, then take the optimizer's
     sum begins                              own step
@@ -38,7 +38,8 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
-    """A gradient's sum in flight. `version`: the version of the tensor `grad` when it was sent."""
+    """A gradient's sum in flight. `version`: torch's version counter of the tensor `grad` when the
+    sum began; changes of the tensor raise it."""
 
     grad: torch.Tensor
     handle: Handle
@@ -78,8 +79,8 @@ class GradientSums:
     def _ready(self, p: nn.Parameter) -> None:
         if p in self.late:
             raise LoopError(
-                f"{self.names[p]} was computed before its last update was applied: the parameter"
-                " was used without its module's forward",
+                f"{self.names[p]} was computed from an old value: the parameter was used without"
+                " its module's forward, before its last update was applied",
                 hint="leave model= out, or call optimizer.synchronize() before forward",
             )
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
@@ -122,8 +123,8 @@ class GradientSums:
         self.seen.clear()
 
     def take(self) -> dict[nn.Parameter, _Sum]:
-        """Return the sums in flight, each of which the caller passes to `arrive`. Sets `p.grad` to
-        None."""
+        """Return the sums in flight. The caller passes each of them to `arrive`. Sets `p.grad` of
+        their parameters to None."""
         sums, self.under_way = self.under_way, {}
         for p, total in sums.items():
             if p.grad is not total.grad or total.grad._version != total.version:
@@ -172,9 +173,9 @@ def _checked(
 
 
 class DeferredSteps:
-    """The steps of an optimizer that forwards of `model` take later: see Note "deferred steps".
-    `step`: the optimizer's own step, which updates the parameters in its groups. `num_steps`:
-    number of the last step, which is not deferred (0: unknown)."""
+    """The steps of an optimizer that are taken later, by forwards of `model`: see Note "deferred
+    steps". `step`: the optimizer's own step, which updates the parameters in its groups.
+    `num_steps`: number of the last step, which is not deferred (0: unknown)."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
@@ -263,7 +264,7 @@ class DeferredSteps:
 
 class Distributed(torch.optim.Optimizer):
     """An optimizer whose gradients are summed over the workers. `distribute` replaces the class of
-    an optimizer by a class derived from this one and from the optimizer's own class."""
+    an optimizer by a class derived from both Distributed and the optimizer's own class."""
 
     _gradients: GradientSums
     _deferred: DeferredSteps | None = None
@@ -282,8 +283,8 @@ class Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use the gradients as they are, after synchronize() has summed them and the
-        program has perhaps changed them."""
+        """Let step() use the gradients as they are, within the context. Call synchronize() before;
+        the summed gradients may then be changed before step()."""
         self._alone = True
         try:
             yield
@@ -344,12 +345,12 @@ class Distributed(torch.optim.Optimizer):
 class Asynchronous(torch.optim.Optimizer):
     """An optimizer for asynchronous training.
 
-    A worker takes a step with its own gradients and pushes the change of the parameters. Without
-    waiting for other workers, the parameters become their initial values plus the sum of all
-    changes that any worker has pushed so far. If a step depends on the gradient alone (SGD), the
-    result equals that of one process that applies the workers' steps in the order of their pushes.
-    With momentum or Adam the method differs, because each worker's moments see only its own
-    gradients.
+    A worker takes a step with its own gradients and pushes the change of the parameters. The worker
+    does not wait for other workers. It sets its parameters to their initial values plus the sum of
+    all changes that all workers have pushed so far. If a step depends on the gradient alone (SGD),
+    the result equals that of one process that applies the workers' steps in the order of their
+    pushes. With momentum or Adam the result differs, because a worker's moments are computed from
+    the gradients of this worker only.
     """
 
     _exchange: Exchange
@@ -385,7 +386,7 @@ class Asynchronous(torch.optim.Optimizer):
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
     """Replace the optimizer's class by a subclass of the same name that has `kind` as a base.
 
-    The optimizer stays the same object, so that schedulers continue to refer to it.
+    The optimizer stays the same object, because schedulers refer to it.
     """
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old step
     cls = type(optimizer)
@@ -398,8 +399,8 @@ def distribute_asynchronously(
     exchange: Exchange,
     named: Iterable[tuple[str, nn.Parameter]] | None,
 ) -> Asynchronous:
-    """Make an optimizer Asynchronous, for a service with the rule "accumulate". Raises
-    ConfigError."""
+    """Replace an optimizer's class by a subclass of Asynchronous, for a service with the rule
+    "accumulate". Raises ConfigError."""
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
@@ -421,7 +422,7 @@ def distribute(
     model: nn.Module | None,
     num_steps: int,
 ) -> Distributed:
-    """Make an optimizer Distributed.
+    """Replace an optimizer's class by a subclass of Distributed.
 
     `passes`: number of backward passes per step. `division`: see GradientSums. `model`: the model
     whose forwards take the steps; None if step() takes them. `num_steps`: number of the last step,

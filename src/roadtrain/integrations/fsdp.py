@@ -3,10 +3,10 @@
     fully_shard(model)
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
-Every worker receives the whole sum and keeps its shard. This takes n times the bytes of a ring
-reduce-scatter, so it pays only if links receive faster than they send, or if workers share a host.
-FSDP2 still gathers parameters itself. Needs a single group of all workers. FSDP2 waits for each
-reduce-scatter, so sums do not overlap with backward.
+Every worker receives the whole sum and keeps its shard. With n workers, each worker receives n
+times the bytes of a ring reduce-scatter. So this pays only if links receive faster than they send,
+or if workers share a host. FSDP2 still gathers parameters itself. Needs a single group of all
+workers. FSDP2 waits for each reduce-scatter, so sums do not overlap with backward.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
             dist.ReduceOp.AVG,
         ):
             raise ConfigError(
-                f"cannot {op} {dist.get_world_size(group)} of {self._state.workers} workers",
-                hint="use a group of all workers; for a reduction other than SUM and AVG, call"
-                " set_force_sum_reduction_for_comms(True)",
+                f"a reduction by {op} over {dist.get_world_size(group)} of {self._state.workers}"
+                " workers is not supported, only SUM and AVG over all workers are",
+                hint="use a group of all workers; set_force_sum_reduction_for_comms(True) makes"
+                " FSDP2 use SUM",
             )
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)

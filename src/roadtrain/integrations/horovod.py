@@ -4,13 +4,13 @@ its import.
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-torchrun starts the workers; a process without torchrun is the only worker. An average divides
-before it sums, so with two workers the result has the bits of DDP's all-reduce. For names of
-tensors see integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order or
-name), every worker gets a DifferError within seconds, which is a RuntimeError as in Horovod, and
-may continue. `compression` is a member of Compression, or its string. Process sets, operations
-other than sum and average, gather and similar calls, and elastic training are not supported. Sums
-are not differentiable.
+torchrun starts the workers; a process without torchrun is the only worker. For an average, each
+worker's tensor is divided before the sum. So with two workers, the result has the same bits as that
+of DDP's all-reduce. For names of tensors see integrations/named_sums.py, Note "keys". If workers
+disagree (in type, shape, order or name), a DifferError is raised on every worker within seconds.
+(DifferError is a RuntimeError, as in Horovod.) After that, the workers may continue. `compression`
+is a member of Compression, or its string. Process sets, operations other than sum and average,
+gather and similar calls, and elastic training are not supported. Sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin a sum. `how`: whether it is done in place, and whether this call waits for it. Returns
-    the sum if this call waits, else a Handle."""
+    """Begin a sum. `how`: (whether the sum is done in place, whether this call waits for the sum).
+    Returns the sum if this call waits, else a Handle."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -262,7 +262,7 @@ def synchronize(handle: Handle) -> torch.Tensor:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize` would return at once."""
+    """Return whether `synchronize` would return at once."""
     return handle.done()
 
 
@@ -272,8 +272,8 @@ def declare(name: str) -> str:
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call. Without this, the torch.distributed call that
-    follows would hang if a worker makes another call."""
+    """Wait until all workers have made the same call. If a worker made another call, the
+    torch.distributed call that follows would hang."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -289,9 +289,9 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """Broadcast tensors in place: the tensors of a state_dict, in the order of their names, or
-    pairs of a name and a tensor. Raises ConfigError on all workers if names, dtypes or shapes
-    differ."""
+    """Broadcast tensors in place, from worker `root_rank`. `params`: a state_dict, whose tensors
+    are broadcast in the order of their names, or pairs of a name and a tensor. Raises ConfigError
+    on all workers if names, dtypes or shapes differ."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -382,7 +382,9 @@ def DistributedOptimizer(
     num_steps: int = 0,
     **others: Any,
 ) -> Distributed | Asynchronous:
-    """Make an optimizer average its gradients over all workers, each as soon as it is computed.
+    """Make an optimizer average its gradients over all workers.
+
+    The average of a gradient begins as soon as backward has computed the gradient.
 
     After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
     Asynchronous), and no other options are allowed.

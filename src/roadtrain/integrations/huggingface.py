@@ -1,4 +1,5 @@
-"""Place the model of Hugging Face's Trainer, or of TRL's trainers, which are derived from it.
+"""Use `roadtrain.place` in Hugging Face's Trainer, which then streams its model from a store. Also
+works in TRL's trainers, which are derived from the Trainer.
 
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
@@ -36,10 +37,10 @@ class Placed:
     """A factory that makes the optimizer for the Trainer.
 
     The optimizer has the parameter groups that the Trainer makes, with weight decay
-    (`args.weight_decay`) for all parameters but biases and norms. `lr`, and for Adam and AdamW
-    `betas` and `eps`, are taken from the TrainingArguments unless they are passed. If other code
-    than the Trainer calls the factory, `weight_decay` (default 0) is used for all parameters but
-    biases and norms, and `lr` is required unless the optimizer has a default.
+    (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, it is
+    taken from the TrainingArguments; for Adam and AdamW, so are `betas` and `eps`. If other code
+    than the Trainer calls the factory, the argument `weight_decay` (default 0) applies to all
+    parameters but biases and norms, and `lr` must be passed if the optimizer has no default.
     """
 
     def __call__(
@@ -54,11 +55,11 @@ class Placed:
 
         Args:
             model: The model to train.
-            optimizer: The class of the optimizer: a class of torch, or one that can run next to
-                the storage.
+            optimizer: The class of the optimizer: a class of torch, or another elementwise torch
+                optimizer (see `roadtrain check-rule`).
             whole_checkpoints: If True, the file optimizer.pt of a checkpoint has the whole state,
-                so that the checkpoint does not need the store. If False, optimizer.pt only refers
-                to a step of the store. If None, it is True when the state is in RAM.
+                and the checkpoint does not need the store. If False, optimizer.pt only refers to a
+                step of the store. If None, True if the state is in RAM, else False.
             **kwargs: Options of `place`. Options that `place` does not have are passed to the
                 optimizer's class.
 
@@ -108,14 +109,16 @@ def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _of_trainer(frame: FrameType, name: str) -> Any:
-    """Return a local variable of the frame if it is a method of a Trainer, else None."""
+    """Return the local variable `name` of `frame` if the frame belongs to code of transformers or
+    TRL, else None."""
     ours = str(frame.f_globals.get("__name__", "")).startswith(("transformers.", "trl."))
     return frame.f_locals.get(name) if ours else None
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made, which it passes only to classes
-    of torch. Returns None if there are no groups, or if the groups do not cover the model."""
+    """Return the parameter groups that the Trainer has just made. (The Trainer itself passes these
+    groups only to classes of torch.) Returns None if there are no groups, or if the groups do not
+    cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(

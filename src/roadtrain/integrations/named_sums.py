@@ -13,14 +13,15 @@ and finish their unnamed calls in the same order. If the order depends on time (
 names.
 
 Note "agreement". When a name is used for the first time (or an unnamed call is made for the n-th
-time), workers check that it has the same dtype, shape and operation on all workers. They also check
-each call that waits for others (sums/agreement.py). If workers disagree or wait for each other,
-every worker gets a DifferError within seconds, all calls in flight are abandoned, and the workers
-may continue.
+time), workers check that the call has the same dtype, shape and operation on all workers. They also
+check each call that waits for others (sums/agreement.py). If workers disagree or wait for each
+other, every worker gets a DifferError within seconds, all calls in flight are abandoned, and the
+workers may continue.
 
 The summation service does not sum some types (fp64, integers). Tensors of these types are summed by
-torch.distributed, where order always matters, so such a call begins once all workers have made it.
-Needs a Summation. Sums are not differentiable, and sparse tensors are not supported.
+torch.distributed, which needs the same order of calls on all workers. So such a call begins once
+all workers have made it. Needs a Summation. Sums are not differentiable, and sparse tensors are not
+supported.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SUMMED = {DTYPES[name] for name in TRAINABLE}
 @dataclass(eq=False)
 class Handle:
     """A sum in flight. `out`: the tensor that receives the result; None to make a new tensor.
-    `factor`: the result is multiplied by it."""
+    `factor`: number by which the result is multiplied."""
 
     name: str
     wait: Callable[[], torch.Tensor]
@@ -60,7 +61,8 @@ class Handle:
 
 
 class Exchange:
-    """The sums of one worker. Call close() before the process group is destroyed."""
+    """A worker's end of sums over all workers. Call close() before the process group is
+    destroyed."""
 
     def __init__(self, summation: Summation) -> None:
         self.summation, self.rank, self.workers = summation, summation.rank, summation.workers
@@ -80,13 +82,13 @@ class Exchange:
         format: str = "",
         accumulate: bool = False,
     ) -> Handle:
-        """Divide each worker's `tensor` by `divisor` (in place if it is `out`), and begin to sum
-        the tensors.
+        """Divide each worker's `tensor` by `divisor`, and begin to sum the tensors. The division is
+        in place if `out` is the same tensor.
 
         The tensor must not change before `finish` returns. Sums with smaller priorities go first.
         If `accumulate` is set, the tensor is added to the value that an asynchronous service
-        stores; torch.distributed does all other sums of such a service. Raises ConfigError or
-        LoopError.
+        stores. An asynchronous service does no other sums; torch.distributed does them instead.
+        Raises ConfigError or LoopError.
         """
         if self._closed:
             raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")

@@ -2,8 +2,8 @@
 
 The Trainer saves its step, log, schedule and position in the data in checkpoints. After a run was
 killed, the last checkpoint is older than the store. So the progress is committed with each step,
-like other tracked objects. A Trainer with a resumed store continues at the store's step, whether or
-not it was told to resume from its last checkpoint.
+like other tracked objects. A Trainer with a resumed store continues at the store's step. It does so
+with and without the argument to resume from its last checkpoint.
 
 Note "the seam". The Trainer decides where to begin before it makes its optimizer, so the store
 cannot change this decision. But the Trainer's method `_run_epoch` takes all that it needs as
@@ -113,8 +113,8 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the Trainer's state. `run_epoch` restores the rest when the first epoch
-        begins."""
+        """Restore the Trainer's `state` and the states of its callbacks. `run_epoch` restores the
+        losses, counters and random generators when the first epoch begins."""
         self.resumed, self._at_forward = state, self._placed.job_state.resumed_generators()
         kept = json.loads(state["state"])
         states = list(kept.pop("stateful_callbacks"))
@@ -178,7 +178,7 @@ class TrainerProgress:
 
 
 def _callbacks(trainer: Any) -> list[Any]:
-    """Return the Trainer's callbacks that have a state, and its control."""
+    """Return the Trainer's callbacks that have a state, and the Trainer's `control`."""
     every = [*trainer.callback_handler.callbacks, trainer.control]
     return [callback for callback in every if callable(getattr(callback, "state", None))]
 

@@ -33,7 +33,8 @@ def kernel(function: Any) -> Any:
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a view of the array, whose type tells kernels that its format is `dtype`."""
+    """Return a view of the array. The type of the view tells kernels that the array has the format
+    `dtype`."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
             f"an array of {array.dtype} cannot hold {dtype}",
@@ -43,8 +44,9 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """Mark a typed 16-bit array [N] for nontemporal stores, by the shape [N, 1], if its alignment
-    allows such stores. Call `fence` after writing the whole array."""
+    """Return a 16-bit array [N] (see `typed`) in the shape [N, 1], which makes `put` use
+    nontemporal stores. If the array's alignment does not allow such stores, return the array
+    unchanged. Call `fence` after writing the whole array."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
@@ -131,7 +133,7 @@ def _to_fp16(x: Any) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """Convert an element of a typed array to float32 (inside kernels only)."""
+    """Convert an element of an array (see `typed`) to float32 (inside kernels only)."""
     raise NotImplementedError
 
 
@@ -147,7 +149,8 @@ def _widen(x):  # type: ignore[no-untyped-def]
 
 
 def put(out: Any, i: Any, x: Any) -> Any:
-    """Store float32 x in out[i], rounded to the format of the typed array (inside kernels only)."""
+    """Store float32 x in out[i], rounded to the format of `out`, see `typed` (inside kernels
+    only)."""
     raise NotImplementedError
 
 
@@ -178,9 +181,9 @@ def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> No
 
 
 def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return
-    them. `view` must have room for the values in both dtypes. The order in which segments are
-    converted ensures that no segment is overwritten before it is read."""
+    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return an
+    array of the converted values. `view` must have room for the values in both dtypes. The order in
+    which segments are converted ensures that no segment is overwritten before it is read."""
     src = np.frombuffer(view, NUMPY_OF[old], numel)
     dst = np.frombuffer(view, NUMPY_OF[new], numel)
     pieces = range(0, numel, SEGMENT)

@@ -5,8 +5,8 @@ sums/formats.py registers the codecs for gradients that are summed over the netw
 
 With error feedback (Karimireddy et al. 2019), the encoding error, called residual, is kept and
 added to the next gradient of the same elements (`encode_with_feedback`). A block's gradient that is
-pushed to a server is compressed per chunk or per block (`Compressor`, as Smart-Infinity's
-SmartComp), or all its elements are sent in 16 bits (`downcast_in_place`).
+pushed to a server is compressed per chunk or per block (`Compressor`, which does the same as
+SmartComp of Smart-Infinity), or all its elements are sent in 16 bits (`downcast_in_place`).
 
 Codecs work on flat arrays. They are lossy, so they are off by default (Rule 2). This module does
 NOT handle tensors, rounds or links, and does not store residuals (servers/residuals.py does)."""
@@ -39,7 +39,8 @@ class Codec:
             raise ValueError("takes no argument")
 
     def nbytes(self, n: int) -> int:
-        """Return the number of bytes that encode n values. It never decreases with n."""
+        """Return the number of bytes that encode n values. The number never decreases when n
+        grows."""
         raise TypeError(f"the format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
@@ -49,13 +50,14 @@ class Codec:
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
         """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` was received from the
-        network, so it may hold any bytes. Raises ValueError if they are not a valid encoding."""
+        network, so it may hold any bytes. Raises ValueError if the bytes are not a valid
+        encoding."""
         raise TypeError(f"the format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
-        """Subtract the values encoded in `raw` from `residual` in place, so that `residual` holds
-        the part that is not sent. Subclasses may override this to avoid a buffer for the decoded
-        values."""
+        """Subtract the values encoded in `raw` from `residual` in place. After that, `residual`
+        holds the part that is not sent. Subclasses may override this to avoid a buffer for the
+        decoded values."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -106,9 +108,9 @@ def encode_with_feedback(
 ) -> None:
     """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes.
 
-    `residual`: None, or float32 [n], which is added to `values` before they are encoded. It is
-    changed in place and holds the part that is not sent. Its elements that are not finite become 0,
-    because they would make all later sums inf or NaN."""
+    `residual`: None, or float32 [n], which is added to `values` before they are encoded. After the
+    call, `residual` holds the part that is not sent. Elements of `residual` that are not finite
+    become 0, because they would make all later sums inf or NaN."""
     if residual is None:
         codec.encode(values, out, seed)
         return
@@ -132,8 +134,8 @@ class Compressor:
         """Compress the gradient of a block's trainable `chunks`, which lies in the flat `view`.
 
         Yields (chunk, (indices, values), sums of squares before compression) for each chunk.
-        `residual`: None, or float32 with the element offsets of `view`; changed in place. Raises
-        ConfigError if `per_block` is set and the dtypes of the chunks differ."""
+        `residual`: None, or float32, with each element at the same offset as in `view`; changed in
+        place. Raises ConfigError if `per_block` is set and the dtypes of the chunks differ."""
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 

@@ -1,10 +1,11 @@
-"""TorchRule, which runs a torch optimizer without a compiled rule on flat slices, and checks of
-rules that roadtrain did not write.
+"""TorchRule, for torch optimizers that have no compiled rule: it runs torch's own step on flat
+slices. Also checks of rules that roadtrain did not write.
 
 For each update, the user's optimizer is rebuilt with one flat parameter, which is a view of the
-slice. The optimizer's state tensors are views of the state arrays, and its scalars are read from
-the row. A tensor that `step()` replaced, instead of changing it in place, is copied back. A trial
-run on a small parameter finds out which state the optimizer's class keeps.
+slice. The optimizer's state tensors are views of the state arrays. The optimizer's scalars are read
+from the row, an array that holds all scalars of one parameter. A tensor that `step()` replaced,
+instead of changing it in place, is copied back. A trial run on a small parameter finds out which
+state the optimizer's class keeps.
 
 Assumes that all state is in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
 numbers. `check_elementwise` verifies that the class is elementwise: one optimizer for whole
@@ -56,8 +57,9 @@ class Field:
 
 class TorchRule(Rule):
     """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes`: the
-    other attributes that `cls.__init__` set. The last scalar of a row, "present", is a bitmap of
-    the state entries that exist; it is 0 before the first step.
+    other attributes that `cls.__init__` set. The row of a parameter holds the parameter's scalars.
+    The last scalar, "present", is a bitmap of the state entries that exist; it is 0 before the
+    first step.
     """
 
     # __init__ sets these three; a trial run of the class finds out the arrays and scalars
@@ -98,14 +100,15 @@ class TorchRule(Rule):
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
                 raise RuleError(
                     f"{self.cls.__name__}: {key} changed from {value!r} to {now!r} during training",
-                    hint="keep its value from the start",
+                    hint=f"keep {key} at {value!r} during the whole training",
                 )
             out.extend(_numbers(now))
         return tuple(out)
 
     def build(self, params: Sequence[torch.Tensor], hyper: Hyper) -> torch.optim.Optimizer:
-        """Build an optimizer for `params` with the user's options. It is built through
-        `__setstate__`, as in unpickling, because the arguments of `__init__` are unknown."""
+        """Build an optimizer for `params` with the user's options. The optimizer gets its options
+        through `__setstate__`, as in unpickling, because the arguments of `__init__` are
+        unknown."""
         group: dict[str, Any] = {"params": list(params)}
         at = iter(hyper)
         for key, value in self.options.items():
@@ -158,7 +161,8 @@ class TorchRule(Rule):
         self._keep(optimizer.state[param], held, row)
 
     def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: Array) -> None:
-        """Copy the state after the step back into the arrays and the row."""
+        """Copy the optimizer's state after the step to `held` (the state arrays) and `row` (the
+        scalars)."""
         present = 0
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
@@ -334,8 +338,8 @@ def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None
 
 
 class RuleRun:
-    """A slice that a rule updates: its parameters, state arrays, row and 16-bit copy. Two runs are
-    equal (`==`) if all of these are equal."""
+    """A slice of parameters that a rule updates, with its state arrays, its row of scalars and its
+    16-bit copy. Two runs are equal (`==`) if all of these are equal."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -5,9 +5,9 @@ of float64 scalars for each parameter. At each step it reads hyperparameters fro
 group and updates one contiguous range of elements in place. Users write their own rules as
 subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
 
-Assumes that `apply` is elementwise, so that a range may be cut anywhere and each piece updated with
-its own copy of the row. A rule is picklable and keeps nothing between calls. Does NOT hold state,
-read files or start threads.
+Assumes that `apply` is elementwise: a range may be cut anywhere, and each piece is then updated
+with its own copy of the row. A rule is picklable and keeps nothing between calls. Does NOT hold
+state, read files or start threads.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Rule(ABC):
         Raises RuleError if the group has an option value that the rule does not support."""
 
     def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
-        """Initialize the arrays and the row, which are zeros, if the rule's state starts with other
-        values. p: float32 [N]."""
+        """Set the arrays and the row to their first values. Both are zeros before this call, so a
+        rule whose state starts with zeros need not override this method. p: float32 [N]."""
         return
 
     @abstractmethod
@@ -71,8 +71,8 @@ class Rule(ABC):
         """Run one step, which updates p, arrays and row in place.
 
         p, arrays: float32 [N]. row: float64 [len(scalars)]. grad: float32 [N], or uint16 [N] with
-        the bits of grad_dtype, "bf16" or "fp16"; the step multiplies it by grad_scale. copy: None,
-        or uint16 [N], which receives the new p in copy_dtype, "bf16" or "fp16".
+        the bits of grad_dtype, "bf16" or "fp16"; the step multiplies grad by grad_scale. copy:
+        None, or uint16 [N], which receives the new p in copy_dtype, "bf16" or "fp16".
         """
 
     @abstractmethod

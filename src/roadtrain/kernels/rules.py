@@ -41,18 +41,19 @@ class _Native(Rule):
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
-        """Build the rule for a parameter group. `optimizer`: a name of `optimizers`."""
+        """Build the rule for a parameter group. `optimizer`: one of the names in `optimizers`."""
         return cls()
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
-        """Change the row to that of the next step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the gradient's sign and the scalars."""
+        """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
+        that the rule does not keep), the sign of the gradient, and the formula's scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
     ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
-        """Return the formula's three arrays, and the gradient's factor and scalars as float32."""
+        """Return the formula's three arrays, the factor by which the gradient is multiplied, and
+        the formula's scalars. The factor and the scalars are float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
@@ -247,8 +248,8 @@ def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
 
 
 def described(rule: Rule) -> list[Any]:
-    """Convert a rule of this file to plain data: [class, fields]. Raises RuleError for any other
-    rule, since code is never sent to servers (Rule 8)."""
+    """Convert a rule of this file to plain data: [name of the class, dict of the fields]. Raises
+    RuleError for any other rule, since code is never sent to servers (Rule 8)."""
     if type(rule).__name__ not in NATIVE:
         raise RuleError(
             f"{rule.name} cannot run in a server process: only roadtrain's own rules can",

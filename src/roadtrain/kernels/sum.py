@@ -88,8 +88,8 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
 
 
 def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Set total to the sum of `gradients`, from left to right, which is the order of workers or
-    hosts (Rule 1).
+    """Set `total` to the sum of `gradients`, added from left to right. Callers pass the gradients
+    in the order of workers or hosts (Rule 1).
 
     total: float32 [N], set to 0 if there are no gradients. gradients: pairs of an array [N] and its
     dtype. A list in which all dtypes are equal is added in one pass over memory. An iterator may

@@ -29,8 +29,8 @@ LOW = 16  # number of low bits of a 32-bit magnitude, which the second histogram
 
 
 def magnitude(x: Any) -> Any:
-    """Return the bits of a typed element without its sign. All NaNs give the same bits. (Inside
-    kernels only.)"""
+    """Return the bits of a float without the sign bit. These bits sort like magnitudes. All NaNs
+    give the same bits. (Inside kernels only.)"""
     raise NotImplementedError
 
 
@@ -89,8 +89,9 @@ def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
 
 @kernel
 def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
-    """Write all elements above the k-th magnitude `kth`, and the first `ties` elements equal to it.
-    candidates: the original indices of x's elements, or None if x is the original array."""
+    """Write to `index` and `value` all elements above the k-th magnitude `kth`, and the first
+    `ties` elements whose magnitude equals `kth`. candidates: the original indices of x's elements,
+    or None if x is the original array."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])
@@ -136,8 +137,8 @@ def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.nd
 
 
 def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the indices and values of few elements that include all of the top k, or None if a
-    sample gives no good threshold."""
+    """Return the indices and values of somewhat more than k elements, which include the k largest.
+    Returns None if a sample gives no good threshold."""
     size = min(max(x.size // 64, 4096), 1 << 16)
     rank = int(k / x.size * size + 4 * (k / x.size * size) ** 0.5 + 4)
     if x.size < 4 * size or rank > size // 4:
@@ -158,8 +159,8 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
-    """Return the bin of the k-th largest magnitude, and the number of elements in the bins above
-    this bin. `shift`, `only`: see `_histogram`."""
+    """Count magnitudes in a histogram. Returns the bin of the k-th largest magnitude, and the
+    number of elements in the bins above this bin. `shift`, `only`: see `_histogram`."""
     counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
     _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])

@@ -36,7 +36,9 @@ def rules_for(
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
             why, hint = IMPOSSIBLE[base.__name__]
-            raise RuleError(f"{cls.__name__} cannot run next to the storage: it {why}", hint=hint)
+            raise RuleError(
+                f"{cls.__name__} cannot run on flat slices of parameters: it {why}", hint=hint
+            )
     rules: list[Rule] = []
     for group in optimizer.param_groups:
         rule = native_rule(f"{cls.__module__}:{cls.__qualname__}", group)

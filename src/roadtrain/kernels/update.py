@@ -45,7 +45,7 @@ def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
 
 def mix(intake: float) -> tuple[float, float | None]:
     """Return the arguments (intake, rest) of `_moved`. For an intake of 0.5 or more, `_moved`
-    interpolates backwards from x, as torch's lerp does, so that an intake of 1 gives exactly x."""
+    interpolates backwards from x, as torch's lerp does. An intake of 1 then gives exactly x."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 

@@ -1,17 +1,18 @@
 """A TCP relay that makes a link faulty on purpose: slow, delayed, stalled, cut, with flipped bits.
 Runs in user space, without root.
 
-Peers connect to the relay instead of its target. A relay runs in a thread of its own (`Relay`), or
-as a process, which may run on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT
-TARGET:PORT` prints the address of the relay. Each line of the process's standard input calls a
-method of Relay, such as `set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`, and is answered by
-the line `done`. At the end of its standard input, the process ends. Only TCP is supported. No bytes
-are lost, reordered, or changed except by `flip`, and their content is not interpreted.
+Peers connect to the relay, which passes their data on to the target. A relay runs in a thread of
+its own (`Relay`) or in a process of its own. The process may run on a host of the lab: `python -m
+roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT` starts the relay and prints its address. Each line
+of the process's standard input calls a method of Relay, such as `set_rate 1e6`, `cut 1000 back` or
+`flip 5000 there 7`, and is answered by the line `done`. At the end of its standard input, the
+process ends. Only TCP is supported. No bytes are lost, reordered, or changed except by `flip`, and
+their content is not interpreted.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
-direction. Each direction has its own rate, which all connections share. A piece that arrives leaves
-no earlier than after the delay. At most QUEUE pieces per connection and direction are in flight, so
-a long delay limits the rate to QUEUE * PIECE / delay.
+direction. Each direction has its own rate, which all connections share. A piece of data leaves the
+relay no earlier than the delay after it has arrived. At most QUEUE pieces per connection and
+direction are in flight, so a long delay limits the rate to QUEUE * PIECE / delay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Way = Literal["there", "back"]
 
 
 class Relay:
-    """A relay, which runs within its context.
+    """A TCP relay that makes a link faulty on purpose. The relay runs within its context.
 
     `address`: the address at which the relay listens; if `listen` has port 0, the port is any free
     port. `nbytes`: number of bytes passed on in each direction. `flipped`: number of flipped bits.
@@ -59,7 +60,8 @@ class Relay:
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """Set the rates of `there` and `back`. If `back_bytes_per_s` is None, they are equal."""
+        """Set the rates of `there` and `back`. If `back_bytes_per_s` is None, both rates are
+        `bytes_per_s`."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 

@@ -37,8 +37,9 @@ class ControlGroup(LabResource):
 
 
 def hierarchy(controller: str) -> Path | None:
-    """Return the root directory of the hierarchy with the controller's groups: that of version 1 if
-    it has the controller, else that of version 2. Returns None if neither has the controller."""
+    """Return the root directory of the hierarchy with the controller's groups: the root of version
+    1 if version 1 has the controller, else the root of version 2. Returns None if neither version
+    has the controller."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, at, kind, how, *_ in mounts:
         if kind == "cgroup" and controller in how.split(","):
@@ -66,7 +67,8 @@ def undo_group(group: Path, back: Path) -> None:
 
 
 def _own_group(controller: str) -> Path | None:
-    """Return the directory of this process's group in the controller's hierarchy, or None."""
+    """Return the directory of this process's group in the controller's hierarchy, or None if this
+    process has no such group."""
     if (root := hierarchy(controller)) is None:
         return None
     for line in Path("/proc/self/cgroup").read_text().splitlines():

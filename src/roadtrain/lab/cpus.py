@@ -16,7 +16,8 @@ MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
 
 
 def cpus_available() -> str | None:
-    """Return why CPUs cannot be limited here, or None if they can."""
+    """Return the reason why CPUs cannot be limited on this machine, or None if CPUs can be
+    limited."""
     if why := why_not():
         return why
     root = hierarchy("cpu")

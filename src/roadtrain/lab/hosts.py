@@ -66,7 +66,7 @@ class LabHost:
 
     @property
     def address(self) -> str:
-        """The address of the host's first NIC. `nics[k].address` is that of NIC k."""
+        """The address of the host's first NIC. The address of NIC k is `nics[k].address`."""
         return self.nics[0].address
 
     @property

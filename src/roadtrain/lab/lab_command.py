@@ -1,10 +1,10 @@
 """`roadtrain lab up | run | down`: a lab that a file describes. A process makes the lab, and
 removes it when the process ends.
 
-For `run` and `down`, this process writes `lab.json`, which describes the lab that is up, into a
-directory of kind `up` (see resource.py). A lab is identified by its file (`LabFile`). Unknown keys
-and wrong types in the file raise ConfigError; rates and sizes are checked but kept as written, for
-display. Starts nothing on the hosts.
+This process describes the lab in the file `lab.json`, in a directory of kind `up` (see
+resource.py). `run` and `down` read this file. A lab is identified by its file (`LabFile`). Unknown
+keys and wrong types in the file raise ConfigError; rates and sizes are checked but kept as written,
+for display. Starts nothing on the hosts.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def up(path: str, detach: bool = False) -> None:
     """Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab down`,
     remove it.
 
-    Prints the hosts, and returns when a signal has ended it.
+    Prints the hosts, and returns when a signal has ended the lab.
 
     Args:
-        detach: return when it is up; it stays until `lab down`
+        detach: return when the lab is up; the lab stays until `lab down`
     """
     lab = load_lab(path)
     if why := _lacking(lab):
@@ -184,7 +184,8 @@ def down(path: str) -> None:
 
 
 def _lacking(lab: LabFile) -> str | None:
-    """Return the reason why this lab cannot be made on this machine, or None if it can."""
+    """Return the reason why this lab cannot be made on this machine, or None if the lab can be
+    made."""
     why = network_available()
     if not why and lab.cpus():
         why = cpus_available()

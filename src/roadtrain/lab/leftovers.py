@@ -1,5 +1,5 @@
-"""Removal of the directories, networks and groups that labs of dead processes have left. Those of
-living processes stay."""
+"""Removal of the directories, networks and groups that labs of dead processes have left. Labs of
+living processes are not changed."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 between switches.
 
 Requires Linux, root, iproute2 and util-linux; `network_available()` reports what is missing. A rate
-counts whole Ethernet frames; at an MTU of 1500, TCP payload gets 0.956 of the rate. Latency is not
-emulated (but bad_link.py can delay a link). All hosts share file systems and process ids. A host
-cannot reach anything outside the lab's network. Hosts find each other by name. A host's name stands
-for the first of its NICs that can be reached, and `NAME-ethK` for its NIC K. When the network ends,
-processes on its hosts are killed, and namespaces and control groups are removed.
+counts the bytes of Ethernet frames, with headers; at an MTU of 1500, TCP payload gets 0.956 of the
+rate. Latency is not emulated (but bad_link.py can delay a link). All hosts share file systems and
+process ids. A host cannot reach anything outside the lab's network. Hosts find each other by name.
+A host's name stands for the first of its NICs that can be reached, and `NAME-ethK` for its NIC K.
+When the network ends, processes on its hosts are killed, and namespaces and control groups are
+removed.
 
 Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths: the
 device `ethN` in the host and a port `pN` of the bridge. A link between switches is a pair of ports.
@@ -73,14 +74,14 @@ LOSS_TRIAL = (
 
 
 def network_available() -> str | None:
-    """Return one sentence that says why no network can be emulated on this machine, or None if one
-    can. Tries it in namespaces that end with the trial."""
+    """Return one sentence that says why no network can be emulated on this machine, or None if a
+    network can be emulated. Finds out by making a small network in temporary namespaces."""
     return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
 def loss_available() -> str | None:
-    """Return one sentence that says why NICs cannot lose packets on this machine, or None if they
-    can."""
+    """Return one sentence that says why NICs cannot lose packets on this machine, or None if NICs
+    can lose packets."""
     return network_available() or _refused(LOSS_TRIAL)
 
 

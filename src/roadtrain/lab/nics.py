@@ -32,10 +32,11 @@ def limit_of(bytes_per_s: float) -> str:
     """Return the words for tc that limit the rate at which data leaves a device. (tc's unit bps is
     bytes per second.)
 
-    After an idle time, a burst may leave at once: the bytes of 20 ms, but at least LEAST_BURST and
-    at most MOST_BURST. If the burst were smaller than a large piece (64 kB and headers), pieces
-    would be split, which costs much CPU time. The bytes of 20 ms plus 256 kB may be queued, which
-    TCP connections that share the link need.
+    After an idle time, a burst may leave at once: the bytes that the rate allows in 20 ms, but at
+    least LEAST_BURST and at most MOST_BURST. If the burst were smaller than a large piece (64 kB
+    and headers), the kernel would split the pieces, and this costs much CPU time. The device's
+    queue holds the bytes that the rate allows in 20 ms, and 256 kB in addition. TCP connections
+    that share the link need so long a queue.
     """
     in_time = int(bytes_per_s * BURST_S)
     burst = min(max(in_time, LEAST_BURST), MOST_BURST)
@@ -86,7 +87,8 @@ def _send_cut_up(end: End, split: bool) -> None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Numbers of bytes since a NIC was made; `LabLink.traffic` and `LabLink.frames` return them."""
+    """Bytes sent and received since a NIC was made. `LabLink.traffic` counts TCP payload, and
+    `LabLink.frames` counts whole Ethernet frames."""
 
     sent: int
     received: int
@@ -106,13 +108,15 @@ class LabLink:
 
     def set_rate(self, bytes_per_s: float, in_bytes_per_s: float | None = None) -> None:
         """Set the rate at which data leaves the near end (the host, or the first switch), and the
-        rate at which data arrives at the near end. If `in_bytes_per_s` is None, both are equal."""
+        rate at which data arrives at the near end. If `in_bytes_per_s` is None, both rates are
+        `bytes_per_s`."""
         for end, rate in ((self.near, bytes_per_s), (self.far, in_bytes_per_s or bytes_per_s)):
             end.do("tc", f"qdisc replace dev {end.device} {limit_of(rate)}")
 
     def set_mtu(self, mtu: int, carried: int | None = None) -> None:
-        """Set the MTU of the host's NIC to `mtu`, and that of its port of the switch to `carried`
-        (if None, to `mtu`). The port silently drops larger packets, as a real switch does.
+        """Set the MTU of the host's NIC to `mtu`, and the MTU of the switch's port for this NIC to
+        `carried` (if None, to `mtu`). The port silently drops larger packets, as a real switch
+        does.
 
         Raises ConfigError for an MTU that the lab's NICs do not support.
         """
@@ -142,8 +146,9 @@ class LabLink:
         return "clsact" in end.do("tc", f"qdisc show dev {end.device}")
 
     def frames(self) -> Traffic:
-        """Return the bytes of Ethernet frames, with headers, that have left the near end and the
-        far end, including frames that are lost afterwards. (Rates count bytes in the same way.)"""
+        """Return the number of bytes of Ethernet frames, with headers, that have left the near end
+        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. (Rates
+        count bytes in the same way.)"""
         sent, received = (
             json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
             for end in (self.near, self.far)
@@ -151,13 +156,13 @@ class LabLink:
         return Traffic(sent, received)
 
     def traffic(self) -> Traffic:
-        """Return the bytes of TCP payload that have left the near end and that have arrived at the
-        near end.
+        """Return the number of bytes of TCP payload that have left the near end (`sent`) and that
+        have arrived at the near end (`received`).
 
-        They are computed from the kernel's counts of bytes and packets, with 66 bytes of headers
-        per packet (14 + 20 + 32). Each packet that is not a segment with time stamps (ARP, the
-        first packets of a connection, selective acknowledgements) causes an error of some bytes.
-        Retransmissions are included.
+        The numbers are computed from the kernel's counts of bytes and packets, with 66 bytes of
+        headers per packet (14 + 20 + 32). Each packet that is not a segment with time stamps (ARP,
+        the first packets of a connection, selective acknowledgements) causes an error of some
+        bytes. Retransmissions are included.
         """
         (shown,) = json.loads(self.near.do("ip", f"-s -j link show dev {self.near.device}"))
         sent, received = (

@@ -1,5 +1,5 @@
-"""LabResource: a part of a lab (such as a network or a device), which is removed exactly once. Its
-name identifies the process that made it.
+"""LabResource: a part of a lab (such as a network or a device), which is removed exactly once. The
+part's name identifies the process that made the part.
 
 Note "names". Directories and groups are called `roadtrain-lab-PID-START-KIND-...`. START is the
 time at which the kernel started the process PID, so that a later process with the same PID is not
@@ -26,8 +26,8 @@ UNDO_TIMEOUT_S = 10.0
 
 
 def folder(kind: str, inside: Path | None = None) -> Path:
-    """Make a directory whose name identifies this process: see Note "names". It is made in
-    `inside`, or in the temporary directory if `inside` is None."""
+    """Make a directory whose name identifies this process: see Note "names". The directory is made
+    in `inside`, or in the temporary directory if `inside` is None."""
     prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
@@ -69,15 +69,15 @@ class LabResource:
 
 def why_not(*tools: str) -> str | None:
     """Return the reason why this process cannot use these tools to emulate anything (it is not
-    root, or a tool is missing), or None if it can."""
+    root, or a tool is missing), or None if this process can use them."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)
 
 
 def retry_undo(undo: Callable[[], object]) -> object:
-    """Call `undo` until it succeeds. It may fail at first, because a dying process keeps its group
-    and open files for a moment, and a process may fork while it is moved."""
+    """Call `undo` until `undo` succeeds. The first calls may fail, because a dying process keeps
+    its group and open files for a moment, and because a process may fork while it is moved."""
     return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
 
 

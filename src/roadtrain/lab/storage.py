@@ -26,7 +26,8 @@ MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_
 
 
 def lab_available() -> str | None:
-    """Return the reason why storage cannot be emulated on this machine, or None if it can."""
+    """Return the reason why storage cannot be emulated on this machine, or None if storage can be
+    emulated."""
     if why := why_not("losetup", "mount", "umount", "mkfs.ext4"):
         return why
     if not Path("/dev/loop-control").exists():
@@ -91,8 +92,8 @@ class LoopDevice(LabResource):
 
 
 class Throttle(ControlGroup):
-    """A control group that limits all its members together to these rates, on each of `devices`. A
-    device may be given by its "MAJ:MIN" number.
+    """A control group whose members together read and write each of `devices` at most at the given
+    rates. A device may be given by its "MAJ:MIN" number.
 
     On exit, the members are moved to the group of the process that made this group, and this group
     is removed.

@@ -102,8 +102,8 @@ class _Free:
     device: float  # infinity if device memory is not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
-        """Assign up to `most` buffers of `nbytes`, but at most 1/`share` of the free memory.
-        Returns the number of buffers."""
+        """Assign at most `most` buffers of `nbytes` bytes each, and at most 1/`share` of the free
+        memory. Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
         if on_device:
             count = int(min(count, self.device // nbytes))
@@ -112,9 +112,9 @@ class _Free:
         return count
 
     def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
-        """Assign one more buffer of each kind in `order`, unless the buffer takes more than half of
-        the free memory. For "record", each server gets a buffer. Returns the number of added
-        buffers by kind."""
+        """Assign one more buffer of each kind in `order`. A buffer that takes more than half of the
+        free memory is left out. For "record", each server gets a buffer. Returns the number of
+        added buffers by kind."""
         cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
         cost["push"] = size.push
         bought = Counter[str]()
@@ -124,8 +124,8 @@ class _Free:
 
 
 def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
-    """Return the bytes of a host budget. If `budget` is None, it is half of the free memory, or all
-    of it if `whole`."""
+    """Return the bytes of a host budget. If `budget` is None, returns half of the free memory, or
+    all of the free memory if `whole` is True."""
     if budget is not None:
         return parse_bytes(budget)
     free = psutil.virtual_memory().available
@@ -157,7 +157,7 @@ class _Sizes:
         residual_block: int,
     ) -> _Sizes:
         """Compute the sizes. `blocks`: the blocks that use slots. `residual_block`: index of the
-        block with the root's residuals, 0 if there is none."""
+        block with the root's residuals; 0 if the root has no residuals."""
         root = table.blocks[0]
         pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (
@@ -181,11 +181,11 @@ def derive(
     host_bytes: int,
     device_bytes: int | None = None,
 ) -> Budgets:
-    """Split `host_bytes` into buffers.
+    """Divide a memory budget of `host_bytes` among the kinds of buffers.
 
     `records`: the records that servers in this process keep. `owners`: the server of each chunk.
     `device_bytes`: accelerator memory for the root's buffers, slots and gradient buffers; None if
-    it is not limited. Raises BudgetError, which names the minimum, if the budget is too small."""
+    it is not limited. If the budget is too small, raises a BudgetError that names the minimum."""
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
     size = _Sizes.of(table, records, blocks, terms.root_residual)
@@ -260,6 +260,8 @@ def derive(
 def _too_small(
     table: ChunkTable, where: str, least: int, budget: int, on_files: bool
 ) -> BudgetError:
+    """Return an error that says how much memory of the kind `where` ("host" or "device") the model
+    needs at least (`least` bytes), and that the budget of `budget` bytes is smaller."""
     enough = f"{-(-least // MIB)} MiB"  # rounded up, so that this number is enough
     way_out = f"give at least {enough}"
     if not on_files:
@@ -279,9 +281,10 @@ def _kept(
     """Choose the data on files that is also kept in `nbytes` of memory.
 
     Returns the chunks whose whole record is kept, the chunks of which only the weights are kept,
-    and the number of bytes used. Weights have priority over the rest of a record, because they take
-    2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is read
-    once. The weights of the first blocks have priority, because the next forward needs them first.
+    and the number of bytes used. Weights have priority over the rest of a record, because weights
+    take 2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is
+    read once. The weights of the first blocks have priority, because the next forward needs them
+    first.
     """
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
@@ -320,11 +323,11 @@ def derive_server(
     wide: bool = False,
     beside: int = 0,
 ) -> ServerBudgets:
-    """Split the memory budget of a server, `host_bytes`, into buffers.
+    """Divide the memory budget of a server, `host_bytes`, among the kinds of buffers.
 
     `records`: the server's records. `wide`: whether gradients arrive in fp32. `beside`: bytes of
-    the budget that the server's fan-in uses, which receives sums from switches. Raises BudgetError,
-    which names the minimum, if the budget is too small."""
+    the budget that are used to receive sums from switches (fan-in). If the budget is too small,
+    raises a BudgetError that names the minimum."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = buffer_for(record.nbytes for record in records.values())

@@ -69,7 +69,7 @@ ExistingPath = Annotated[PathLike, AfterValidator(refusing(_check_exists))]
 
 
 def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> None:
-    """Raise ConfigError for the first option that the annotations of `owner` do not allow.
+    """Raise ConfigError for the first option whose value the annotations of `owner` do not allow.
 
     Args:
         owner: The function or dataclass that declares the options.

@@ -3,9 +3,10 @@
 A schema is a class derived from `Section`, or a class decorated with `value` if code creates its
 instances too. Each field of the class declares a key with its type, unit, limits and description;
 `docs/reference` is generated from these fields. `checked` builds an instance from a table. Every
-mistake raises a ConfigError that names the file and the key, and the value and the expected values,
-or the nearest valid key. Text that looks like a number, and true or false, are never converted to a
-number. The files with the keys are in other packages.
+mistake raises a ConfigError that names the file and the key. For an invalid value, the error also
+has the value and the expected values. For an unknown key, it has the nearest valid key. Text that
+looks like a number, and true or false, are never converted to a number. The files with the keys are
+in other packages.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class _Refused(ValueError):
 
 
 def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `read` as a pydantic validator, so that its errors are reported with the invalid key."""
+    """Wrap `read` as a pydantic validator. If `read` raises an error, it is reported with the
+    invalid key."""
 
     def validator(value: Any) -> Any:
         try:
@@ -169,8 +171,8 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
 
 
 def as_tree(value: Any, **options: Any) -> dict[str, Any]:
-    """Convert `value` to a table, from which `checked` reads an equal value. `options`: arguments
-    for pydantic's `dump_python`."""
+    """Convert `value` to a table. (`checked` builds an equal value from this table.) `options`:
+    arguments for pydantic's `dump_python`."""
     tree: dict[str, Any] = TypeAdapter(type(value)).dump_python(
         value, mode="json", exclude_none=True, **options
     )
@@ -178,8 +180,8 @@ def as_tree(value: Any, **options: Any) -> dict[str, Any]:
 
 
 def as_toml(value: Any, **options: Any) -> str:
-    """Convert `value` to TOML, which can be read back as an equal value. `options`: arguments for
-    pydantic's `dump_python`."""
+    """Convert `value` to TOML. (`read_toml` and `checked` build an equal value from this text.)
+    `options`: arguments for pydantic's `dump_python`."""
     return tomli_w.dumps(as_tree(value, **options))
 
 
@@ -206,7 +208,8 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tree` as dotted key -> value. Tables inside the tables of a file are values."""
+    """Return the keys of all tables of a file in one dict: `table.key` -> value. A table inside a
+    table is a value."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -217,7 +220,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the keys of a section, as they are written in a file, with their fields."""
+    """Return the fields of a section by key. Keys are spelled as in a file."""
     fields: dict[str, FieldInfo] = (
         kind.__pydantic_fields__ if is_pydantic_dataclass(kind) else kind.model_fields
     )
@@ -229,8 +232,9 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def section_in(annotation: Any) -> Any:
-    """Return the section that an annotation contains: the annotation itself, or its first argument
-    that contains a section (such as the item of a list). None if it contains no section."""
+    """Return the section (a class for a table) that an annotation contains: the annotation itself,
+    or a section inside one of its arguments, such as the item type of a list. Returns None if the
+    annotation contains no section."""
     if isinstance(annotation, type) and (
         is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):
@@ -263,8 +267,9 @@ def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
 
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
-    """Return a ConfigError for the first mistake in `tree`, from which no `kind` could be built. An
-    unknown key is reported before a missing key. `where`: name of the file in the message."""
+    """Return a ConfigError for the first mistake in `tree`. `cause`: pydantic's error when it tried
+    to build an instance of `kind` from `tree`. An unknown key is reported before a missing key.
+    `where`: name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:

@@ -70,11 +70,13 @@ class Common:
     Attributes:
         frame_limit: Largest payload in bytes. The smaller limit of both sides applies.
         checksums: Whether every frame has an xxh3; both sides must agree. If None, frames have an
-            xxh3 if bytes leave the process, except under TLS, which authenticates the bytes.
+            xxh3 on all links but two kinds: links inside one process, and links with TLS, which
+            authenticates the bytes.
         handshake_s: Seconds that a handshake may take.
         close_s: Seconds after which `close` gives up if no byte leaves.
         retry_s: Seconds for which a connection is retried while nothing listens at the address. If
-            None, it is not retried, or is retried until the caller's deadline if there is one.
+            None, it is retried until the caller's deadline if the caller has one, and otherwise not
+            retried.
     """
 
     frame_limit: int = FRAME_LIMIT
@@ -112,8 +114,8 @@ class Greeting(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenHandshake:
-    """A handshake on either side that only lacks the verdict. `greeting` is the greeting of the
-    other side."""
+    """A handshake that is complete except for the verdict (accepted or refused). `greeting` is the
+    greeting of the other side."""
 
     greeting: Greeting
     token: bytes | None
@@ -232,8 +234,8 @@ def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the verdict that the client is refused because of `error`. The client raises an
-    AuthError or BusyError if `error` is one, otherwise a WireError."""
+    """Send the verdict that the client is refused because of `error`. If `error` is an AuthError or
+    BusyError, the client raises an error of the same class, otherwise a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -249,8 +251,9 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """Receive the rest of a greeting, and return the whole greeting. Raises WireError for another
-    version before that, because the greetings of other versions may have other lengths."""
+    """Receive the rest of a greeting, and return the whole greeting. The version is compared before
+    the rest is received, because the greetings of other versions may have other lengths. Raises
+    WireError if the version differs."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
         raise WireError(f"the peer is not roadtrain: its first bytes are {beginning!r}")

@@ -2,10 +2,10 @@
 short header and a payload.
 
 Each side of a link has a Receiver, which handles the frames that arrive. `send` only queues a
-frame. Frames arrive in the order of the calls of `send`, even if a link uses several connections,
-except that an `urgent` frame overtakes all frames that have not started to leave. A payload is sent
-from the sender's buffers, and is received into the buffer that `room` of the receiving side
-returns, without intermediate copies.
+frame. Frames arrive in the order of the calls of `send`, even if a link uses several connections.
+But an `urgent` frame overtakes all frames that have not started to leave. A payload is sent from
+the sender's buffers, and is received into the buffer that `room` of the receiving side returns,
+without intermediate copies.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before
     anything is allocated
@@ -56,17 +56,17 @@ class Receiver(Protocol):
         """Return a writable buffer of exactly `nbytes` for a payload.
 
         Called for each frame with a payload that is not empty, in the order in which frames were
-        sent, one call at a time. It may block, which slows the sender down (back-pressure), but
-        must return or raise soon after the link has ended.
+        sent, one call at a time. The method may block, which slows the sender down (back-pressure).
+        After the link has ended, the method must return or raise soon.
         """
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        """Handle a frame. Called in the order in which frames were sent, one call at a time. It may
-        call `send` and `close` of the link, but must not block for long."""
+        """Handle a frame. Called in the order in which frames were sent, one call at a time. The
+        method may call `send` and `close` of the link, but must not block for long."""
 
     def lost(self, error: PeerError) -> None:
-        """Handle the loss of the link. Called once, after all frames, unless this side has ended
-        the link by calling `close`."""
+        """Handle the loss of the link. Called once, after all frames. Not called if this side has
+        ended the link by calling `close`."""
 
 
 class Link(Protocol):
@@ -108,7 +108,7 @@ class Link(Protocol):
 
         Gives up sending if no byte leaves for `close_s` seconds. No more frames are delivered. When
         `close` returns, all threads and descriptors of the link are closed. If a thread of the link
-        calls `close`, they are closed soon after.
+        calls `close`, the threads and descriptors are closed soon after the call.
         """
 
 

@@ -3,9 +3,9 @@ the link to the owner of the listener.
 
 The owner passes a function `accept(link, hello)`, which is called once all connections of a link
 have arrived and have proven the token. The function returns the Receiver of the link, or raises a
-RoadtrainError, whose text is sent to the client. It may call `link.send`, but the frames leave only
-after it has returned. It may also replace `link.peer` by a better name. Closing the listener does
-not close its links.
+RoadtrainError, whose text is sent to the client. The function may call `link.send`, but the frames
+leave only after the function has returned. The function may also replace `link.peer` by a better
+name. Closing the listener does not close its links.
 
 Until its deadline, an unauthenticated connection costs a thread, a descriptor and a few hundred
 bytes. If there are more than MAX_PENDING of these, the oldest connection from the address with the
@@ -93,7 +93,8 @@ class LineLimit:
 
 class _PartialLink:
     """A link of which some connections have not arrived. `there` maps the numbers of arrived
-    connections to their sockets and handshakes. `done` is set once nothing is waited for."""
+    connections to their sockets and handshakes. `done` is set when the link is made or refused, or
+    the listener is closed."""
 
     def __init__(self) -> None:
         self.there: dict[int, tuple[socket.socket, handshake.OpenHandshake]] = {}
@@ -184,7 +185,8 @@ class Listener:
                     self._short_of(str(error))
 
     def _short_of(self, what: str) -> None:
-        """Report that the host lacks descriptors, memory or threads, at most every SHORT_S."""
+        """Report that the host lacks descriptors, memory or threads, at most once in SHORT_S
+        seconds."""
         now = time.monotonic()
         if now - self._short_at >= SHORT_S:
             self._short_at = now

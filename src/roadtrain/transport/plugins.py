@@ -14,11 +14,11 @@ Optional parts of roadtrain itself are registered in the same way, in its pyproj
     roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
 A kind of link is declared by a subclass of tcp.TcpOptions. Such a link uses TCP connections and the
-same handshake as a TCP link. Its method `channel` makes the Channel that moves the bytes of an
-accepted connection, and its method `check` raises an error if this host does not support the link.
-A Channel (transport/stream.py) has four methods, and must pass tests/contract/test_link.py.
-plugins/rdma is an example. The links inside a host (shm, local) are not entry points: they are
-chosen automatically.
+same handshake as a TCP link. The method `channel` of the subclass makes the Channel that moves the
+bytes of an accepted connection. The method `check` raises an error if this host does not support
+the link. A Channel (transport/stream.py) has four methods, and must pass
+tests/contract/test_link.py. plugins/rdma is an example. The links inside a host (shm, local) are
+not entry points: they are chosen automatically.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def link_names() -> list[str]:
 
 def link_options(name: str) -> type[tcp.TcpOptions]:
     """Return the options class of the kind of link named `name`. Raises ConfigError if no
-    distribution declares the name, or if the entry point is not a kind of link."""
+    distribution declares the name, or if the declared object is not a subclass of TcpOptions."""
     if name == OWN:
         return tcp.TcpOptions
     options = load(GROUP, name)

@@ -6,13 +6,13 @@ shared memory, and needs no system calls while both sides are busy.
 
 The handshake uses a Unix socket: each side checks the user id of the other process, and the
 listening side passes the descriptors. After the handshake, the socket is only used to detect that
-the other process has ended. The rings are in one memfd that cannot be shrunk. A side that finds its
-ring empty or full sets a flag in the ring and sleeps on an eventfd. The other side signals the
-eventfd only if the flag is set.
+the other process has ended. The rings are in one memfd that cannot be shrunk. If a side finds
+nothing to read in a ring, or no space to write, it sets a flag in the ring and sleeps on an
+eventfd. The other side signals the eventfd only if the flag is set.
 
 Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, stores are seen
-in order, and only a store that must be seen before a later load needs a fence, for which the locked
-instruction of a lock is used. On other processors, the system call membarrier(2) is used as a full
+in order. Only a store that must be seen before a later load needs a fence; the locked instruction
+of a lock serves as this fence. On other processors, the system call membarrier(2) is used as a full
 fence wherever an order is needed; this variant has only been tested on x86-64. The counters that
 the other side writes are checked before use.
 """
@@ -172,8 +172,8 @@ def _receive_channel(sock: socket.socket) -> Channel:
 
 @contextlib.contextmanager
 def _closing(fds: list[int]) -> Iterator[None]:
-    """Close the first descriptor, which is the memory's, when the body ends. If the body raises,
-    close all descriptors."""
+    """Close the first descriptor, that of the memory, when the body ends. If the body raises, close
+    the other descriptors too."""
     try:
         yield
     except BaseException:

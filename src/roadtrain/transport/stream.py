@@ -7,12 +7,13 @@ frames. Several small frames are sent in one call.
 Receiving: each channel has a receiving thread, which reads heads through a small buffer, and
 payloads directly into the buffer that `room` returns. The order is restored by sequence numbers.
 `room` is called in order, so that no later frame can take the memory that an earlier frame waits
-for. Payloads of several channels are received concurrently. `arrived` is called in order again.
+for. Payloads of several channels are received concurrently. `arrived` is also called in the order
+of the frames.
 
-End: a side that closes the link sends a goodbye on every channel, which contains the number of
-frames it has sent. The other side delivers all these frames and then hangs up. Until then, or until
-its deadline, the closing side reads and discards frames, because closing a socket with unread bytes
-would reset the connection before the other side has read everything.
+End: a side that closes the link sends a goodbye on every channel. The goodbye contains the number
+of frames that this side has sent. The other side delivers all these frames and then hangs up. Until
+then, or until its deadline, the closing side reads and discards frames, because closing a socket
+with unread bytes would reset the connection before the other side has read everything.
 
 This module does not connect or authenticate, and does not use sockets directly.
 """
@@ -56,8 +57,8 @@ Sent = Callable[[], None]
 
 
 class Channel(Protocol):
-    """A bidirectional byte stream. One thread sends and one receives; any thread may shut down.
-    Errors are OSError or PeerError."""
+    """A bidirectional byte stream. One thread sends, one thread receives, and any thread may call
+    `shutdown`. Errors are OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         """Block until some bytes of the buffers are sent, and return their number. There are at
@@ -226,7 +227,7 @@ class FrameStream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """End the link and report `error` to the receiver, after a running call of `arrived`."""
+        """End the link, and report `error` to the receiver once no call of `arrived` is running."""
         self.stop(error)
         self._deliver()
 

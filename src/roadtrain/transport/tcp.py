@@ -8,8 +8,8 @@ received into the buffers of the link's owner.
 
 The loss of a host is detected by keepalive probes within 4 s if the link is idle, and otherwise
 because packets remain unanswered for `silence_s`. TCP_USER_TIMEOUT is not used for this purpose: on
-Linux it would also end a connection to a live peer that does not read for that long, which is
-normal with back-pressure. Requires Linux.
+Linux it would also end a connection to a live peer that does not read for that long. With
+back-pressure, such a pause is normal. Requires Linux.
 
 Without `tls`, nothing is encrypted. The token excludes strangers, but not a man in the middle. The
 checksums of frames detect flipped bits, but not deliberate changes.
@@ -116,7 +116,7 @@ class TcpOptions(handshake.Common):
         tls: TLS files; None for links without TLS.
         connections: The number of connections of a link.
         connect_s: Seconds after which an attempt to connect fails.
-        silence_s: Seconds of unacknowledged packets after which the link is lost.
+        silence_s: Seconds after which the link is lost if the other host acknowledges no packets.
     """
 
     token: bytes | None = None
@@ -360,8 +360,9 @@ class _TcpChannel:
         self._sock.close()
 
     def _check_answers(self) -> None:
-        """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`, and
-        two retransmissions or window probes are unanswered. (One may still be in flight.)"""
+        """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`
+        seconds, and two retransmissions or window probes are unanswered. (A single unanswered one
+        may still be in flight.)"""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
