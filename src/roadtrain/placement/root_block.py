@@ -1,8 +1,8 @@
 """RootBlock: the parameters that are in no other block, and their gradients.
 
-Root parameters stay on the device for the whole job. After a step they are fetched again before
-the next forward, or as soon as one of them is read. Their gradients are ordinary tensors in
-`p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
+Root parameters stay on the device for the whole job. After a step, all root parameters are fetched
+again when the next forward begins or when one of them is read. Their gradients are ordinary tensors
+in `p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
 pushed at the end of each backward pass.
 
 Assumes that the root is block 0, so that its parameters are the first parameters of the table.
@@ -77,7 +77,7 @@ class RootBlock:
     def pass_begins(self) -> None:
         """Replace the handles in `p.grad` by None, so that backward creates ordinary gradients.
 
-        `push_gradients` adds them to the gradients that were pushed before.
+        `push_gradients` later adds the new gradients to the gradients that were pushed before.
         """
         for p in self.handles:
             p.grad = None

@@ -135,7 +135,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def params(self) -> Sequence[ParamSpec]:
-        """The parameters that `read` can return."""
+        """The specifications of the parameters, whose values `read` can return."""
         return self.table.params
 
     def read(self, name: str, what: str = "master") -> np.ndarray:
@@ -173,7 +173,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Return the seconds and bytes that each stage of the steps has taken since the last call.
+        """Return the seconds and bytes of each stage of the steps, summed since the last call.
 
         Returns:
             A dict from the name of a stage to its totals.
@@ -216,7 +216,11 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map each non-empty trainable parameter's index to its number in torch's state dict."""
+        """Map the index of each trainable parameter to the parameter's number in torch's state
+        dict.
+
+        Parameters without elements are left out.
+        """
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))
         return {
@@ -293,10 +297,10 @@ class StoredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict in either form; see `state_dict`.
 
-        The parameter groups of both forms are adopted. A state dict in reference form must refer to
-        this store at its current step. The values of a whole form replace the values in the store,
-        and the step number of the state dict becomes the step of the store. If the store is on
-        files, the new values are committed before the method returns.
+        The optimizer adopts the parameter groups of both forms. A state dict in reference form must
+        refer to this store at its current step. The values of a whole form replace the values in
+        the store, and the step number of the state dict becomes the step of the store. If the store
+        is on files, the new values are committed before the method returns.
 
         Args:
             state_dict: The result of `state_dict`, or the state dict of an ordinary torch
@@ -343,7 +347,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._rewrite(form, self.steps_done if ours is None else ours["step"])
 
     def _is_earlier(self, found: Mapping[str, Any]) -> bool:
-        """Whether the reference `found` is to an earlier step of this store."""
+        """Whether the reference `found` refers to an earlier step of this store."""
         now = self.reference
         same = all(found.get(key) == now[key] for key in ("job", "history"))
         return same and found["step"] < now["step"]
@@ -351,7 +355,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     # the store between steps
 
     def write_staged(self) -> None:
-        """Write values staged by the model's load_state_dict to the store, and commit them."""
+        """Write the values staged by the model's load_state_dict to the store, and commit them."""
         if self._states.staged and not self._writing:
             # if writing fails, the error is raised once and the store's values remain in use
             with undone_on_error(self._states.discard):
@@ -360,12 +364,14 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _rewrite(
         self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """Write staged values and values of the whole form `form` to the store, and commit them.
+        """Write staged values and the values of a state dict to the store, and commit them.
 
         Args:
-            form: A state dict in whole form, or None to write staged values only.
+            form: A state dict in the whole form, which contains all values. If None, only staged
+                values are written.
             step: The step of the store after the call.
-            elsewhere: Whether the store is on remote servers. They are filled again.
+            elsewhere: Whether the store is on remote servers. If True, the servers are filled
+                again.
         """
         if elsewhere:
             self._check_refill()
@@ -494,10 +500,10 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """Context manager, inside which values as of the last step() can be read.
+        """Give access to the values after the last step(), as a context manager.
 
-        Its target is the function that reads them. If the optimizer is closed, the function reads
-        the files of the store.
+        The target of `with` is a function that reads values. If the optimizer is closed, the
+        function reads the files of the store.
         """
         if not self._closed or self._placed_again:
             self.check_usable()
@@ -550,8 +556,9 @@ class StoredOptimizer(torch.optim.Optimizer):
 class _NoState(defaultdict[Any, Any]):
     """`optimizer.state` of a placed optimizer: an empty dict that raises an error as a boolean.
 
-    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If it were false, it would
-    take a step with zero gradients to create the state, and this would count as a step of the job.
+    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If the dict were false,
+    torch would take a step with zero gradients to create the state, and the job would count this
+    step.
     """
 
     def __bool__(self) -> bool:

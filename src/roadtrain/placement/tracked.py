@@ -5,8 +5,8 @@ scheduler.step() and scaler.update(). Therefore most states are captured when th
 begins, and the step cannot be committed before the next forward. At that time the loop has already
 drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
 torch.Generator) and the random generators of the process are captured earlier: when step() ends,
-and again just before a tracked DataLoader draws the next batch. The second capture includes the
-random numbers that an evaluation between both may have drawn.
+and again just before a tracked DataLoader draws the next batch. An evaluation between both captures
+may have drawn random numbers.
 
 A DataLoader has no state of its own: `LoaderPosition` counts its batches, and stores the states of
 the generators that determined their order. A loop that draws batches ahead of its steps is not
@@ -118,7 +118,7 @@ def is_scheduler(thing: Any) -> bool:
 
 
 class GeneratorState:
-    """A wrapper that gives a torch.Generator the methods of a Stateful."""
+    """A wrapper that gives a torch.Generator the methods state_dict and load_state_dict."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -216,8 +216,9 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 class _Batches:
     """The iterator over the batches of one epoch.
 
-    `begin` is None, except if the iterator resumes within an epoch: it then starts the next epoch
-    in case no batch of this epoch is left.
+    `begin`: A function that starts an epoch. It is given to an iterator that resumes within an
+    epoch; otherwise, it is None. If no batch of the resumed epoch is left, the iterator calls
+    `begin` to start the next epoch.
     """
 
     def __init__(

@@ -134,9 +134,9 @@ class OpenRelayRoute:
 
 
 def _hosts(group: WorkerIdentity) -> WorkerIdentity:
-    """Return the rank of this host's relay among all relays, for the route onward.
+    """Return the identity of this host's relay among all relays, for use in the route onward.
 
-    `group` is the identity of a worker of this host.
+    `group`: The identity of a worker of this host.
     """
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1

@@ -6,7 +6,8 @@ To the workers the relay acts as the server, and to the server as a single worke
               of `buffers` until this buffer is needed (least recently used first). A block that was
               pulled for the forward is thus usually still in memory for the backward.
     Push ..   The gradients of a single worker are forwarded unchanged. With several workers,
-              gradients are held until every worker has closed the chunk; then the sum is forwarded.
+              gradients are held until every worker has closed the chunk (reported that its gradient
+              is complete). The sum is then forwarded.
     EndStep   Forwarded once every worker has sent it.
 The parts shared with other intermediaries are in servers/protocol/intermediary.py.
 
