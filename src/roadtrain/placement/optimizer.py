@@ -423,11 +423,11 @@ class PlacedOptimizer(StoredOptimizer):
         self._close_after(kind is not None)
 
     def _close_after(self, failed: bool) -> None:
-        """Close the optimizer. If the loop has `failed` and a scheduler is tracked, abandon the
-        last step.
+        """Close the optimizer after the loop. If the loop `failed`, perhaps abandon the last step.
 
-        The error may have occurred between step() and scheduler.step(). The schedule would then be
-        saved one step behind the parameters.
+        The last step is abandoned if a scheduler is tracked, because the error may have occurred
+        between step() and scheduler.step(). The schedule would then be saved one step behind the
+        parameters.
         """
         if failed and self.job_state.has_schedule:
             self.abandon()

@@ -216,7 +216,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map the index of each trainable parameter to the parameter's number in torch's state
+        """Map indices of trainable parameters to the numbers of these parameters in torch's state
         dict.
 
         Parameters without elements are left out.

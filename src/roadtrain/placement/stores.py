@@ -110,7 +110,7 @@ class Servers:
             `FanIn`, or a list with the HOST:PORT of the only switch. If None, there is no switch.
         buffering: Which blocks are kept on the device from forward to backward instead of being
             fetched twice: "all", "none" or "auto". With "auto", as many blocks as fit are kept. If
-                fetching a block twice is faster, no blocks are kept.
+            fetching a block twice is faster, no blocks are kept.
         residuals: A directory of this host for the residuals of error feedback (gradients that
             were not sent yet). Required with error feedback.
 

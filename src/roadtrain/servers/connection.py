@@ -7,9 +7,9 @@ workers and its connections, in the process of a server, relay, reducer or coord
     end                            --> every worker gets the reason, every link is closed
 
 A session has one connection per rank. A second connection for the same rank is refused with
-BusyError, and so is a connection from another start of the job. An invalid frame from any worker
-ends the session for all workers. Assumes that the listener has checked the hello. Does NOT know
-what frames mean.
+BusyError. A connection from another start of the job is refused as well. An invalid frame from any
+worker ends the session for all workers. Assumes that the listener has checked the hello. Does NOT
+know what frames mean.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class HostedSession(Generic[C]):
         self.lock = threading.Condition()  # notified when a link is closed
 
     def join(self, rank: int, link: Link) -> C:
-        """Add a worker. Raises BusyError if the rank is already connected, or the session over."""
+        """Add a worker. Raises BusyError if the rank is connected, or the session is over."""
         with self.lock:
             if not self.takes(rank):
                 raise self.busy()

@@ -77,7 +77,7 @@ class PushedGradients:
             return push.sums, False
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
-        # only of the values that were sent, since the server does not know the other values
+        # includes only the values that were sent, because the server does not know the others
         sums = sums_of_squares(dense, dtype, chunk.segments)
         self.done(scratch)
         return sums, False
@@ -125,9 +125,9 @@ class PushedGradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Return the sums of squares of the sum over all workers.
+        """Sum the gradients of all workers, and return the sum of squares of each segment.
 
-        The sum over workers is cached for `take` if enough scratch buffers are free.
+        The summed gradient is cached for `take` if enough scratch buffers are free.
         """
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
@@ -174,7 +174,10 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """Yield the sum over the workers of each host. The first sum is computed in `total`."""
+        """For each host, yield the sum of its workers' gradients.
+
+        The first sum is computed in `total`.
+        """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
             scratch = self.scratch.get() if i else None
@@ -199,7 +202,8 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        The buffer contains the values of a spilled or compressed gradient, and is None otherwise.
+        If the gradient was spilled or compressed, the buffer contains its values. Otherwise, the
+        buffer is None.
         """
         if isinstance(part, tuple):
             memory, dtype = part

@@ -84,7 +84,7 @@ def rows(
 
     Args:
         names: Addresses of the nodes that were asked. The last `switches` names are switches.
-        found: Their statuses, or the errors of nodes that did not answer.
+        found: The status of each node, or an error if the node did not answer.
         switches: The number of switches.
         role: The role of the nodes that are not switches.
     """

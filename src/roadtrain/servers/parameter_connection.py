@@ -62,7 +62,7 @@ class ParameterConnection(WorkerConnection):
     """The connection of one worker at a parameter server.
 
     Invariants: `_coming` has the buffers of dense gradients that are being received, in order. A
-    buffer in `_kept` returns to `pool` when the server no longer needs it.
+    buffer in `_kept` returns to `pool` when the server no longer needs the buffer.
     """
 
     session: ParameterSession
@@ -181,7 +181,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
         self.local = local
 
     def chunk(self, number: int) -> Chunk:
-        """Return a chunk. Raises WireError if this server does not hold it."""
+        """Return a chunk. Raises WireError if this server does not hold the chunk."""
         raise NotImplementedError
 
     def beat(self) -> None:

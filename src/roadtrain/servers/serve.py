@@ -129,7 +129,7 @@ def command(
 
 
 def budget_of(text: str | None) -> int:
-    """Return the bytes of --budget, or half of the free memory if it is not set."""
+    """Return the bytes of --budget, or half of the free memory if the option is not set."""
     return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 
 
@@ -147,7 +147,8 @@ def _check_switch(
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
     if extra and not switch:
         raise ConfigError(
-            f"{', '.join(extra)} without --switch has no effect", hint="servers have --budget"
+            f"{', '.join(extra)} without --switch has no effect",
+            hint="add --switch; the memory of a server with --store or --sum is set by --budget",
         )
 
 
@@ -242,7 +243,7 @@ class SessionHost:
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
         """Accept a participant whose route has an end at the server.
 
-        If there is no session, the participant begins one.
+        If there is no session, the participant begins a session.
         """
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:

@@ -5,9 +5,9 @@ norms, scaling by a number and `torch.amp.GradScaler` accept it like a tensor, a
 ordinary gradients. A norm asks the server for the sum of squares. A product changes `scale`, a
 factor that the server applies in the update.
 
-Assumes that the sum of squares is of the step's accumulated gradient without `scale`, and that the
-sum is inf or nan if any element is inf or nan. Does NOT provide the elements: every operation that
-needs them raises LoopError.
+Assumes that the sum of squares refers to the gradient as accumulated in this step, without `scale`.
+Assumes that the sum is inf or nan if any element is inf or nan. Does NOT provide the elements:
+every operation that needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Wait for the sum of squares of a gradient and return it.
+        """Wait for the sum of squares of a gradient, and return the sum.
 
-        It is the gradient of ChunkTable.params[param], accumulated in this step and not scaled.
+        The gradient of ChunkTable.params[param] is meant, as accumulated in this step and not
+        scaled.
         """
 
 

@@ -58,7 +58,7 @@ ComputeDtype = Annotated[
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A block or the root, as a module and parameters.
+    """A block or the root: a module, and the parameters that belong to this part.
 
     `params` has (name, parameter) pairs. The name is the first name of the parameter in
     `model.named_parameters()`.
@@ -171,7 +171,10 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the items of the outermost module lists in `module`, not of lists inside an item."""
+    """Yield the items of the outermost module lists in `module`.
+
+    Lists inside an item are ignored.
+    """
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         several = isinstance(child, nn.ModuleList) and len(child) >= 2

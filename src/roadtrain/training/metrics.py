@@ -150,9 +150,9 @@ def committed_by(path: Path) -> int:
     """Return the latest step that is certainly committed according to the file; -1 for none.
 
     The line of step N is written only after step N - k was committed (`Worker.end_step` waits for
-    this), where k is 2, or the staleness if that is larger. If lines have a number
-    "snapshot_every", only multiples of the number are committed, and each is committed before the
-    line of the step that follows is written.
+    this). The number k is 2, or the staleness if the staleness is larger. If lines have a number
+    "snapshot_every", only steps that are multiples of this number are committed. Each of these
+    steps is committed before the line of the next step is written.
     """
     lines = read_metrics(path)
     if not lines:

@@ -125,8 +125,8 @@ class PlacedJob:
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
         """On worker 0, replace the loss by the mean over all workers, and the tokens by their sum.
 
-        With a delay, the losses of the other workers are not available yet. Then the loss is left
-        alone, and the key "loss_of" says so.
+        With a delay, the losses of the other workers are not available yet. In this case, the loss
+        of worker 0 is kept, and the key "loss_of" records this.
         """
         if self.words is None or self.rank:
             return own
@@ -136,12 +136,15 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the mark. Called after the step's line was written."""
+        """Record the committed step in the mark.
+
+        Called after the metrics line of the step was written.
+        """
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 
     def abandon(self) -> None:
-        """Do not commit the last step, because its line could not be written."""
+        """Do not commit the last step, because its metrics line could not be written."""
         self.optimizer.abandon()
 
     def finish(self, why: str) -> None:
@@ -203,7 +206,8 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Prepare the text, model and optimizer of a job, and place them.
 
-    `mark` is the mark of the run directory if its state is to be resumed. Raises RoadtrainError.
+    `mark`: The mark of the run directory. If None, the state of the run directory is not resumed.
+    Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
@@ -234,8 +238,10 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward, without the waiting time inside them. The optimizer adds the
-    waiting time to `other`, as stage "Wait"."""
+    """Times of Forward and Backward, without the waiting time inside them.
+
+    `other`: The Stages in which the optimizer measures the waiting time, as stage "Wait".
+    """
 
     def __init__(self, other: Stages) -> None:
         super().__init__()
@@ -252,8 +258,11 @@ class NetStages(Stages):
 def step(
     training: PlacedJob, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
-    """Train step `number`, counted from 0. Returns the step's mean loss and its learning rate.
-    `before` is called with the loss, after the backward passes and before the optimizer's step."""
+    """Train step `number`, counted from 0. Returns the mean loss and the learning rate of the step.
+
+    `before`: A function that is called with the loss, after the backward passes and before the
+    optimizer's step.
+    """
     job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group

@@ -36,8 +36,11 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return a table of predicted seconds, measured seconds and their ratio for each place of the
-    pipeline. The measurements are from the first rank at the place."""
+    """For each place of the pipeline, return a table that compares predicted and measured times.
+
+    A row has the predicted seconds, the measured seconds, and the ratio of both. The measurements
+    are from the first rank at the place.
+    """
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}

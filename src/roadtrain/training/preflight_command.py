@@ -51,7 +51,8 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices must be 1 or more, is {devices}; --patience above 0, is {patience:g}"
+            f"--devices must be 1 or more and is {devices}; --patience must be above 0 and is"
+            f" {patience:g}"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1

@@ -127,8 +127,10 @@ class StagedJob:
         """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """Return why training ends, or "" to continue. All ranks agree on ending, and exchange
-        their reasons."""
+        """Return why training ends, or "" to continue.
+
+        All ranks agree on whether training ends, and exchange their reasons.
+        """
         if not self.stopped:
             return ""
         own = stop.why()

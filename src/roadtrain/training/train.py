@@ -40,8 +40,11 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
 
 
 def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
-    """Train the remaining steps. Returns the reason if training ended before run.steps, else "",
-    and the totals of the steps."""
+    """Train the remaining steps.
+
+    Returns a pair: the reason if training ended before run.steps, else ""; and the totals of the
+    steps.
+    """
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
     with Metrics(lines, done, fresh=run.is_stale(lines)) as metrics:
         if run.rank == 0:

@@ -161,7 +161,7 @@ class ChunkState:
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
 
     def open_steps(self) -> set[int]:
-        """Return the steps in which an update was requested that is not written yet."""
+        """Return the steps with updates that were requested but are not written yet."""
         updates = [update for update in (self.queued, self.active) if update is not None]
         updates += [event for event in self.early if isinstance(event, m.ApplyUpdate)]
         return {update.step for update in updates} | set(self.updates)

@@ -38,7 +38,7 @@ class Push(msgspec.Struct, frozen=True):
 
     chunk: int
     grad: Any  # memory of a dense gradient, or (indices, values) of a sparse gradient
-    fresh: bool  # whether it replaces the gradient that is held; else it is added
+    fresh: bool  # whether the push replaces the held gradient; else it is added to it
     # Whether the server may keep `grad` in place until the update. Otherwise the server copies or
     # spills it. BufferFree(ticket) reports when the memory is free.
     keep: bool
@@ -202,7 +202,7 @@ class Spill(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop held gradients of a chunk. No event is reported."""
+    """Drop held gradients of a chunk. The threads report no Done event for this action."""
 
     chunk: int
     worker: int | None  # the worker whose gradient is dropped; None for all workers
@@ -257,7 +257,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to a worker. No event is reported."""
+    """Send a message to a worker. The threads report no Done event for this action."""
 
     message: ServerMessage
     to: int | None = None  # the worker; None for all workers

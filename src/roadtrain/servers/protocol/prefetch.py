@@ -76,7 +76,7 @@ class Prefetcher:
         del self.slots[slots:]
 
     def request(self, block: int) -> list[PullBlock]:
-        """Request `block` for immediate use. It can be used as soon as `here(block)` is a slot."""
+        """Request `block` for immediate use. It can be used once `here(block)` returns a slot."""
         self._follow(block)
         self.now.append(block)
         self.needed = block

@@ -3,7 +3,8 @@
 It decides which versions of chunks are pulled into which buffers, which gradient buffers are free,
 which servers get messages about a gradient, and when a step may end and be committed.
 servers/worker.py carries out the actions. Many calls have a precondition. servers/worker.py waits
-for it before the call, with `slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
+for the precondition before the call, with `slot_of`, `is_coming`, `free`, `may_send`, `sums_here`
+and `may_end`.
 
 The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
     grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
@@ -15,8 +16,8 @@ The phases of a block's gradient in a step (block_state.NEXT_PHASES has all tran
 With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
 arrive once, after all workers have closed the gradient.
 
-Rule 4: The number of steps that have ended but are not committed is at most 2, or `staleness` if it
-is larger. Servers may keep all gradient buffers except two until the update.
+Rule 4: The number of steps that have ended but are not committed is at most the larger of 2 and
+`staleness`. Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations
@@ -176,7 +177,10 @@ class WorkerStateMachine:
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
-        """Whether a pull into `target`, or into any target if it is None, is in flight."""
+        """Whether a pull into `target` is in flight.
+
+        If `target` is None, whether any pull is in flight.
+        """
         return bool(self._coming) if target is None else target in self._coming
 
     @property
@@ -185,7 +189,7 @@ class WorkerStateMachine:
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers have not read all pushes from this buffer yet."""
+        """Whether servers still read pushes from this buffer."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
@@ -230,9 +234,10 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """The number of ended steps whose sums of squares may be missing for a block.
+        """The most ended steps whose sums of squares may be missing for a block.
 
-        With replicas it is 0, because reports of two servers about different steps may interleave.
+        With replicas the number is 0, because the reports of two servers about different steps may
+        interleave.
         """
         return 0 if self.commit.everywhere else self.setup.staleness
 
@@ -325,7 +330,7 @@ class WorkerStateMachine:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """Send the compressed gradient of one chunk. Its arrays use no gradient buffer."""
+        """Send the compressed gradient of one chunk. The gradient uses no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
@@ -343,8 +348,8 @@ class WorkerStateMachine:
 
         Args:
             buffer: Key of the buffer.
-            pieces: For each chunk, (chunk, gradient, dtype). The dtype is "" unless the gradient
-                was downcast to it.
+            pieces: For each chunk, (chunk, gradient, dtype). The dtype is the type to which the
+                gradient was downcast, or "" if it was not downcast.
             fresh: If True, the gradients replace the gradients that the servers hold. If False,
                 they are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
@@ -458,7 +463,8 @@ class WorkerStateMachine:
     def end_update(self, block: int) -> list[Action]:
         """Finish an update after the actions of `begin_update` were carried out.
 
-        If there are `unchanged` chunks, it requires `may_send` and `sums_here(block)`.
+        If the update leaves chunks `unchanged`, this method requires `may_send` and
+        `sums_here(block)`.
         """
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
@@ -470,7 +476,7 @@ class WorkerStateMachine:
     # steps
 
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
-        """End `step`, all of whose updates have begun. Requires `may_end`.
+        """End `step`. Requires `may_end`, and that all updates of the step have begun.
 
         `word`: Bytes for the other workers.
         """
