@@ -275,8 +275,9 @@ def _fill(
 ) -> None:
     """Write the initial values to a new store block by block, and release them from the model.
 
-    A model on `meta` is thus never in memory as a whole. Values come from `initial`, from the model
-    or, for a model on `meta`, from `init` or the modules' own initialization.
+    A model on `meta` is thus never in memory as a whole. Values that are not in `initial` come from
+    the model. For a model on `meta`, these values come from `init`, or from the modules' own
+    initialization.
     """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))

@@ -40,7 +40,7 @@ class RootBlock:
         self._versions: list[int] = []  # tensor versions at the last fetch
 
     def push_gradients(self) -> None:
-        """Push the tensors in `p.grad` as one flat buffer.
+        """Push the tensors in `p.grad` of all root parameters as one flat buffer.
 
         Raises LoopError if gradients of the last step were not cleared.
         """
@@ -109,7 +109,10 @@ class RootBlock:
             check_unchanged(self.params, self._versions)
 
     def close(self) -> None:
-        """Make stale parameters (those not fetched since the last step) unreadable."""
+        """Make stale parameters unreadable.
+
+        A stale parameter was not fetched since the last step.
+        """
         for _, p in self.params:
             if is_stale(p):
                 set_released(p)

@@ -363,7 +363,7 @@ class ModelStates:
                 self.stage(index, value)
 
     def stage(self, index: int, value: torch.Tensor) -> None:
-        """Stage `value` for a parameter, unless the store already has the same value.
+        """Stage `value` for a parameter. If the store already has the same value, do nothing.
 
         A 16-bit value is compared with the 16-bit copy that the model computes with. If both are
         equal, the fp32 master value stays unchanged.

@@ -74,8 +74,10 @@ class WorkerConnection:
         self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Send a frame ahead of queued parameters. Does not raise if the link is lost, because the
-        link then calls `lost`."""
+        """Send a frame ahead of queued parameters.
+
+        If the link is lost, this method does not raise, because the link calls `lost`.
+        """
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
@@ -199,8 +201,10 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Handle the end of the session. Called once, and possibly in the thread of a link, so this
-        method must not block."""
+        """Handle the end of the session.
+
+        Called once. The caller may be the thread of a link, so this method must not block.
+        """
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:

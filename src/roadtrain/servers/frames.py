@@ -268,9 +268,9 @@ declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
-    """Decode a header.
+    """Decode the header of a frame of this kind.
 
-    Raises WireError if the kind of the frame is unknown, or if the header does not match the kind.
+    Raises WireError if the kind is unknown, or if the header does not match the kind.
     """
     if kind not in _DECODERS:
         raise WireError(f"a frame has the unknown kind {kind}")

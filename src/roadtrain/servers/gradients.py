@@ -2,9 +2,9 @@
 
 A pushed gradient is kept in place, copied, or written to the spill file. A top-k gradient is kept
 as indices and values. With several workers, their gradients are summed in fp32, first over the
-workers of each host, then over the hosts. The sum is computed for the norm, and computed again for
-the update unless it was cached. Several pushes of one worker are accumulated in the chunk's dtype,
-even if they were downcast.
+workers of each host, then over the hosts. The sum is computed for the norm. If this sum could not
+be cached, it is computed again for the update. Several pushes of one worker are accumulated in the
+chunk's dtype, also if the pushes were downcast.
 
 Assumes that only one thread works on a chunk at a time. Does NOT know steps.
 """
@@ -187,8 +187,11 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return a list of all gradients if they are in memory, else an iterator that loads them
-        one by one."""
+        """Return the gradients of some workers.
+
+        If all gradients are in memory, returns a list. Otherwise, returns an iterator that loads
+        the gradients one by one.
+        """
         if all(isinstance(part, tuple) for part in held.values()):
             return [*self._one_by_one(chunk, held)]
         return self._one_by_one(chunk, held)

@@ -1,9 +1,9 @@
 """Status queries: ask every server of a job what it does, and which worker waits for what.
 
-Each query uses a link of its own. A server answers every caller that proves the token, with one
-frame of JSON, even while a session is running or hangs. Workers and relays are not asked: the
-servers report which pulls a worker waits for, and which messages a worker has not sent yet. Does
-NOT disturb training.
+Each query uses a link of its own. A server answers every caller that proves to know the token, with
+one frame of JSON. It also answers while a session is running or hangs. Workers and relays are not
+asked: the servers report which pulls a worker waits for, and which messages a worker has not sent
+yet. Does NOT disturb training.
 """
 
 from __future__ import annotations

@@ -33,7 +33,10 @@ _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """The destination (`Pull.into`) of a pull whose worker is in another process."""
+    """The destination of a pull whose worker is in another process.
+
+    The state machine gets a PullReply as `Pull.into`.
+    """
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
         self.connection, self.ticket, self.chunk = connection, ticket, chunk

@@ -49,8 +49,10 @@ class RemoteServer:
         self.link_lost = False  # whether the link was lost without a report of the server
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
-        """Set the function that receives the server's messages. If the server has already failed,
-        `deliver` is called with the failure."""
+        """Set the function that receives the server's messages.
+
+        If the server has already failed, `deliver` is called with the failure.
+        """
         self.deliver = deliver
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))

@@ -68,24 +68,27 @@ def command(
     `roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
     Args:
-        store: directory of the state; one in /dev/shm is kept in memory
-        sum: instead: sum gradients for workers that keep their state (roadtrain.Summation)
+        store: directory of the state (a directory in /dev/shm is in memory)
+        sum: sum gradients for workers that keep their own state (roadtrain.Summation), instead of
+            serving a store
         formats: with --sum: a module to import that registers your own formats
         budget: memory for buffers, such as 4GiB (default: half of the free memory)
         snapshot: directory on files to which a state in memory is copied during training
         snapshot_every: steps between two snapshots (100); the same at all servers of a job
-        token_file: file (mode 600) with the workers' token; required unless on loopback
+        token_file: file (mode 600) with the workers' token; required if HOST is not a loopback
+            address
         cert: TLS: PEM file of this server's certificate
-        key: TLS: PEM file of its key
+        key: TLS: PEM file of the key of this certificate
         client_ca: TLS: PEM file of the CA that must have signed the workers' certificates (default:
             workers need none)
         ca: the older name of --client-ca
-        link: tcp, or the name of a plugin's link such as rdma; workers must use the same (tcp)
-        switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
-            arrive at the 64 UDP ports above PORT
+        link: tcp, or the name of a plugin's link such as rdma; workers must use the same link
+            (default: tcp)
+        switch: run a switch instead of a server: sum gradients and copy parameters for jobs with a
+            fan_in; datagrams arrive at the 64 UDP ports above PORT
         memory: with --switch: memory for the tables and sockets of all jobs (256MiB)
-        xdp: with --switch: sum in the kernel what arrives at this network device, such as eth0
-            (falls back to user space if that is impossible, and says why)
+        xdp: with --switch: sum packets of this network device, such as eth0, in the kernel (if this
+            is impossible, the switch prints the reason and sums in user space)
     """
     where = address_of(address)
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
@@ -294,8 +297,8 @@ class SessionHost:
     def run(self) -> None:
         """Tear down sessions that have ended, and check running sessions for silent workers.
 
-        Returns after `stop`. If this process itself was suspended, one check is skipped, so that
-        the links can first read the heartbeats that have arrived meanwhile.
+        Returns after `stop`. If this process itself was suspended, one check is skipped. The links
+        can then read the heartbeats that have arrived meanwhile.
         """
         while True:
             begun = time.monotonic()

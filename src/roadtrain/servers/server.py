@@ -1,5 +1,5 @@
-"""Server: stores chunks, collects their gradients, and updates them. It has threads around the
-state machine in servers/protocol/server.py.
+"""Server: stores chunks, collects gradients, and updates the chunks. The threads of a Server carry
+out the decisions of the state machine in servers/protocol/server.py.
 
 A loop thread calls the state machine, I/O threads read and write files, and an update thread runs
 kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases

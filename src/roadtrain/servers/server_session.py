@@ -142,8 +142,10 @@ class ServerSession(ParameterSession):
             raise error
 
     def _greet(self, worker: ParameterConnection) -> ForeignError | None:
-        """Send Ready and the worker's job state. If the worker runs another job, end the session
-        and return the error."""
+        """Send Ready and the worker's job state.
+
+        If the worker runs another job, end the session and return the error.
+        """
         assert self.meta is not None and self.tier is not None
         if worker.signature != self.meta.signature:
             error = ForeignError(
@@ -226,8 +228,11 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the opened tier. Raises ForeignError if it is not this server's part of the store
-        described by `meta`."""
+        """Return the opened tier.
+
+        Raises ForeignError if this tier is not the part of the store that `meta` assigns to this
+        server.
+        """
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
             return tier

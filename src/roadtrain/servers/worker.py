@@ -483,7 +483,7 @@ class Worker:
         return out
 
     def forget(self, block: int) -> None:
-        """Drop the gradient of `block` that the servers hold, if there is one."""
+        """If the servers hold a gradient of `block`, drop this gradient."""
         if not self.blocks[block].held:
             return
         with self._lock:
@@ -521,7 +521,10 @@ class Worker:
             self.forget(residual_block)
 
     def _end_update(self, block: int) -> None:
-        """Finish an update. A single worker drops the gradients of chunks that the update skips."""
+        """Finish an update.
+
+        With a single worker, the gradients of chunks that the update skips are dropped.
+        """
         with self._lock:
             if self.machine.unchanged(block):
                 self._wait_summed(block)

@@ -52,7 +52,7 @@ class BlockSource(GradBook, Protocol):
     """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Wait for the block's parameters, and return them and their version.
+        """Wait for the parameters of a block, and return (parameters, version).
 
         The parameters are one uint8 tensor on the compute device, in the ChunkTable's layout.
         """

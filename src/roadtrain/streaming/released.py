@@ -256,7 +256,8 @@ def is_called_by_dynamo() -> bool:
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
     """Raise LoopError if a parameter was changed in place, because the change would be lost.
 
-    `versions` has an earlier `_version` of each parameter, which is compared with the current one.
+    `versions` has the `_version` of each parameter at an earlier time. It is compared with the
+    current `_version`.
     """
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:

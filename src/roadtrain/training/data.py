@@ -42,8 +42,11 @@ class Tokens:
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Read and tokenize all files. Raises ConfigError for a path without text files, or if the
-        file of the tokenizer does not exist."""
+        """Read and tokenize all files.
+
+        Raises ConfigError for a path without text files, or if the file of the tokenizer does not
+        exist.
+        """
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
@@ -73,8 +76,10 @@ class Tokens:
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x_BT and y_BT (int64), where y is one token ahead of x. The positions at which
-        rows start are drawn at random for each step."""
+        """Return the pair x_BT and y_BT (int64), where y is one token ahead of x.
+
+        The positions at which rows start are drawn at random for each step.
+        """
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
@@ -87,8 +92,10 @@ class Tokens:
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield at most `n` batches that cover the held-out tokens evenly. Every call yields the
-        same batches."""
+        """Yield at most `n` batches that cover the held-out tokens evenly.
+
+        Every call yields the same batches.
+        """
         rows = (len(self.held_out) - 1) // seq_len
         n = min(n, rows // batch_size)
         if n < 1:
@@ -165,8 +172,10 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 
 def _draw(*key: int) -> int:
-    """Return a 64-bit number, uniformly distributed, that is the same for the same `key` on every
-    machine."""
+    """Return a uniformly distributed 64-bit number.
+
+    The number depends only on `key`. It is the same on every machine.
+    """
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
 

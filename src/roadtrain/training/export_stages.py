@@ -54,8 +54,10 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
-    """Return a reader and the description of the newest committed snapshot in `folder`. Raises
-    ConfigError if no snapshot is committed."""
+    """Return a reader and the description of the newest committed snapshot in `folder`.
+
+    Raises ConfigError if no snapshot is committed.
+    """
     found = list_snapshots(folder) if folder.is_dir() else {}
     for _, reader in sorted(found.items(), reverse=True):
         if (snapshot := reader.marker()) is not None:

@@ -143,8 +143,10 @@ def _promise(job: Job) -> int | None:
 
 
 def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
-    """Return the options of parallelize(). `shared` is text that must be equal on all processes.
-    Raises ConfigError."""
+    """Return the options of parallelize().
+
+    `shared` is text that must be equal on all processes. Raises ConfigError.
+    """
     check(job)
     section = job.parallelism
     degrees = section.degrees(processes)
@@ -178,7 +180,7 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return the values of those keys of a section that are also names of fields of `kind`."""
+    """Return those keys of a section that are also field names of `kind`, with their values."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 

@@ -94,8 +94,10 @@ def _set(nbytes: int, most: int) -> None:
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Raise ConfigError if the system does not enforce the limit, that is, if allocating `nbytes`
-    more succeeds."""
+    """Raise ConfigError if the system does not enforce the limit.
+
+    In this case, an allocation of `nbytes` more succeeds.
+    """
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):

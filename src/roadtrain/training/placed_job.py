@@ -41,8 +41,10 @@ MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stac
 
 @dataclass
 class PlacedJob:
-    """A job with its model placed. The loop in training/train.py runs it, like a StagedJob.
-    `optimizer` is the result of place()."""
+    """A job with its model placed.
+
+    The loop in training/train.py runs it, like a StagedJob. `optimizer` is the result of place().
+    """
 
     job: Job
     model: torch.nn.Module
@@ -68,8 +70,10 @@ class PlacedJob:
         return int(self.optimizer.steps_done)
 
     def is_stale(self, lines: Path) -> bool:
-        """Return whether the metrics file `lines` cannot be continued with the next step, because
-        its lines belong to another store or this worker has missed steps."""
+        """Return whether the metrics file `lines` cannot be continued with the next step.
+
+        This is the case if its lines belong to another store, or if this worker has missed steps.
+        """
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
         return fresh or (served and missed_steps(lines, self.steps_done))
@@ -159,8 +163,10 @@ class PlacedJob:
 
     @torch.no_grad()
     def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
-        """Return the mean loss of at most `batches` held-out batches, or None if no text is held
-        out."""
+        """Return the mean loss of at most `batches` held-out batches.
+
+        Returns None if no text is held out.
+        """
         job, model = self.job, self.model
         if not job.data.held_out:
             return None
@@ -186,8 +192,11 @@ class PlacedJob:
         self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
-        """Clip the gradients. They are still multiplied by the loss scale, because torch refuses to
-        unscale fp16 gradients, so the limit is multiplied by the scale too."""
+        """Clip the gradients.
+
+        The gradients are still multiplied by the loss scale, because torch refuses to unscale fp16
+        gradients. Therefore the limit is multiplied by the loss scale too.
+        """
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())

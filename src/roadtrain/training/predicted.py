@@ -24,8 +24,10 @@ Line = dict[str, Any]
 
 
 def predicted_for(job: Job, stage: int, replica: int) -> Line:
-    """Return the keys that add the plan's prediction to the metrics lines of this rank; {} if the
-    job has no plan."""
+    """Return the keys that add the plan's prediction to the metrics lines of this rank.
+
+    Returns {} if the job has no plan.
+    """
     plan = job.predicted
     if not plan.seconds:
         return {}

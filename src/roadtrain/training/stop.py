@@ -16,8 +16,10 @@ INTERRUPTED = "interrupted"
 
 
 class Stop:
-    """A request to end training early: by Ctrl-C, by SIGTERM, or because `minutes` have passed. The
-    current step is still finished, but a second signal ends the process at once."""
+    """A request to end training early: by Ctrl-C, by SIGTERM, or because `minutes` have passed.
+
+    The current step is still finished, but a second signal ends the process at once.
+    """
 
     def __init__(self, minutes: float | None) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes

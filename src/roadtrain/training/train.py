@@ -24,8 +24,10 @@ from roadtrain.training.summary import Summary, Totals
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step to run.steps, and show a table at the end. `program`
-    is the command that starts roadtrain, which the table shows. Raises RoadtrainError."""
+    """Train `job` from its last committed step to run.steps, and show a table at the end.
+
+    `program`: The command that starts roadtrain, which the table shows. Raises RoadtrainError.
+    """
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
         stop = Stop(job.run.minutes)  # run.minutes begin now

@@ -123,8 +123,10 @@ class ChunkState:
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
-        """Remove and return (worker, ticket) of the kept pushes of a worker, or of all workers if
-        `worker` is None."""
+        """Remove and return the kept pushes of a worker, as (worker, ticket) pairs.
+
+        If `worker` is None, the pushes of all workers are removed and returned.
+        """
         freed = [push for push in self.kept if worker in (None, push[0])]
         self.kept = [push for push in self.kept if push not in freed]
         return freed

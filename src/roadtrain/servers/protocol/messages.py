@@ -112,8 +112,11 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class CommitDone(msgspec.Struct, frozen=True):
-    """The step is committed. Sent by the first server to the workers, which send it to all other
-    servers."""
+    """The step is committed.
+
+    The first server sends this message to the workers, and the workers send it to all other
+    servers.
+    """
 
     step: int
 
@@ -176,8 +179,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Store a pushed gradient until the update, or add it to the gradient that the worker has
-    pushed before.
+    """Store a pushed gradient until the update, or add it to the worker's earlier gradient.
 
     Result: (sums of squares of the worker's gradient, one per segment; whether the pushed memory
     stays in use until the update).

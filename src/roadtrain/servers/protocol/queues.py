@@ -41,8 +41,11 @@ class DeviceQueue:
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """Add an operation. Within a priority, the operation with the smallest `order` is next. If
-        several have the same `order`, the earliest is next."""
+        """Add an operation.
+
+        Within a priority, the operation with the smallest `order` is next. If several operations
+        have the same `order`, the earliest is next.
+        """
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 

@@ -1,10 +1,10 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-It decides which versions of chunks are pulled into which buffers, which gradient buffers are free,
-which servers get messages about a gradient, and when a step may end and be committed.
-servers/worker.py carries out the actions. Many calls have a precondition. servers/worker.py waits
-for the precondition before the call, with `slot_of`, `is_coming`, `free`, `may_send`, `sums_here`
-and `may_end`.
+It decides which versions of chunks are pulled into which buffers, and which gradient buffers are
+free. It also decides which servers get messages about a gradient, and when a step may end and be
+committed. servers/worker.py carries out the actions. Many calls have a precondition.
+servers/worker.py waits for the precondition before the call, with `slot_of`, `is_coming`, `free`,
+`may_send`, `sums_here` and `may_end`.
 
 The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
     grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
@@ -353,8 +353,8 @@ class WorkerStateMachine:
             fresh: If True, the gradients replace the gradients that the servers hold. If False,
                 they are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: Whether gradients never wait for step(), so that servers may always keep
-                them in place.
+            keep_always: If True, gradients never wait for step(), so servers may always keep them
+                in place.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -400,8 +400,10 @@ class WorkerStateMachine:
         return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
-        """Expect the GradAccumulated messages about a gradient of `block`: one from each server of
-        each chunk."""
+        """Expect the GradAccumulated messages about a gradient of `block`.
+
+        Each server of each chunk sends one message.
+        """
         due = self.blocks[block].sums.due
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
