@@ -224,10 +224,11 @@ def writer(
     """Return the function that `JobSession.rewrite` applies to each record to write new values.
 
     Args:
-        form: The optimizer's state dict in the whole form, or None. If it is given, the function
-            writes its values and sets the residuals of error feedback to zero.
-        staged: Values of parameters that the model's load_state_dict has staged. If both arguments
-            have a value for a parameter, the value of `form` is written.
+        form: The optimizer's state dict in the whole form, or None. If a state dict is given, the
+            function writes the values of the state dict, and sets the residuals of error feedback
+            to zero.
+        staged: Values of parameters that the model's load_state_dict has staged. If `form` also has
+            a value for a parameter, the value of `form` is written.
         hyperparameters: The hyperparameters of each parameter group.
     """
     masters = {} if form is None else form.get(KEY, {}).get("masters", {})

@@ -98,7 +98,8 @@ def place(
     fp32.
 
     Args:
-        model: The model to train. It keeps its modules, but its parameters give up their values.
+        model: The model to train. The model keeps its modules, but its parameters no longer hold
+            values.
         optimizer: An optimizer over parameters of `model` that has not taken a step.
         store: The place for parameters and optimizer state: one or several directories (the same
             as `Files`), `Files`, `Memory` or `Servers`. If None, the memory of this process is

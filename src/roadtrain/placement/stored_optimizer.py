@@ -135,7 +135,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def params(self) -> Sequence[ParamSpec]:
-        """The specifications of the parameters, whose values `read` can return."""
+        """The specifications of all parameters. `read` returns the values of these parameters."""
         return self.table.params
 
     def read(self, name: str, what: str = "master") -> np.ndarray:
@@ -231,7 +231,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The reference to the store and its current step, as state dicts contain it."""
+        """The reference to the store and its current step, which a state dict contains."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -408,8 +408,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
         Args:
             step: The step that the values belong to.
-            values: Values by parameter index. They are in fp32 if the parameter is trainable, else
-                in its own dtype.
+            values: Values by parameter index. The values of a trainable parameter are in fp32, the
+                values of any other parameter in the dtype of the parameter.
             state: Optimizer state by parameter index. Each entry has the arrays and scalars of the
                 update rule by name. Parameters that were never updated have no entry.
 

@@ -81,7 +81,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Memory:
-    """Keep the state in the memory of this process. It is lost when the process ends."""
+    """Keep the state in the memory of this process. The state is lost when the process ends."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,10 @@ def _has_state(thing: Any) -> bool:
 
 
 def is_data(thing: Any) -> bool:
-    """Whether `thing` is a source of batches, so that its state is captured when step() ends."""
+    """Whether `thing` is a source of batches.
+
+    The state of a source of batches is captured when step() ends.
+    """
     iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
     mine = isinstance(thing, (LoaderPosition, GeneratorState))
     return mine or (iterable and not isinstance(thing, torch.nn.Module))

@@ -3,7 +3,7 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-Therefore the training processes spend no CPU time on the network. The relay pulls parameters once
+The training processes thus spend no CPU time on the network. The relay pulls parameters once
 for all workers and caches as many as its memory can hold. Gradients of a single worker are
 forwarded as they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule
 1), and the sum is sent. To the servers, the relay looks like one worker. The relay has one

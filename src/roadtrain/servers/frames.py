@@ -280,7 +280,8 @@ def header(kind: int, raw: bytes) -> Any:
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
     """Decode bytes with `decoder`.
 
-    If the bytes do not match its type, raises WireError with a message that begins with `what`.
+    If the bytes do not match the type of `decoder`, raises WireError. Its message begins with
+    `what`.
     """
     try:
         return decoder.decode(raw)

@@ -323,7 +323,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Copy the chunks of server `number` from `members`, whose contents are used."""
+        """Fill server `number` with its chunks, which are read from the servers in `members`."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))

@@ -62,8 +62,8 @@ def command(
     memory: str | None = None,
     xdp: str | None = None,
 ) -> int:
-    """Serve parameters and optimizer state to workers (servers.addresses of their job). The same
-    command resumes.
+    """Serve parameters and optimizer state to workers (servers.addresses of their job). Running the
+    same command again resumes.
 
     `roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
@@ -74,7 +74,8 @@ def command(
         formats: with --sum: a module to import that registers your own formats
         budget: memory for buffers, such as 4GiB (default: half of the free memory)
         snapshot: directory on files to which a state in memory is copied during training
-        snapshot_every: steps between two snapshots (100); the same at all servers of a job
+        snapshot_every: steps between two snapshots (default: 100); must be the same at all servers
+            of a job
         token_file: file (mode 600) with the workers' token; required if HOST is not a loopback
             address
         cert: TLS: PEM file of this server's certificate
@@ -86,7 +87,7 @@ def command(
             (default: tcp)
         switch: run a switch instead of a server: sum gradients and copy parameters for jobs with a
             fan_in; datagrams arrive at the 64 UDP ports above PORT
-        memory: with --switch: memory for the tables and sockets of all jobs (256MiB)
+        memory: with --switch: memory for the tables and sockets of all jobs (default: 256MiB)
         xdp: with --switch: sum packets of this network device, such as eth0, in the kernel (if this
             is impossible, the switch prints the reason and sums in user space)
     """

@@ -78,7 +78,7 @@ class ServerConfig:
 
 
 class Server:
-    """One server of parameters.
+    """A server that stores and updates its chunks.
 
     `deliver(message, worker)` sends a message to a worker, or to all workers if `worker` is None.
     """
@@ -520,7 +520,7 @@ class Server:
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """Return the name of the part of a record that is written, and its byte offset.
 
-        A resident 16-bit copy is not written, because it can be cast from the master.
+        A resident 16-bit copy is not written, because the copy can be cast from the master.
         """
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed

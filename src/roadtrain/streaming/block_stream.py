@@ -46,7 +46,7 @@ from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """The provider of parameters and receiver of gradients of a BlockStream.
+    """The object from which a BlockStream fetches parameters, and to which it pushes gradients.
 
     Blocks are indices of the ChunkTable.
     """
@@ -146,7 +146,7 @@ class BlockStream:
     # -- public methods
 
     def attach(self, root: torch.Tensor) -> None:
-        """Replace the blocks' forwards and release their parameters.
+        """Replace the forward of each block, and release the parameters of all blocks.
 
         The block source must already have the values. The root's parameters become views of `root`,
         a uint8 tensor of shape [pull_nbytes] that must not be freed.

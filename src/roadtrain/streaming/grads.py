@@ -28,8 +28,8 @@ class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
         """Wait for the sum of squares of a gradient, and return the sum.
 
-        The gradient of ChunkTable.params[param] is meant, as accumulated in this step and not
-        scaled.
+        The gradient is accumulated over this step and not scaled. `param`: Index of the parameter
+        in ChunkTable.params.
         """
 
 
@@ -118,7 +118,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
     """Return the norm of a gradient as a 0-dim tensor.
 
-    The norm of a 16-bit gradient is in fp32, because it could overflow fp16.
+    The norm of a 16-bit gradient is in fp32, because a norm in fp16 could overflow.
     """
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))

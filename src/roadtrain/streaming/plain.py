@@ -152,7 +152,7 @@ def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
 
 
 class _Unread:
-    """The part of the tensors' bytes that was not read yet."""
+    """The bytes of the tensors that were not read yet."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view

@@ -135,7 +135,10 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Make reading `params` raise LoopError in a forked child, which does not have their memory."""
+    """Make reading `params` raise LoopError in a forked child.
+
+    The child does not have the memory of the parameters.
+    """
     global _maker
     _maker = maker
     for _, p in params:

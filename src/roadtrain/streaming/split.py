@@ -222,7 +222,7 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
     """Map the id of each parameter to the names of the blocks (or ROOT) that contain it.
 
-    If the parameter has several paths in the model, all of them count.
+    If a parameter has several paths in the model, all paths count.
     """
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}

@@ -76,7 +76,7 @@ class Tokens:
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair x_BT and y_BT (int64), where y is one token ahead of x.
+        """Return (x_BT, y_BT) as int64 tensors, where y is one token ahead of x.
 
         The positions at which rows start are drawn at random for each step.
         """

@@ -41,9 +41,10 @@ MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stac
 
 @dataclass
 class PlacedJob:
-    """A job with its model placed.
+    """A job whose model is placed.
 
-    The loop in training/train.py runs it, like a StagedJob. `optimizer` is the result of place().
+    The loop in training/train.py runs the job, like a StagedJob. `optimizer` is the result of
+    place().
     """
 
     job: Job

@@ -102,8 +102,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 class StagedJob:
     """This process's stage of a job.
 
-    The loop in training/train.py runs it, like a PlacedJob. `stopped` is True if a rank has asked
-    in the last step that training stop.
+    The loop in training/train.py runs this stage, like a PlacedJob. `stopped` is True if a rank
+    asked in the last step to stop training.
     """
 
     job: Job

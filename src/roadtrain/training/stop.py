@@ -33,7 +33,10 @@ class Stop:
 
     @contextmanager
     def on_signals(self, report: Report) -> Iterator[None]:
-        """Handle signals while the body runs. Does nothing outside the main thread."""
+        """While the body of `with` runs, treat SIGINT and SIGTERM as requests to stop.
+
+        Does nothing outside the main thread.
+        """
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self._signalled:

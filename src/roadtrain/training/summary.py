@@ -45,7 +45,7 @@ class Summary:
 
 @dataclass
 class Totals:
-    """Sums over the steps since this start."""
+    """Sums over the steps since this start of the run."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0

@@ -210,9 +210,9 @@ class PlainOptimizer(torch.optim.Optimizer):
         return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Return the parameter for which torch's own optimizer deviates most, and its deviation.
+        """Return the largest deviation of torch's own optimizer.
 
-        The parameter is given by its name.
+        Returns a pair: the name of the parameter that deviates most, and its deviation.
         """
         far = []
         for ref in self.all:

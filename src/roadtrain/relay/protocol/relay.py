@@ -1,7 +1,7 @@
 """The state machine of a relay, which is between the workers of one host and one server.
 Events in, actions out; pure.
 
-To the workers the relay acts as the server, and to the server as a single worker:
+The workers use the relay as their server. The server sees the relay as a single worker:
     Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
               of `buffers` until this buffer is needed (least recently used first). A block that was
               pulled for the forward is thus usually still in memory for the backward.
@@ -69,8 +69,8 @@ class RelayStateMachine(Intermediary[Give]):
     def handle(self, event: RelayEvent) -> list[RelayAction]:
         """Handle an event and return the next actions.
 
-        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
-        disagree.
+        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if the
+        requests of several workers to update a chunk contradict each other.
         """
         match event:
             case m.Pull():

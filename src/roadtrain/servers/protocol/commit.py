@@ -11,7 +11,7 @@ job state after the step must be known:
 With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
 the job state is not on a single server. Before that, each server reports checksums of the records
 that it wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
-same bytes, so they must write the same bytes. If they do not, no server prepares the step.
+same bytes, so they must write the same bytes. If the bytes differ, no server prepares the step.
 storage/history.py describes what can be recovered when a server was lost.
 
 Note "two sums": for the chunks of each owner, both servers report two sums modulo 2^64: the sum of

@@ -58,9 +58,9 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The sender's gradient of the chunk is complete, or the sender has no gradient of it.
+    """The sender's gradient of the chunk is complete and will not change any more.
 
-    Sent only with several workers.
+    Also sent by a worker without a gradient of the chunk. Sent only with several workers.
     """
 
     chunk: int

@@ -66,8 +66,8 @@ class ServerStateMachine:
     def handle(self, event: m.Event) -> list[m.Action]:
         """Handle a message or an event, and return the next actions.
 
-        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
-        disagree.
+        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if the
+        requests of several workers to update a chunk contradict each other.
         """
         match event:
             case m.Pull():
