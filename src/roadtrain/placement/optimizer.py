@@ -86,7 +86,7 @@ class PlacedOptimizer(StoredOptimizer):
         # If True, the end of a pass does not push the root's gradients; the caller pushes them with
         # root.pass_ended().
         self.root_waits = False
-        # hyperparameters of the updates that this step's backward has started; None if it has
+        # hyperparameters of the updates that this step's backward has started; None if backward has
         # started no updates
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
@@ -221,7 +221,7 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the updates of this step and end it.
+        """Start the updates of this step, and end the step.
 
         The updates run while the next forward computes. With GradScaler, a step with inf or nan is
         skipped: `steps_done` is increased, but parameters and optimizer state do not change.
@@ -423,11 +423,11 @@ class PlacedOptimizer(StoredOptimizer):
         self._close_after(kind is not None)
 
     def _close_after(self, failed: bool) -> None:
-        """Close the optimizer after the loop. If the loop `failed`, perhaps abandon the last step.
+        """Close the optimizer after the loop.
 
-        The last step is abandoned if a scheduler is tracked, because the error may have occurred
-        between step() and scheduler.step(). The schedule would then be saved one step behind the
-        parameters.
+        If the loop has `failed` and a scheduler is tracked, the last step is abandoned, because the
+        error may have occurred between step() and scheduler.step(). The schedule would then be
+        saved one step behind the parameters.
         """
         if failed and self.job_state.has_schedule:
             self.abandon()

@@ -312,7 +312,7 @@ def _source(part: ModulePart, initial: Mapping[str, Tensor]) -> Source:
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
     """Cast `values` from `dtype` to the dtype that the store needs.
 
-    The store needs fp32 for a trained parameter, and the compute dtype for others.
+    The store needs fp32 for a trained parameter, and the compute dtype for any other parameter.
     """
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:

@@ -99,7 +99,7 @@ class RootBlock:
         self._versions = [p._version for _, p in self.params]
 
     def refresh_when_read(self) -> None:
-        """Fetch all parameters when one of them is first used."""
+        """Arrange that all parameters are fetched when one of the parameters is first used."""
         for _, p in self.params:
             set_stale(p, self.refresh)
 

@@ -216,10 +216,9 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map indices of trainable parameters to the numbers of these parameters in torch's state
-        dict.
+        """Map the indices of parameters to the numbers of the parameters in torch's state dict.
 
-        Parameters without elements are left out.
+        Frozen parameters and parameters without elements are left out.
         """
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))

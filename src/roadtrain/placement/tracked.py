@@ -89,7 +89,8 @@ def trackable(
 def _has_state(thing: Any) -> bool:
     """Whether `thing` can save and restore its state.
 
-    Loaders of accelerate have both methods, but these fail if the wrapped loader lacks them.
+    Loaders of accelerate always have both methods. However, a call fails if the wrapped loader does
+    not have the method.
     """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):

@@ -69,7 +69,7 @@ class WorkerConnection:
         self._buffered = 0  # number of frames with a payload that got a buffer
         self._arrived = 0  # number of frames with a payload that arrived
         # Whether the link's thread waits for a buffer, or handles a frame. The worker does not
-        # count as silent meanwhile, because the thread cannot receive its frames.
+        # count as silent meanwhile, because the thread cannot receive frames.
         self._allocating = False
         self._handling = False
 

@@ -86,7 +86,7 @@ class OpenHeader(NamedTuple):
     step: int  # step of the part to open or make
     servers: int  # number of servers of the store
     holds_gradients: bool  # whether gradients wait for the global norm
-    # Step of the snapshot to open, -1 for none. If it equals `step`, a new part is filled from it.
+    # Step of the snapshot to open, -1 for none. If equal to `step`, a new part is filled from it.
     snapshot: int
     given_up: bool  # whether the contents that the new part replaces are moved aside
 
@@ -132,7 +132,7 @@ class PulledHeader(NamedTuple):
 
 class PushHeader(NamedTuple):
     chunk: int
-    fresh: bool  # whether the push replaces the held gradient; else it is added to it
+    fresh: bool  # if False, the push is added to the held gradient
     ticket: int
     values: int  # number of values of a sparse gradient; -1 if the gradient is dense
     dtype: str  # dtype of the values; "" for a dense gradient that was not downcast

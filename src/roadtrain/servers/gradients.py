@@ -57,8 +57,8 @@ class PushedGradients:
         self._at_once = 2 + (1 < local < workers)  # scratch buffers needed for one sum
         self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
         # chunk -> worker -> the gradient that is held. It is (memory with room for the chunk's
-        # dtype, dtype), or only the dtype if it is in the spill file, or a list of (indices,
-        # values) if it is sparse.
+        # dtype, dtype), or only the dtype if the gradient is in the spill file, or a list of
+        # (indices, values) if the gradient is sparse.
         self._held: dict[int, dict[int, Any]] = {}
         # sums computed for the norm, cached for the update
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}

@@ -343,7 +343,7 @@ class RemoteServers:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
         Each server records the begin of the session before it serves. The first server is always
-        the last to commit and to begin. On other workers than worker 0, this method does nothing.
+        the last to commit and to begin. On all workers except worker 0, this method does nothing.
         """
         if self.group.rank:
             return

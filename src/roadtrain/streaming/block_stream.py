@@ -278,7 +278,7 @@ class _Call:
         self.serial = next(stream._serial)
         self.tickets: list[KeptTensor] = []
         self.closed = False
-        # whether it was recorded during a backward, when a checkpoint was recomputed
+        # whether the call was recorded during a backward, when a checkpoint was recomputed
         self.inside = torch._C._current_graph_task_id() != -1
         if self.inside:
             stream.pass_runs()

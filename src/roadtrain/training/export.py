@@ -44,7 +44,8 @@ def export_run(
     The parameters are those of the last committed step. Raises ConfigError or StoreError.
 
     Args:
-        masters: write the fp32 masters, not the parameters in the dtype that the model computes in
+        masters: write the fp32 masters instead of the parameters in the dtype that the model
+            computes in
     """
     job = job_of_run(run)
     check_directory(Path(directory))

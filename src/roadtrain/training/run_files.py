@@ -45,7 +45,7 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
 
 def write_job(job: Job) -> None:
-    """Write job.toml, without the keys that apply to a single start, and the tokenizer."""
+    """Write job.toml and the tokenizer. Keys that apply to a single start are left out."""
     lasting = job.changed(dict.fromkeys(ONE_START))
     replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":

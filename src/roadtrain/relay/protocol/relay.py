@@ -45,10 +45,10 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 class ChunkRound:
     """The state of one chunk in the open step. Only used with several workers."""
 
-    # Workers whose gradient is complete. Cleared once it would contain all workers.
+    # Workers whose gradient is complete. Cleared when the last worker completes its gradient.
     closed: set[int] = field(default_factory=set)
     summed: bool = False  # whether the sum has been sent to the server
-    # worker -> its request to update. Cleared once it would contain all workers.
+    # worker -> its request to update. Cleared when the last worker requests the update.
     updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)
     # Messages about the next step, in order of arrival. Their senders are in `updates`.
     early: list[m.GradientMessage] = field(default_factory=list)

@@ -86,7 +86,7 @@ class Intermediary(Generic[D]):
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
         self.pulling: dict[int, Key] = {}  # ticket of our pull -> the copy, which is COMING
-        # Requests that wait for a buffer; empty while one is free.
+        # Requests that wait for a buffer; empty while a buffer is free.
         self.queue: deque[CopyRequest[D]] = deque()
         # step -> worker -> its word at the end of the step. A step is removed when all workers have
         # ended it.

@@ -38,7 +38,7 @@ class Push(msgspec.Struct, frozen=True):
 
     chunk: int
     grad: Any  # memory of a dense gradient, or (indices, values) of a sparse gradient
-    fresh: bool  # whether the push replaces the held gradient; else it is added to it
+    fresh: bool  # if False, the push is added to the held gradient
     # Whether the server may keep `grad` in place until the update. Otherwise the server copies or
     # spills it. BufferFree(ticket) reports when the memory is free.
     keep: bool
@@ -189,7 +189,8 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file, because its step is not due yet."""
+    """Write a pushed gradient to the spill file, because the step of the gradient is not due
+    yet."""
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients

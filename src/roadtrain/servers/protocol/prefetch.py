@@ -61,7 +61,7 @@ class Prefetcher:
         # A block is in at most one slot that is not stale.
         self.slots = [Slot() for _ in range(slots)]
         self.where: dict[int, int] = {}  # block -> its slot that is not stale
-        # The blocks used in the last step, in order. Before the first step, it is a guess: all
+        # The blocks used in the last step, in order. Before the first step, a guess: all
         # blocks in order (forward), then in reverse order (backward).
         self.past: list[int] = [*blocks, *reversed(blocks)]
         self.used = {*blocks}  # the blocks in `past`

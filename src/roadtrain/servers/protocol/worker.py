@@ -84,7 +84,8 @@ class WorkerSetup:
     """The configuration of a worker's state machine."""
 
     table: ChunkTable
-    # The servers of each chunk. Pulls go to the first of them, all other messages to all of them.
+    # The servers of each chunk. Pulls go to the first server of a chunk. All other messages go to
+    # all servers of the chunk.
     owners: Sequence[Sequence[int]]
     servers: Sequence[int]  # all servers, also those without chunks; the first server commits
     committed: int  # the step at which this session begins
@@ -131,7 +132,7 @@ class WorkerStateMachine:
         self.kept: set[Hashable] = set()  # gradient buffers that servers keep until the update
         self._pushes: dict[int, Hashable] = {}  # ticket of a push -> its buffer
         self._read_by: dict[Hashable, int] = {}  # buffer -> number of pushes that still read it
-        # step -> the word of each worker, once all workers have ended the step, until it is read
+        # step -> the word of each worker; added when all workers have ended the step
         self.words: dict[int, Sequence[bytes]] = {}
         self.copying = 0  # number of gradients that are being copied from the device
 
