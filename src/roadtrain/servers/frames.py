@@ -132,7 +132,7 @@ class PulledHeader(NamedTuple):
 
 class PushHeader(NamedTuple):
     chunk: int
-    fresh: bool  # if False, the push is added to the held gradient
+    fresh: bool  # whether the push replaces the held gradient (False: the push is added)
     ticket: int
     values: int  # number of values of a sparse gradient; -1 if the gradient is dense
     dtype: str  # dtype of the values; "" for a dense gradient that was not downcast

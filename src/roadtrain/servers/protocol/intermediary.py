@@ -116,7 +116,7 @@ class Intermediary(Generic[D]):
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
         """Deliver the requested copy if it has arrived, else queue the request.
 
-        Pulls the copy if nobody has requested it before.
+        If the copy is not on its way yet, pull the copy from the server.
         """
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []

@@ -38,7 +38,7 @@ class Push(msgspec.Struct, frozen=True):
 
     chunk: int
     grad: Any  # memory of a dense gradient, or (indices, values) of a sparse gradient
-    fresh: bool  # if False, the push is added to the held gradient
+    fresh: bool  # whether the push replaces the held gradient (False: the push is added)
     # Whether the server may keep `grad` in place until the update. Otherwise the server copies or
     # spills it. BufferFree(ticket) reports when the memory is free.
     keep: bool
@@ -58,9 +58,9 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The sender's gradient of the chunk is complete and will not change any more.
+    """The sender's gradient of the chunk is complete, or the sender has no gradient of the chunk.
 
-    Also sent by a worker without a gradient of the chunk. Sent only with several workers.
+    Sent only with several workers.
     """
 
     chunk: int
@@ -189,8 +189,10 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file, because the step of the gradient is not due
-    yet."""
+    """Write a pushed gradient to the spill file.
+
+    The step of the gradient is not due yet.
+    """
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients
