@@ -50,12 +50,12 @@ class CommittedState:
     """The job state of one placed optimizer.
 
     Attributes:
-        due: The step that has ended but whose job state is not captured yet. None if there is no
-            such step.
+        due: The step that has ended, if its job state is not captured yet; otherwise None.
         history: Random identifier of the values that were last loaded into the store. "" if none
             were loaded.
         device: The device of the model. Its random generator is part of the job state.
-        tracked: Objects with `state_dict` and `load_state_dict`, by the user's names.
+        tracked: The tracked objects by the names that the user gave them. Each object has
+            `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -67,7 +67,17 @@ class CommittedState:
         extra: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        """`optimizer` is the placed optimizer; `user_optimizer` has the same parameter groups."""
+        """Create the job state of a session.
+
+        Args:
+            optimizer: The placed optimizer.
+            user_optimizer: The optimizer that was passed to place(). It has the same parameter
+                groups.
+            model: The placed model.
+            session: The open session with the servers.
+            extra: Objects to track, by name.
+            report: A function that prints a line.
+        """
         self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
         self.device = session.worker.root.tensor.device
@@ -100,7 +110,7 @@ class CommittedState:
             self._restore(name)
 
     def track_anew(self, **things: Any) -> None:
-        """Commit the state of these objects with each step, without restoring it."""
+        """Commit the state of these objects with each step, without restoring a resumed state."""
         for name, thing in things.items():
             self.tracked[name] = trackable(name, thing, self._before_batch, self._settle)
 
@@ -121,7 +131,10 @@ class CommittedState:
     # committing a step
 
     def step_ended(self, step: int) -> None:
-        """Capture the data position of `step`: later batches belong to the next step."""
+        """Capture the states of random generators and data sources at the end of `step`.
+
+        Batches that are drawn later belong to the next step.
+        """
         self.due, self._stepped, self._resumed, self._has_drawn = step, True, None, False
         for thing in self.tracked.values():
             if isinstance(thing, LoaderPosition):
@@ -129,10 +142,9 @@ class CommittedState:
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """Give the job state of the last step, which is now final, to the servers for the commit.
+        """Send the job state of the last step, which is now final, to the servers for the commit.
 
-        `at_forward`: Whether the next step's forward is about to begin. Its computation then uses
-        the current states of the random generators.
+        `at_forward`: Whether the next step's forward is about to begin; see `encode`.
         """
         if self.due is not None:
             self._session.worker.blob(self.due, self.encode(self._drawn, at_forward))
@@ -143,8 +155,9 @@ class CommittedState:
 
         Args:
             drawn: The result of `_draws` at the end of the step. If None, `_draws` is called now.
-            at_forward: Whether the next step's forward is about to begin, so that it computes with
-                the current random generators.
+            at_forward: Whether the next step's forward is about to begin. If True, a run that
+                resumes this step sets the random generators to their current states before its
+                first forward.
 
         Raises:
             ConfigError: A state cannot be written as plain data (streaming/plain.py).
@@ -170,7 +183,7 @@ class CommittedState:
     # resuming a step
 
     def resume(self, blob: bytes) -> None:
-        """Restore the job state of the step that the session resumes, from a result of `encode`."""
+        """Restore the job state of the resumed step. `blob`: A result of `encode`."""
         state = decode(blob, self._begun_at)
         self._check_residuals(state.get("residuals", ""))
         groups, lines = resumed_groups(state, self._optimizer.param_groups)
@@ -193,12 +206,12 @@ class CommittedState:
     def resumed(self, name: str) -> Any:
         """Return the state that was tracked under `name` at the resumed step.
 
-        Returns None if there is no such state, and after the first step of this run.
+        Returns None if there is no such state, or if this run has already taken a step.
         """
         return None if self._resumed is None else self._resumed["extra"].get(name)
 
     def resumed_generators(self) -> dict[str, Any]:
-        """Return the generator states with which the step after the resumed step computed."""
+        """Return the states of the random generators in the job state of the resumed step."""
         assert self._resumed is not None
         return {key: self._resumed[key] for key in GENERATORS}
 
@@ -216,12 +229,12 @@ class CommittedState:
             take_groups(self._optimizer, {"param_groups": self._resumed["groups"]})
 
     def _settle(self) -> None:
-        """Set the generators to their states at the end of the resumed step."""
+        """Set the random generators to their states at the end of the resumed step."""
         if (state := self._resumed) is not None:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError if the residuals are from another session than the servers' step.
+        """Raise ForkedError if different sessions committed the residuals and the servers' step.
 
         `committed`: Identifier of the session that committed the servers' step.
         """
@@ -238,7 +251,11 @@ class CommittedState:
             )
 
     def check_tracked(self) -> None:
-        """Report once, before the first forward, each resumed state that is not restored."""
+        """Report the states of the resumed step that no tracked object has taken over.
+
+        Called before each forward, but acts only before the first one. It also sets the random
+        generators and checks the step of a Lightning Trainer.
+        """
         if self._resumed is None or self._checked:
             return
         self._checked = True
@@ -265,10 +282,10 @@ class CommittedState:
         return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def check_lightning(self, *modules: Any) -> None:
-        """Raise LoopError if the store was resumed, but a Lightning Trainer is at another step.
+        """Raise LoopError if a step was resumed and a Lightning Trainer is at a different step.
 
-        The progress of a Trainer is only in its checkpoints. `modules`: Modules whose Trainer is
-        checked.
+        The progress of a Trainer is saved only in the Trainer's checkpoints. `modules`: Modules
+        whose Trainer is checked.
         """
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
@@ -304,7 +321,7 @@ def bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def resumed_groups(
     state: Mapping[str, Any], script: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parameter groups of a resumed step, and a report of edited hyperparameters.
+    """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
 
     If the script still sets a hyperparameter to the same value as in the previous run, the result
     has the store's value, which the loop may have changed. If the script was edited, the result has
@@ -343,8 +360,7 @@ def resumed_groups(
 
 
 def script_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the hyperparameters as the script sets them: `lr` is the rate before a scheduler
-    changed it."""
+    """Return the hyperparameters that the script has set, without the changes of a scheduler."""
     return [
         {
             key: group.get("initial_lr", value) if key == "lr" else value
@@ -369,7 +385,10 @@ def show(value: Any) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers in the state dict of `model`; a shared buffer has its first name."""
+    """Return the buffers that the model's state dict contains, by name.
+
+    A buffer that several modules share appears once, under the first of its names.
+    """
     kept = {
         id(b)
         for m in model.modules()

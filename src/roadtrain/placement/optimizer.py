@@ -1,8 +1,8 @@
 """PlacedOptimizer: a torch optimizer whose state is in the store instead of in `optimizer.state`.
 
 In each step, backward pushes the gradient of each block. step() starts the updates and ends the
-step; the factors that clipping and loss scaling have applied to the gradient handles are passed to
-the updates. The step is committed while the next step computes.
+step. If clipping or loss scaling has multiplied the gradient handles (PlacedGrad) by a factor,
+step() passes the factor to the updates. The step is committed while the next step computes.
 
 Only place() creates a PlacedOptimizer. This module runs no update rules and moves no bytes;
 servers/worker.py moves them.
@@ -45,17 +45,18 @@ class PlacedOptimizer(StoredOptimizer):
 
     Args:
         model: The placed model.
-        optimizer: The user's own optimizer. Both optimizers share its parameter groups.
+        optimizer: The optimizer that was passed to place(). Both optimizers share its parameter
+            groups.
         parts: The model's modules and parameters by block.
-        plan: Tables, budgets and the request of place().
+        plan: The tables and budgets of the session, and the options of place().
         session: The open session with the servers.
         extra: Objects to track, by name.
 
     Attributes:
         steps_done: The number of steps taken so far, in all runs of the job.
         committed_step: The last step that survives a crash.
-        whole_states: Whether `state_dict()` without arguments gathers the whole state. Has an
-            effect only after a step was taken in this process. Initially False.
+        whole_states: Whether `state_dict()` without arguments gathers all values. The attribute has
+            an effect only after a step was taken in this process. Initially False.
     """
 
     # tells GradScaler that step() itself handles the scale and skips a step with inf or nan
@@ -85,7 +86,7 @@ class PlacedOptimizer(StoredOptimizer):
         # If True, the end of a pass does not push the root's gradients; the caller pushes them with
         # root.pass_ended().
         self.root_waits = False
-        # hyperparameters of the updates that this step's backward has started; None if it has
+        # hyperparameters of the updates that this step's backward has started; None if backward has
         # started no updates
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
@@ -103,7 +104,7 @@ class PlacedOptimizer(StoredOptimizer):
     def start(self, parts: Split, plan: SessionPlan) -> None:
         """Commit a new store as step 0 or resume an old store, and attach to the model's blocks.
 
-        place() calls this once. A new store must have its initial values by that time.
+        place() calls this method once. A new store must already have its initial values.
         """
         session, directories = self.session, self.session.store_plan.directories
         scratch = directories[0] if directories else None
@@ -193,7 +194,7 @@ class PlacedOptimizer(StoredOptimizer):
     # torch.optim.Optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients that no step() has used.
+        """Drop all gradients that step() has not used yet.
 
         Args:
             set_to_none: Ignored; gradients are always set to None.
@@ -210,7 +211,7 @@ class PlacedOptimizer(StoredOptimizer):
             param_group: A torch parameter group.
 
         Raises:
-            LoopError: Always, after place().
+            LoopError: The optimizer is placed.
         """
         if hasattr(self, "session"):
             raise LoopError(
@@ -220,7 +221,7 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the updates of this step and end it.
+        """Start the updates of this step, and end the step.
 
         The updates run while the next forward computes. With GradScaler, a step with inf or nan is
         skipped: `steps_done` is increased, but parameters and optimizer state do not change.
@@ -233,8 +234,9 @@ class PlacedOptimizer(StoredOptimizer):
             The result of `closure`, or None without a closure.
 
         Raises:
-            LoopError: Gradients were set by hand, or the promise `backwards_per_step` to place()
-                was broken.
+            LoopError: Gradients of blocks were set by hand. Or `backwards_per_step` was passed to
+                place(), but after backward the gradients were scaled or a hyperparameter was
+                changed.
         """
         loss = None
         if closure is not None:
@@ -270,8 +272,8 @@ class PlacedOptimizer(StoredOptimizer):
     ) -> list[int]:
         """Start the updates that backward has not started.
 
-        Returns the blocks that have a gradient. With several workers it returns all blocks, since
-        a block without a gradient here may have one on another worker.
+        Returns the blocks that have a gradient. With several workers, returns all blocks, because a
+        block without a gradient on this worker may have a gradient on another worker.
         """
         several = self._worker.workers > 1
         states = self._worker.blocks[: len(self.table.blocks)]
@@ -355,10 +357,10 @@ class PlacedOptimizer(StoredOptimizer):
     # closing
 
     def abandon(self) -> None:
-        """Give up the last step, unless the next forward has already begun its commit.
+        """Give up the last step if its commit has not begun.
 
-        `close` then commits only the steps before the last step, and the next run of the job takes
-        the last step again. No step can follow in this process.
+        `close` then commits only the steps before the last step, and the next run of the job
+        repeats the last step. This process cannot take further steps.
         """
         self._abandoned = self.job_state.due is not None
         self.job_state.due = None
@@ -421,9 +423,10 @@ class PlacedOptimizer(StoredOptimizer):
         self._close_after(kind is not None)
 
     def _close_after(self, failed: bool) -> None:
-        """Close the optimizer. If the loop `failed` and tracks a scheduler, abandon the last step.
+        """Close the optimizer after the loop.
 
-        The error may have occurred between step() and scheduler.step(). The schedule would then be
+        If the loop has `failed` and a scheduler is tracked, the last step is abandoned, because the
+        error may have occurred between step() and scheduler.step(). The schedule would then be
         saved one step behind the parameters.
         """
         if failed and self.job_state.has_schedule:
@@ -432,9 +435,9 @@ class PlacedOptimizer(StoredOptimizer):
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the factor for gradients, and whether to skip the step.
+    """Return the factor that undoes the loss scaling, and whether to skip the step.
 
-    GradScaler.step stores both in attributes of `optimizer`.
+    GradScaler.step stores the scale, and whether it found inf or nan, in attributes of `optimizer`.
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
@@ -444,8 +447,8 @@ def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> None:
     """Close earlier sessions of this process that conflict with `request`, and commit their steps.
 
-    A session conflicts if it has a directory of the request, or the same rank at a server of the
-    request. If `all_of_model` is set, every session of `model` conflicts.
+    A session conflicts if it uses a directory of the request, or a server of the request with the
+    same rank. If `all_of_model` is set, every session of `model` conflicts.
 
     Raises:
         LoopError: The state of `model` is in RAM and would be lost.
@@ -471,7 +474,7 @@ def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> 
 
 
 def _close_and_say(placed: PlacedOptimizer) -> None:
-    """Close `placed`. If its last step could not be committed, report that."""
+    """Close `placed`. If the last step could not be committed, report the error."""
     try:
         placed.close()
     except Exception as error:

@@ -4,10 +4,11 @@ The reference form only refers to the store: {"state": {}, "param_groups": torch
 "roadtrain": {"step", "job", "history", "where"}}. Loading it checks the reference against the store
 and adopts the parameter groups.
 
-The whole form has torch's "state" as well. Its "roadtrain" has two more keys: "masters" are the
-fp32 values of 16-bit parameters, and "parameters" is a checksum of the parameters that the state
-belongs to. The tensors of the whole form are not held in memory, but in a scratch file as in
-state_dicts.py. The state dict of an ordinary torch optimizer has no "roadtrain", but can be loaded.
+The whole form has torch's "state" as well. Its "roadtrain" entry has two more keys: "masters" are
+the fp32 values of 16-bit parameters, and "parameters" is a checksum of the parameters that belong
+to this state. The tensors of the whole form are in a scratch file instead of memory, as in
+state_dicts.py. The state dict of an ordinary torch optimizer has no "roadtrain" entry, but can be
+loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Staged = Mapping[int, torch.Tensor]
 class PlacedState(Protocol):
     """The part of PlacedOptimizer that this module uses.
 
-    `numbers` maps a trainable parameter's index in `params` to its number in torch's state dict.
+    `numbers` maps the index of each trainable parameter in `params` to the number that torch's
+    state dict gives this parameter.
     """
 
     param_groups: list[dict[str, Any]]
@@ -52,7 +54,7 @@ class PlacedState(Protocol):
 
 
 def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups as torch's state dict has them, with numbers instead of parameters."""
+    """Return the groups as in torch's state dict, which has numbers in place of parameters."""
     out, at = list[dict[str, Any]](), 0
     for group in groups:
         count = len(group["params"])
@@ -65,9 +67,10 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def gather(
     place: PlacedState, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
 ) -> dict[str, Any]:
-    """Return the whole form of the state dict.
+    """Return the optimizer's state dict in the whole form, which contains all values.
 
-    `pieces` reads arrays from the store. `values_of` allocates fp32 tensors for parameters.
+    `pieces`: A function that reads arrays from the store. `values_of`: A function that allocates
+    fp32 tensors for parameters.
     """
     # (number in torch's state dict, parameter index, name of the array)
     needed = list[tuple[int, int, str]]()
@@ -97,7 +100,7 @@ def gather(
 def checksum(place: PlacedState, pieces: Pieces, staged: Staged) -> str:
     """Return a hash of the trainable parameters in their compute dtype.
 
-    For a parameter that is in `staged`, the staged value is used instead of the store's.
+    If a parameter has a value in `staged`, that value is used instead of the value in the store.
     """
     out = xxhash.xxh3_128()
     for index in place.numbers:
@@ -115,7 +118,10 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
 
 
 def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError if the parameter groups of `form` have other sizes than the optimizer's."""
+    """Raise LoopError if the parameter groups of a state dict do not fit the optimizer.
+
+    `form`: The state dict. Its groups must have as many parameters as the optimizer's groups.
+    """
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
         raise LoopError("not an optimizer's state dict: 'state' or 'param_groups' is missing")
     theirs, ours = (
@@ -128,7 +134,7 @@ def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Adopt the learning rates and all other hyperparameters of `form`."""
+    """Adopt the learning rates and all other hyperparameters of the state dict `form`."""
     for group, saved in zip(place.param_groups, form["param_groups"]):
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
@@ -138,7 +144,10 @@ def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
-    """Raise LoopError if the reference `found` is not to the optimizer's store and step."""
+    """Raise LoopError if a state dict does not refer to the optimizer's store at its current step.
+
+    `found`: The "roadtrain" entry of the state dict.
+    """
     now = place.reference
     keys = ("job", "history", "step")
     if all(found.get(key) == now[key] for key in keys):
@@ -158,7 +167,10 @@ def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
 
 
 def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError if the whole form does not fit the optimizer's rules and parameters."""
+    """Raise LoopError if a state dict does not fit the optimizer's rules and parameters.
+
+    `form`: A state dict in the whole form, which contains all values.
+    """
     state = form["state"]
     for index, number in place.numbers.items():
         spec, rule = place.params[index], place.rules[place.params[index].group]
@@ -186,9 +198,10 @@ def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
 def check_parameters(
     place: PlacedState, found: Mapping[str, Any], pieces: Pieces, staged: Staged
 ) -> None:
-    """Raise LoopError if the whole form belongs to other values of the parameters.
+    """Raise LoopError if a state dict belongs to other values of the parameters.
 
-    `found` is the "roadtrain" entry of the whole form.
+    `found`: The "roadtrain" entry of a state dict in the whole form. It has a checksum of the
+    parameters.
     """
     if found["step"] and found["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
@@ -208,11 +221,15 @@ def writer(
     staged: Staged,
     hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
-    """Return the function that `JobSession.rewrite` applies to each record.
+    """Return the function that `JobSession.rewrite` applies to each record to write new values.
 
-    The function writes `staged` values, which the model's load_state_dict has staged. If `form` is
-    not None, the function also writes the values of this whole form, which take precedence, and
-    clears the residuals of error feedback.
+    Args:
+        form: The optimizer's state dict in the whole form, or None. If a state dict is given, the
+            function writes the values of the state dict, and sets the residuals of error feedback
+            to zero.
+        staged: Values of parameters that the model's load_state_dict has staged. If `form` also has
+            a value for a parameter, the value of `form` is written.
+        hyperparameters: The hyperparameters of each parameter group.
     """
     masters = {} if form is None else form.get(KEY, {}).get("masters", {})
 
@@ -250,7 +267,10 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """Write the state of one parameter. An empty `entry` means that it was never updated."""
+    """Write the state of one parameter.
+
+    An empty `entry` means that the parameter was never updated.
+    """
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
         view.piece(what, i)[...] = (

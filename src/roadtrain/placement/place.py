@@ -98,15 +98,16 @@ def place(
     fp32.
 
     Args:
-        model: The model to train. It keeps its modules, but its parameters give up their values.
+        model: The model to train. The model keeps its modules, but its parameters no longer hold
+            values.
         optimizer: An optimizer over parameters of `model` that has not taken a step.
         store: The place for parameters and optimizer state: one or several directories (the same
             as `Files`), `Files`, `Memory` or `Servers`. If None, the memory of this process is
             used, as with `Memory()`.
         compress: The compression of gradients, `TopK` or `Downcast`. If None, gradients are not
             compressed.
-        delay: The number of updates that the parameters of a step may lack. If None, no update is
-            missing.
+        delay: A `Delay`, which allows the parameters of a step to lack updates. If None, no updates
+            are missing.
         host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
             as "900MiB". If None, half of the free memory is used.
         device_budget: Accelerator memory for fetched parameters and their gradients in bytes. It
@@ -116,9 +117,9 @@ def place(
             parameter keeps its own dtype.
         blocks: Names or patterns of the modules that are the blocks. If None, the blocks are
             detected.
-        backwards_per_step: A promise that step() follows every N-th backward pass, without
-            clipping or loss scaling. Each block is then updated as soon as its last gradient is
-            complete. If None, updates begin at step().
+        backwards_per_step: A promise that step() follows after this number of backward passes, and
+            that gradients are neither clipped nor scaled. Each block is then updated as soon as its
+            last gradient is complete. If None, updates begin at step().
         chunk_elements: The number of elements in a chunk, the unit of transfer and storage.
         device: The device on which the blocks compute; "cuda" is the GPU of LOCAL_RANK. If None,
             the blocks compute on the device of the model.
@@ -126,18 +127,19 @@ def place(
         init: A function that initializes a module of a model that was built on the `meta` device.
         extra: Objects with state_dict() and load_state_dict(). Their state is committed with each
             step, and restored when a step is resumed.
-        mark: The run directory's record of its store (storage/mark.py). If the store is missing, is
-            a different store, or is at an earlier step than the record says, it is refused before
-            anything is changed.
+        mark: The run directory's record of its store (storage/mark.py). If the store is missing,
+            differs from the recorded store, or is at an earlier step than recorded, place() fails
+            before anything is changed.
         deadline_s: The number of seconds after which a wait fails with DeadlineError.
         report: A function that is called with each line to be printed.
-        group: Rank and number of the workers that share the servers. If None, both are read from
-            the environment as torchrun sets it. The ranks of a pipeline stage are a group of their
-            own.
+        group: The rank of this worker and the number of workers that share the servers. If None,
+            both are read from the environment variables of torchrun. The workers of each pipeline
+            stage form a separate group.
         **unknown: Always refused. The error names the option that was probably meant.
 
     Returns:
-        The optimizer to call step() on. It is at the step of the store, or 0 for a new store.
+        The optimizer to call step() on. Its `steps_done` is the step of the store, or 0 for a new
+        store.
 
     Raises:
         UserError: The model, the optimizer or an option is wrong (ConfigError, ModelError,
@@ -198,9 +200,9 @@ def _unknown(name: str) -> ConfigError:
 
 
 def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
-    """Return this worker's rank among the workers of its servers.
+    """Return this worker's rank among the workers of its servers, and their number.
 
-    Without servers each worker trains alone, so the result is rank 0 of 1 worker.
+    Without servers, each worker trains alone. The result is then rank 0 of 1 worker.
     """
     if isinstance(store, Servers):
         return group
@@ -274,8 +276,9 @@ def _fill(
 ) -> None:
     """Write the initial values to a new store block by block, and release them from the model.
 
-    A model on `meta` is thus never in memory as a whole. Values come from `initial`, from the model
-    or, for a model on `meta`, from `init` or the modules' own initialization.
+    A model on `meta` is thus never in memory as a whole. Values that are not in `initial` come from
+    the model. For a model on `meta`, these values come from `init`, or from the modules' own
+    initialization.
     """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
@@ -309,7 +312,7 @@ def _source(part: ModulePart, initial: Mapping[str, Tensor]) -> Source:
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
     """Cast `values` from `dtype` to the dtype that the store needs.
 
-    The store needs fp32 for a trained parameter, and the compute dtype for others.
+    The store needs fp32 for a trained parameter, and the compute dtype for any other parameter.
     """
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:

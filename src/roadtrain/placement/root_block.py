@@ -1,8 +1,8 @@
 """RootBlock: the parameters that are in no other block, and their gradients.
 
-Root parameters stay on the device for the whole job. After a step they are fetched again before
-the next forward, or as soon as one of them is read. Their gradients are ordinary tensors in
-`p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
+Root parameters stay on the device for the whole job. After a step, all root parameters are fetched
+again when the next forward begins or when one of them is read. Their gradients are ordinary tensors
+in `p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
 pushed at the end of each backward pass.
 
 Assumes that the root is block 0, so that its parameters are the first parameters of the table.
@@ -40,7 +40,7 @@ class RootBlock:
         self._versions: list[int] = []  # tensor versions at the last fetch
 
     def push_gradients(self) -> None:
-        """Push the tensors in `p.grad` as one flat buffer.
+        """Push the tensors in `p.grad` of all root parameters as one flat buffer.
 
         Raises LoopError if gradients of the last step were not cleared.
         """
@@ -77,7 +77,7 @@ class RootBlock:
     def pass_begins(self) -> None:
         """Replace the handles in `p.grad` by None, so that backward creates ordinary gradients.
 
-        `push_gradients` adds them to the gradients that were pushed before.
+        `push_gradients` later adds the new gradients to the gradients that were pushed before.
         """
         for p in self.handles:
             p.grad = None
@@ -99,7 +99,7 @@ class RootBlock:
         self._versions = [p._version for _, p in self.params]
 
     def refresh_when_read(self) -> None:
-        """Fetch all parameters when one of them is first used."""
+        """Arrange that all parameters are fetched when one of the parameters is first used."""
         for _, p in self.params:
             set_stale(p, self.refresh)
 
@@ -109,7 +109,10 @@ class RootBlock:
             check_unchanged(self.params, self._versions)
 
     def close(self) -> None:
-        """Make stale parameters (those not fetched since the last step) unreadable."""
+        """Make stale parameters unreadable.
+
+        A stale parameter was not fetched since the last step.
+        """
         for _, p in self.params:
             if is_stale(p):
                 set_released(p)

@@ -94,7 +94,7 @@ class Request:
     def held(self) -> set[object]:
         """The directories and (server, rank) pairs that this session uses.
 
-        Within a process, each can be used by only one session at a time.
+        Within a process, only one session at a time can use a directory or a pair.
         """
         servers = self.servers
         files = servers.residual_files if servers else self.store
@@ -222,7 +222,7 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """Return the table and the rules of the model's blocks followed by the residual blocks."""
+    """Return the chunk table and rules for the model's blocks followed by the residual blocks."""
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
@@ -352,9 +352,9 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
 def keep_blocks(worker: Worker, spare: int) -> str:
     """Decide whether to keep blocks in their slots from forward to backward.
 
-    `spare` is the number of slots that serve only this purpose. They are given up if pulling a
-    block over the network is faster than copying it from host memory to the device. Returns a line
-    that reports the decision.
+    `spare` is the number of slots that serve only this purpose. These slots are given up if pulling
+    a block over the network is faster than copying it from host memory to the device. Returns a
+    line that reports the decision.
     """
     pulled, copied = worker.pull_rate, worker.root.copy_rate()
     if spare and pulled > copied:

@@ -1,17 +1,18 @@
 """model.state_dict() and load_state_dict() of a placed model, whose values are in the store.
 
 Saving: every module that has placed parameters adds values of the store to the state dict. If such
-a module creates the dict, it is a StateDict, whose tensors are read on first access. The tensors
-are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may be larger
-than memory. The values are those after the last step() before the dict was made. Before the next
-step changes the values in the store, all tensors of the dict that were not accessed yet are read.
+a module creates the dict, the dict is a StateDict, whose tensors are read on first access. The
+tensors are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may
+be larger than memory. The values are those after the last step() before the dict was made. Before
+the next step changes the values in the store, all tensors of the dict that were not accessed yet
+are read.
 
 Loading: values that differ from the store's values are staged in a scratch file. The next use of
 the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
 the optimizer's load_state_dict() fails before that, the staged values are discarded.
 
-Assumes that the hooks of torch.nn.Module are called, as every framework's wrapper does. Does not
-see direct reads of a parameter (`p.data`, `p.clone()`); streaming/released.py does.
+Assumes that the wrappers of frameworks call the hooks of torch.nn.Module. Does not see direct reads
+of a parameter (`p.data`, `p.clone()`); streaming/released.py handles these.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class ValueSource(Protocol):
     """The owner of the values: PlacedOptimizer."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """Return a context manager, inside which values as of the last step() can be read.
+        """Return a context manager that gives access to the values after the last step().
 
-        Its target is the function that reads them. Raises LoopError if there are no values.
+        The target of `with` is a function that reads values. Raises LoopError if there are no
+        values.
         """
 
     def write_staged(self) -> None:
@@ -107,8 +109,11 @@ class _LazyTensor:
 
 
 class StateDict(OrderedDict[str, Any]):
-    """A state dict (an OrderedDict, as in torch) whose tensors are read from the store on first
-    access. Copies and pickles of it are ordinary OrderedDicts."""
+    """A state dict that reads each tensor from the store on first access.
+
+    A StateDict is an OrderedDict, as in torch. A copied or pickled StateDict becomes an ordinary
+    OrderedDict.
+    """
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -239,7 +244,10 @@ class ModelStates:
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """Add the parameters of `module` to `destination`. A state-dict hook of the module."""
+        """Add the parameters of `module` to `destination`.
+
+        Torch calls this method as a state-dict hook of the module.
+        """
         if not isinstance(destination, StateDict):
             self._source.write_staged()
         values = self._values_of(destination)
@@ -255,9 +263,9 @@ class ModelStates:
                 destination[key] = lazy.take()
 
     def _values_of(self, destination: Any) -> Values:
-        """Return the Values of a state dict.
+        """Return the Values object of a state dict.
 
-        All modules that fill the dict share the Values, so tied parameters stay tied.
+        All modules that fill the dict share one Values object, so tied parameters stay tied.
         """
         if self._last is not None and self._last[0]() is destination:
             return self._last[1]
@@ -323,9 +331,10 @@ class ModelStates:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Stage the loaded values of the module's placed parameters. A load-state-dict pre-hook.
+        """Stage the loaded values of the module's placed parameters.
 
-        It runs after the module's other pre-hooks, because these may rename keys.
+        Torch calls this method as a load-state-dict pre-hook. It runs after the module's other
+        pre-hooks, because these may rename keys.
         """
         for name, index in self._hidden.items():
             key = prefix + name
@@ -354,7 +363,7 @@ class ModelStates:
                 self.stage(index, value)
 
     def stage(self, index: int, value: torch.Tensor) -> None:
-        """Stage `value` for a parameter, unless the store already has the same value.
+        """Stage `value` for a parameter. If the store already has the same value, do nothing.
 
         A 16-bit value is compared with the 16-bit copy that the model computes with. If both are
         equal, the fp32 master value stays unchanged.
@@ -391,9 +400,9 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap `_apply`, which model.to(), half() and cuda() call. It only changes buffers.
+        """Replace `_apply`, which model.to(), half() and cuda() call.
 
-        Placed parameters keep their dtype and device.
+        This version changes only buffers. Placed parameters keep their dtype and device.
         """
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:

@@ -135,7 +135,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def params(self) -> Sequence[ParamSpec]:
-        """The parameters that `read` can return."""
+        """The specifications of all parameters. `read` returns the values of these parameters."""
         return self.table.params
 
     def read(self, name: str, what: str = "master") -> np.ndarray:
@@ -173,7 +173,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Return the seconds and bytes that each stage of the steps has taken since the last call.
+        """Return the seconds and bytes of each stage of the steps, summed since the last call.
 
         Returns:
             A dict from the name of a stage to its totals.
@@ -216,7 +216,10 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map each non-empty trainable parameter's index to its number in torch's state dict."""
+        """Map the indices of parameters to the numbers of the parameters in torch's state dict.
+
+        Frozen parameters and parameters without elements are left out.
+        """
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))
         return {
@@ -227,7 +230,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The reference to the store and its current step, as state dicts contain it."""
+        """The reference to the store and its current step, which a state dict contains."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -293,10 +296,10 @@ class StoredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict in either form; see `state_dict`.
 
-        The parameter groups of both forms are adopted. A state dict in reference form must refer to
-        this store at its current step. The values of a whole form replace the values in the store,
-        and the step number of the state dict becomes the step of the store. If the store is on
-        files, the new values are committed before the method returns.
+        The optimizer adopts the parameter groups of both forms. A state dict in reference form must
+        refer to this store at its current step. The values of a whole form replace the values in
+        the store, and the step number of the state dict becomes the step of the store. If the store
+        is on files, the new values are committed before the method returns.
 
         Args:
             state_dict: The result of `state_dict`, or the state dict of an ordinary torch
@@ -343,7 +346,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._rewrite(form, self.steps_done if ours is None else ours["step"])
 
     def _is_earlier(self, found: Mapping[str, Any]) -> bool:
-        """Whether the reference `found` is to an earlier step of this store."""
+        """Whether the reference `found` refers to an earlier step of this store."""
         now = self.reference
         same = all(found.get(key) == now[key] for key in ("job", "history"))
         return same and found["step"] < now["step"]
@@ -351,7 +354,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     # the store between steps
 
     def write_staged(self) -> None:
-        """Write values staged by the model's load_state_dict to the store, and commit them."""
+        """Write the values staged by the model's load_state_dict to the store, and commit them."""
         if self._states.staged and not self._writing:
             # if writing fails, the error is raised once and the store's values remain in use
             with undone_on_error(self._states.discard):
@@ -360,12 +363,14 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _rewrite(
         self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """Write staged values and values of the whole form `form` to the store, and commit them.
+        """Write staged values and the values of a state dict to the store, and commit them.
 
         Args:
-            form: A state dict in whole form, or None to write staged values only.
+            form: A state dict in the whole form, which contains all values. If None, only staged
+                values are written.
             step: The step of the store after the call.
-            elsewhere: Whether the store is on remote servers. They are filled again.
+            elsewhere: Whether the store is on remote servers. If True, the servers are filled
+                again.
         """
         if elsewhere:
             self._check_refill()
@@ -402,8 +407,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
         Args:
             step: The step that the values belong to.
-            values: Values by parameter index. They are in fp32 if the parameter is trainable, else
-                in its own dtype.
+            values: Values by parameter index. The values of a trainable parameter are in fp32, the
+                values of any other parameter in the dtype of the parameter.
             state: Optimizer state by parameter index. Each entry has the arrays and scalars of the
                 update rule by name. Parameters that were never updated have no entry.
 
@@ -494,10 +499,10 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """Context manager, inside which values as of the last step() can be read.
+        """Give access to the values after the last step(), as a context manager.
 
-        Its target is the function that reads them. If the optimizer is closed, the function reads
-        the files of the store.
+        The target of `with` is a function that reads values. If the optimizer is closed, the
+        function reads the files of the store.
         """
         if not self._closed or self._placed_again:
             self.check_usable()
@@ -550,8 +555,9 @@ class StoredOptimizer(torch.optim.Optimizer):
 class _NoState(defaultdict[Any, Any]):
     """`optimizer.state` of a placed optimizer: an empty dict that raises an error as a boolean.
 
-    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If it were false, it would
-    take a step with zero gradients to create the state, and this would count as a step of the job.
+    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If the dict were false,
+    torch would take a step with zero gradients to create the state, and the job would count this
+    step.
     """
 
     def __bool__(self) -> bool:

@@ -30,13 +30,14 @@ class Files:
     If the directories already hold a store, it is resumed.
 
     Args:
-        directories: One directory or several, usually one per SSD. Each gets a server thread.
-        rates: Relative speeds of the directories, each above 0. A new store is distributed in
-            proportion to them. If "measured", the speeds are measured when a new store is made. If
-            None, the store is distributed evenly.
+        directories: One directory or several, usually one per SSD. Each directory gets a server
+            thread.
+        rates: Relative speeds of the directories, each above 0. A new store is distributed over the
+            directories in proportion to the speeds. If "measured", the speeds are measured when a
+            new store is made. If None, the store is distributed evenly.
         direct: Whether to use direct I/O if the file system supports it.
-        moved_from: Directories that held the store before and should not hold it any more. Only
-            these and `directories` are read, written or removed.
+        moved_from: Directories that held the store before and should not hold it any more. place()
+            reads, writes or removes only these directories and `directories`.
 
     Raises:
         ConfigError: A directory is named twice, no directory is named, or the number of `rates`
@@ -80,7 +81,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Memory:
-    """Keep the state in the memory of this process. It is lost when the process ends."""
+    """Keep the state in the memory of this process. The state is lost when the process ends."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,13 @@ class Servers:
         give_up: Addresses of servers whose contents may be discarded if the servers disagree at
             the start. Such a server is left out if it does not answer. If it answers, its store is
             moved aside and filled again from its replica.
-        relay: Host memory in bytes of a relay process that communicates with the servers for all
-            workers of this host. If None, there is no relay.
+        relay: Host memory in bytes for a relay: a process that communicates with the servers for
+            all workers of this host. If None, there is no relay.
         fan_in: Switches between workers and servers that sum gradients and copy parameters: a
             `FanIn`, or a list with the HOST:PORT of the only switch. If None, there is no switch.
         buffering: Which blocks are kept on the device from forward to backward instead of being
-            fetched twice: "all", "none" or "auto". With "auto", as many blocks are kept as fit, but
-            none if fetching again is faster.
+            fetched twice: "all", "none" or "auto". With "auto", as many blocks as fit are kept. If
+            fetching a block twice is faster, no blocks are kept.
         residuals: A directory of this host for the residuals of error feedback (gradients that
             were not sent yet). Required with error feedback.
 
@@ -192,7 +193,7 @@ class Servers:
         """Return the options of the connections to the servers.
 
         If `retry_s` is not set, connections are retried for `deadline_s`, because a server may
-        still be starting, or still be serving the workers of an earlier session.
+        still be starting, or may still serve the workers of an earlier session.
         """
         token = self.token if isinstance(self.token, bytes | None) else token_of(str(self.token))
         own = TcpOptions(

@@ -5,8 +5,8 @@ scheduler.step() and scaler.update(). Therefore most states are captured when th
 begins, and the step cannot be committed before the next forward. At that time the loop has already
 drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
 torch.Generator) and the random generators of the process are captured earlier: when step() ends,
-and again just before a tracked DataLoader draws the next batch. The second capture includes the
-random numbers that an evaluation between both may have drawn.
+and again just before a tracked DataLoader draws the next batch. An evaluation between both captures
+may have drawn random numbers.
 
 A DataLoader has no state of its own: `LoaderPosition` counts its batches, and stores the states of
 the generators that determined their order. A loop that draws batches ahead of its steps is not
@@ -89,7 +89,8 @@ def trackable(
 def _has_state(thing: Any) -> bool:
     """Whether `thing` can save and restore its state.
 
-    Loaders of accelerate have both methods, but these fail if the wrapped loader lacks them.
+    Loaders of accelerate always have both methods. However, a call fails if the wrapped loader does
+    not have the method.
     """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
@@ -103,7 +104,10 @@ def _has_state(thing: Any) -> bool:
 
 
 def is_data(thing: Any) -> bool:
-    """Whether `thing` is a source of batches, so that its state is captured when step() ends."""
+    """Whether `thing` is a source of batches.
+
+    The state of a source of batches is captured when step() ends.
+    """
     iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
     mine = isinstance(thing, (LoaderPosition, GeneratorState))
     return mine or (iterable and not isinstance(thing, torch.nn.Module))
@@ -118,7 +122,7 @@ def is_scheduler(thing: Any) -> bool:
 
 
 class GeneratorState:
-    """A wrapper that gives a torch.Generator the methods of a Stateful."""
+    """A wrapper that gives a torch.Generator the methods state_dict and load_state_dict."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -216,8 +220,9 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 class _Batches:
     """The iterator over the batches of one epoch.
 
-    `begin` is None, except if the iterator resumes within an epoch: it then starts the next epoch
-    in case no batch of this epoch is left.
+    `begin`: A function that starts an epoch. It is given to an iterator that resumes within an
+    epoch; otherwise, it is None. If no batch of the resumed epoch is left, the iterator calls
+    `begin` to start the next epoch.
     """
 
     def __init__(

@@ -3,12 +3,12 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-So the training processes spend no CPU time on the network. The relay pulls parameters once for all
-workers and caches as many as its memory can hold. Gradients of a single worker are forwarded as
-they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule 1), and the
-sum is sent. To the servers, the relay looks like one worker. It has one ServerChannel per server.
-A ServerChannel has no threads of its own: threads of links call the state machine in
-relay/protocol/relay.py.
+The training processes thus spend no CPU time on the network. The relay pulls parameters once
+for all workers and caches as many as its memory can hold. Gradients of a single worker are
+forwarded as they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule
+1), and the sum is sent. To the servers, the relay looks like one worker. The relay has one
+ServerChannel per server. A ServerChannel has no threads of its own: threads of links call the state
+machine in relay/protocol/relay.py.
 
 Worker 0 of the host starts the relay and writes an Orders object to the relay's standard input. The
 relay ends when the workers have left. Does NOT import torch, make decisions, or hold state that is
@@ -123,8 +123,8 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 class ServerChannel(IntermediarySession):
     """The traffic between the workers of this host and one server.
 
-    It is the session of the workers and the Receiver of the link to the server. Ranks are ranks
-    within this host.
+    To the workers, a ServerChannel is the session. To the link to the server, it is the Receiver.
+    The rank of a worker counts only the workers of this host.
     """
 
     machine: RelayStateMachine

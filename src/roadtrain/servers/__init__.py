@@ -1,5 +1,5 @@
 """Parameter servers and their workers. Workers push gradients to a server and pull parameters from
-it. The server applies the update rule.
+the server. The server applies the update rule.
 
 A server is either in the worker's process or a process of `roadtrain serve`. Both run the same
 state machines (`protocol/`); only the links to the workers differ. Read `session.py` first (a

@@ -7,9 +7,9 @@ workers and its connections, in the process of a server, relay, reducer or coord
     end                            --> every worker gets the reason, every link is closed
 
 A session has one connection per rank. A second connection for the same rank is refused with
-BusyError, and so is a connection from another start of the job. An invalid frame from any worker
-ends the session for all workers. Assumes that the listener has checked the hello. Does NOT know
-what frames mean.
+BusyError. A connection from another start of the job is refused as well. An invalid frame from any
+worker ends the session for all workers. Assumes that the listener has checked the hello. Does NOT
+know what frames mean.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ class WorkerConnection:
         self._buffered = 0  # number of frames with a payload that got a buffer
         self._arrived = 0  # number of frames with a payload that arrived
         # Whether the link's thread waits for a buffer, or handles a frame. The worker does not
-        # count as silent meanwhile, because the thread cannot receive its frames.
+        # count as silent meanwhile, because the thread cannot receive frames.
         self._allocating = False
         self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Send a frame ahead of queued parameters. Does not raise if the link is lost, because the
-        link then calls `lost`."""
+        """Send a frame ahead of queued parameters.
+
+        If the link is lost, this method does not raise, because the link calls `lost`.
+        """
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
@@ -147,7 +149,7 @@ class HostedSession(Generic[C]):
         self.lock = threading.Condition()  # notified when a link is closed
 
     def join(self, rank: int, link: Link) -> C:
-        """Add a worker. Raises BusyError if the rank is already connected, or the session over."""
+        """Add a worker. Raises BusyError if the rank is connected, or the session is over."""
         with self.lock:
             if not self.takes(rank):
                 raise self.busy()
@@ -199,8 +201,10 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Handle the end of the session. Called once, and possibly in the thread of a link, so this
-        method must not block."""
+        """Handle the end of the session.
+
+        Called once. The caller may be the thread of a link, so this method must not block.
+        """
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:

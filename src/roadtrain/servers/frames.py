@@ -12,8 +12,8 @@ an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8)
 Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py), whose numbers
 are not used here.
 
-NOTE language. LANGUAGE is a digest of all frames of all packages: of the name and number of each
-frame and the types in its header, and of the hello and the payloads that have types. Both ends of a
+NOTE language. LANGUAGE is a digest of all frames of all packages. It covers the name and number of
+each frame, the types in its header, and the types of the hello and of the payloads. Both ends of a
 link compare it in the handshake. tests/unit/test_language.py computes the digest and prints the new
 value. EDITION stands for changes that types cannot express: increase it when the meaning of a field
 changes.
@@ -86,7 +86,7 @@ class OpenHeader(NamedTuple):
     step: int  # step of the part to open or make
     servers: int  # number of servers of the store
     holds_gradients: bool  # whether gradients wait for the global norm
-    # Step of the snapshot to open, -1 for none. If it equals `step`, a new part is filled from it.
+    # Step of the snapshot to open, -1 for none. If equal to `step`, a new part is filled from it.
     snapshot: int
     given_up: bool  # whether the contents that the new part replaces are moved aside
 
@@ -102,7 +102,7 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The reason why a server keeps its workers waiting, and its progress in bytes.
+    """The reason why a server keeps its workers waiting, and the server's progress in bytes.
 
     If `of` is WAITS_ONLY, there is no progress, and `doing` names the peer that does not answer
     ("" if all peers answer).
@@ -132,7 +132,7 @@ class PulledHeader(NamedTuple):
 
 class PushHeader(NamedTuple):
     chunk: int
-    fresh: bool  # whether it replaces the gradient that is held; else it is added
+    fresh: bool  # whether the push replaces the held gradient (False: the push is added)
     ticket: int
     values: int  # number of values of a sparse gradient; -1 if the gradient is dense
     dtype: str  # dtype of the values; "" for a dense gradient that was not downcast
@@ -231,12 +231,18 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def declare(headers: Mapping[int, Any]) -> None:
-    """Register the header types of kinds of frames. Each package with frames calls it once."""
+    """Register the header types of kinds of frames.
+
+    Each package that defines frames calls this function once.
+    """
     _DECODERS.update({kind: msgspec.msgpack.Decoder(header) for kind, header in headers.items()})
 
 
 def _shape(kind: Any) -> str:
-    """Return a text for a type that is the same in all versions of Python, without field names."""
+    """Return a text that describes a type, without the names of fields.
+
+    The text is the same in all versions of Python.
+    """
     if hasattr(kind, "_fields"):
         return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
     inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
@@ -262,14 +268,21 @@ declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
-    """Decode a header. Raises WireError if the kind is unknown or the header does not match it."""
+    """Decode the header of a frame of this kind.
+
+    Raises WireError if the kind is unknown, or if the header does not match the kind.
+    """
     if kind not in _DECODERS:
         raise WireError(f"a frame has the unknown kind {kind}")
     return decoded(_DECODERS[kind], raw, f"the header of a frame of kind {kind}")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
-    """Decode bytes. Raises WireError, with `what` as a prefix, if the type does not match."""
+    """Decode bytes with `decoder`.
+
+    If the bytes do not match the type of `decoder`, raises WireError. Its message begins with
+    `what`.
+    """
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
@@ -281,9 +294,9 @@ def as_bytes(array: np.ndarray) -> memoryview:
 
 
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-    """Return (kind, header, payload) of a message from a worker.
+    """Return the frame of a worker's message as (kind, header, payload).
 
-    The `into` of a Pull is not sent.
+    The frame of a Pull does not contain `into`.
     """
     match message:
         case messages.Pull(chunk, version, _, ticket):
@@ -312,7 +325,7 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
 
 
 def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
-    """Return (kind, fields, payload) of a message from a server."""
+    """Return the frame of a server's message as (kind, fields, payload)."""
     match message:
         case messages.GradAccumulated(chunk, sums):
             return GRAD_ACCUMULATED, (chunk,), as_bytes(sums)

@@ -2,9 +2,9 @@
 
 A pushed gradient is kept in place, copied, or written to the spill file. A top-k gradient is kept
 as indices and values. With several workers, their gradients are summed in fp32, first over the
-workers of each host, then over the hosts. The sum is computed for the norm, and computed again for
-the update unless it was cached. Several pushes of one worker are accumulated in the chunk's dtype,
-even if they were downcast.
+workers of each host, then over the hosts. The sum is computed for the norm. If this sum could not
+be cached, it is computed again for the update. Several pushes of one worker are accumulated in the
+chunk's dtype, also if the pushes were downcast.
 
 Assumes that only one thread works on a chunk at a time. Does NOT know steps.
 """
@@ -57,8 +57,8 @@ class PushedGradients:
         self._at_once = 2 + (1 < local < workers)  # scratch buffers needed for one sum
         self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
         # chunk -> worker -> the gradient that is held. It is (memory with room for the chunk's
-        # dtype, dtype), or only the dtype if it is in the spill file, or a list of (indices,
-        # values) if it is sparse.
+        # dtype, dtype), or only the dtype if the gradient is in the spill file, or a list of
+        # (indices, values) if the gradient is sparse.
         self._held: dict[int, dict[int, Any]] = {}
         # sums computed for the norm, cached for the update
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
@@ -77,7 +77,7 @@ class PushedGradients:
             return push.sums, False
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
-        # only of the values that were sent, since the server does not know the other values
+        # includes only the values that were sent, because the server does not know the others
         sums = sums_of_squares(dense, dtype, chunk.segments)
         self.done(scratch)
         return sums, False
@@ -125,9 +125,9 @@ class PushedGradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Return the sums of squares of the sum over all workers.
+        """Sum the gradients of all workers, and return the sum of squares of each segment.
 
-        The sum over workers is cached for `take` if enough scratch buffers are free.
+        The summed gradient is cached for `take` if enough scratch buffers are free.
         """
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
@@ -174,7 +174,10 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """Yield the sum over the workers of each host. The first sum is computed in `total`."""
+        """For each host, yield the sum of its workers' gradients.
+
+        The first sum is computed in `total`.
+        """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
             scratch = self.scratch.get() if i else None
@@ -184,8 +187,11 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return a list of all gradients if they are in memory, else an iterator that loads them
-        one by one."""
+        """Return the gradients of some workers.
+
+        If all gradients are in memory, returns a list. Otherwise, returns an iterator that loads
+        the gradients one by one.
+        """
         if all(isinstance(part, tuple) for part in held.values()):
             return [*self._one_by_one(chunk, held)]
         return self._one_by_one(chunk, held)
@@ -199,7 +205,8 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        The buffer contains the values of a spilled or compressed gradient, and is None otherwise.
+        If the gradient was spilled or compressed, the buffer contains its values. Otherwise, the
+        buffer is None.
         """
         if isinstance(part, tuple):
             memory, dtype = part

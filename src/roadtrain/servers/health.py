@@ -1,9 +1,9 @@
 """Status queries: ask every server of a job what it does, and which worker waits for what.
 
-Each query uses a link of its own. A server answers every caller that proves the token, with one
-frame of JSON, even while a session is running or hangs. Workers and relays are not asked: the
-servers report which pulls a worker waits for, and which messages a worker has not sent yet. Does
-NOT disturb training.
+Each query uses a link of its own. A server answers every caller that proves to know the token, with
+one frame of JSON. It also answers while a session is running or hangs. Workers and relays are not
+asked: the servers report which pulls a worker waits for, and which messages a worker has not sent
+yet. Does NOT disturb training.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def rows(
 
     Args:
         names: Addresses of the nodes that were asked. The last `switches` names are switches.
-        found: Their statuses, or the errors of nodes that did not answer.
+        found: The status of each node, or an error if the node did not answer.
         switches: The number of switches.
         role: The role of the nodes that are not switches.
     """

@@ -34,8 +34,11 @@ class HostedStore:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Lock the directory. Raises BusyError if the previous session still uses it, which happens
-        when a device hangs."""
+        """Lock the directory.
+
+        Raises BusyError if the previous session still uses the directory, which happens when a
+        device hangs.
+        """
         if not self._lock.acquire(timeout=LOCK_S):
             raise BusyError(f"the previous session still uses the directory {self.directory}")
         try:
@@ -52,8 +55,8 @@ class HostedStore:
     def held(self, opened: FileTier | None) -> tuple[int, tuple[int, ...], StoreMeta | None]:
         """Return the newest step of the store, the steps of its snapshots, and its metadata.
 
-        The newest step is -1 if there is no store. `opened` is the part that the running session
-        has open, if any.
+        The newest step is -1 if there is no store. `opened` is the part of the store that the
+        running session has open, or None.
         """
         with self.storing():
             if opened is not None:

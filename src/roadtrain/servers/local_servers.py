@@ -75,7 +75,10 @@ class LocalServers:
         self._reported = opened.notes if opened else ()  # notes that open_or_none has reported
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        """Create the servers and return them by number. They send their messages to `deliver`."""
+        """Create the servers, and return them by number.
+
+        The servers send their messages to `deliver`.
+        """
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
@@ -110,7 +113,7 @@ class LocalServers:
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         """Return a view of a chunk's committed record.
 
-        Only the part of the record that contains the array `what` is certain to be read.
+        Only the part of the record that contains the array `what` is guaranteed to be valid.
         """
         if self.store is not None:
             return read_record(self.store, chunk, what)

@@ -1,8 +1,8 @@
 """The decision how worker 0 opens a job's store on remote servers.
 
-It is made from the reports of the servers that answer: each reports which steps it holds.
-storage/history.py explains from which steps a job may resume. Does NOT communicate with servers;
-remote_servers.py does.
+The decision is based on the reports of the servers that answer. Each server reports which steps its
+store holds. storage/history.py explains from which steps a job may resume. Does NOT communicate
+with servers; remote_servers.py does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Opening:
     holders: tuple[int, ...]  # servers that have a snapshot of step `kept`
 
     def refilled(self, step: int) -> Opening:
-        """Return the opening for filling the same store again, with the contents of `step`."""
+        """Return instructions for filling the same store again, with the contents of `step`."""
         history = back_to(self.history, step)
         return replace(self, mode=StartMode.NEW, step=step, history=history, kept=-1, holders=())
 
@@ -152,7 +152,7 @@ class FoundStores:
     def _held_by(self, members: tuple[int, ...], step: int, mode: StartMode) -> StoreMeta:
         """Return the metadata of the store that `members` hold.
 
-        Raises ConfigError or ForeignError if it is not the requested store.
+        Raises ConfigError or ForeignError if this store is not the requested store.
         """
         held = self.found[members[0]].meta
         assert held is not None
@@ -194,9 +194,10 @@ class FoundStores:
         return Witness.of(record.history) if record is not None and record.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
-        """Return the newest step of which the servers have a snapshot of every chunk.
+        """Return the newest step that has a snapshot of every chunk.
 
-        Returns the step, or -1 if there is none, and the servers that have its snapshot.
+        Returns a pair: the step, and the servers that have its snapshot. If there is no such step,
+        returns -1 and no servers.
         """
         kept = {number: found.snapshots for number, found in sorted(self.found.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):

@@ -33,7 +33,10 @@ _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """The destination (`Pull.into`) of a pull whose worker is in another process."""
+    """The destination of a pull whose worker is in another process.
+
+    The state machine gets a PullReply as `Pull.into`.
+    """
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
         self.connection, self.ticket, self.chunk = connection, ticket, chunk
@@ -62,7 +65,7 @@ class ParameterConnection(WorkerConnection):
     """The connection of one worker at a parameter server.
 
     Invariants: `_coming` has the buffers of dense gradients that are being received, in order. A
-    buffer in `_kept` returns to `pool` when the server no longer needs it.
+    buffer in `_kept` returns to `pool` when the server no longer needs the buffer.
     """
 
     session: ParameterSession
@@ -181,7 +184,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
         self.local = local
 
     def chunk(self, number: int) -> Chunk:
-        """Return a chunk. Raises WireError if this server does not hold it."""
+        """Return a chunk. Raises WireError if this server does not hold the chunk."""
         raise NotImplementedError
 
     def beat(self) -> None:

@@ -27,8 +27,8 @@ from roadtrain.units import show_bytes
 class RemoteServer:
     """The worker's end of the link to one server: a MessageLink, and the Receiver of the link.
 
-    `all` has the job's servers by number. If any of these servers fails, `wait` raises on all of
-    them.
+    `all` has the RemoteServers of the job by number. If a server fails, `wait` raises an error on
+    all RemoteServers.
     """
 
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
@@ -49,8 +49,10 @@ class RemoteServer:
         self.link_lost = False  # whether the link was lost without a report of the server
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
-        """Set the function that receives the server's messages. If the server has already failed,
-        `deliver` is called with the failure."""
+        """Set the function that receives the server's messages.
+
+        If the server has already failed, `deliver` is called with the failure.
+        """
         self.deliver = deliver
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))
@@ -108,7 +110,7 @@ class RemoteServer:
         return fields, payload
 
     def waits_for(self) -> str:
-        """Return a clause for messages that says what the server waits for, as MessageLink does."""
+        """Return a clause that says what the server waits for; see MessageLink.waits_for."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
         what = self.silent or what
@@ -126,8 +128,8 @@ class RemoteServer:
     def close(self) -> None:
         """Close the link.
 
-        If this worker ends because a server has failed, it first sends the reason, which the other
-        workers can then report.
+        If a server has failed, first send the reason to this server, which passes it on to the
+        other workers.
         """
         if self.link is None:
             return

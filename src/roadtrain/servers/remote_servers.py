@@ -6,11 +6,11 @@ a worker is lost, an error is raised here. The launcher (torchrun) starts the pr
 training resumes at the last committed step.
 
 With replicas, worker 0 leaves out a server that does not answer. It refills a server that missed
-steps from servers that have these steps. The other workers follow its decisions. If the newest step
-cannot be restored from the servers' stores, worker 0 sends all servers back to a snapshot, if there
-is one (opening.py).
+steps from servers that have these steps. The other workers follow the decisions of worker 0. If the
+newest step cannot be restored from the servers' stores, worker 0 sends all servers back to a
+snapshot (opening.py).
 
-Does NOT convert a store to another number of servers, chunk size or dtype, but refuses it.
+A store with another number of servers, chunk size or dtype is refused; it is NOT converted.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class RemoteServers:
     def _join_all(self) -> dict[int, PeerError | None]:
         """Connect to the servers until enough servers have joined.
 
-        Retries for `retry_s` if a server does not listen, or is busy with the workers of another
-        session, which may be about to leave. Returns the missing servers and their last errors.
+        If a server does not listen, or is busy with another session, retries for `retry_s`. Returns
+        the missing servers and the last error of each.
         """
         options = self.reach.options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
@@ -186,7 +186,10 @@ class RemoteServers:
         raise self._no_answer(missing, limit_s)
 
     def _try_to_join(self, missing: dict[int, PeerError | None]) -> None:
-        """Try once to connect to each server in `missing`, and remove the connected servers."""
+        """Try once to connect to each server in `missing`.
+
+        Servers that are connected are removed from `missing`.
+        """
         options, spare = self.reach.options, self.meta.replicas > 1
         if spare:
             options = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S))
@@ -240,8 +243,8 @@ class RemoteServers:
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Whether enough servers have joined for worker 0 to open the store.
 
-        These are all servers, or servers that together hold every chunk. In the latter case worker
-        0 waits GRACE_S for further servers, and longer if a server is busy.
+        All servers are enough. Servers that together hold every chunk are also enough, but worker 0
+        then waits GRACE_S for further servers, and longer if a server is busy.
         """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
@@ -252,7 +255,10 @@ class RemoteServers:
         )
 
     def _enough(self) -> bool:
-        """Whether all servers that worker 0 has chosen are ready. If so, leave all others."""
+        """Whether all servers that worker 0 has chosen are ready.
+
+        If so, close the links to all other servers.
+        """
         for number, server in self.servers.items():
             if number not in self._ready and server.has_spoken():
                 self._ready[number] = server.wait(
@@ -317,7 +323,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Copy the chunks of server `number` from `members`, whose contents are used."""
+        """Fill server `number` with its chunks, which are read from the servers in `members`."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
@@ -337,7 +343,7 @@ class RemoteServers:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
         Each server records the begin of the session before it serves. The first server is always
-        the last to commit and to begin. On other workers than worker 0, this method does nothing.
+        the last to commit and to begin. On all workers except worker 0, this method does nothing.
         """
         if self.group.rank:
             return
@@ -390,11 +396,11 @@ class RemoteServers:
             server.close()
 
     def _leave_witness(self) -> None:
-        """Record at one of two servers that it may resume without the other server.
+        """Record at one of two servers that this server may resume without the other server.
 
-        Only done by worker 0, with two servers and without a run directory. If a server was lost,
-        the remaining server gets the record, else server 0. The other server must have begun this
-        session.
+        Only worker 0 does this, and only with two servers and without a run directory. If a server
+        was lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
+        other server has not begun this session, nothing is recorded.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:

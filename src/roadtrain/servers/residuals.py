@@ -5,10 +5,11 @@ The residuals of a block form a block of their own, which a server stores with t
 `replace`. Residuals are thus pulled, pushed, committed and resumed like parameters (Rule 3).
 
 With remote servers, residuals stay on the worker's own host (`Residuals`). A separate server in the
-worker's process stores them, and only this worker uses the server. It prepares each step before the
-other servers commit the step (servers/protocol/commit.py). So after a crash it has the step from
-which the job resumes. It lacks this step only if the worker has moved to another host, or if all
-servers went back to a snapshot. The residuals then start at zero, which is reported.
+worker's process stores the residuals, and only this worker uses the server. This server prepares
+each step before the other servers commit the step (servers/protocol/commit.py). Therefore, after a
+crash, it has the step from which the job resumes. It lacks this step only if the worker has moved
+to another host, or if all servers went back to a snapshot. The residuals then start at zero, which
+is reported.
 """
 
 from __future__ import annotations

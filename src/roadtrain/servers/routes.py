@@ -72,8 +72,8 @@ class OpenRoute(Protocol):
 class RouteEnd(Protocol):
     """The server's end of a route: it accepts participants and passes their messages to a session.
 
-    It is created when the first participant connects. The class is called with the greeting, the
-    SessionHost and the options of links.
+    An instance is created when the first participant connects. The arguments of the class are the
+    greeting, the SessionHost and the options of links.
     """
 
     name: str  # name of the route
@@ -108,11 +108,14 @@ class Route(Protocol):
     def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         """Raise ConfigError if these workers cannot use this route.
 
-        `compressed` names the option that makes gradients sparse. It is "" if they are dense.
+        `compressed` names the option that makes gradients sparse. It is "" if gradients are dense.
         """
 
     def lossy(self, group: WorkerIdentity) -> str:
-        """Describe to the user in which way this route is lossy (Rule 2). "" if it is not."""
+        """Return a text that tells the user how this route is lossy (Rule 2).
+
+        Returns "" if the route is not lossy.
+        """
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
 
@@ -186,7 +189,10 @@ def greeting_of(name: str) -> bytes:
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """Split a hello into the name of the route and the rest. None if the route is direct."""
+    """Split a hello into the name of the route and the rest.
+
+    Returns None if the route is direct.
+    """
     words = hello.split(b" ", 2)
     if len(words) < 3 or words[0] != b"roadtrain":
         return None

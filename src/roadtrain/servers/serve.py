@@ -62,30 +62,34 @@ def command(
     memory: str | None = None,
     xdp: str | None = None,
 ) -> int:
-    """Serve parameters and optimizer state to workers (servers.addresses of their job). The same
-    command resumes.
+    """Serve parameters and optimizer state to workers (servers.addresses of their job). Running the
+    same command again resumes.
 
     `roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
     Args:
-        store: directory of the state; one in /dev/shm is kept in memory
-        sum: instead: sum gradients for workers that keep their state (roadtrain.Summation)
+        store: directory of the state (a directory in /dev/shm is in memory)
+        sum: sum gradients for workers that keep their own state (roadtrain.Summation), instead of
+            serving a store
         formats: with --sum: a module to import that registers your own formats
         budget: memory for buffers, such as 4GiB (default: half of the free memory)
         snapshot: directory on files to which a state in memory is copied during training
-        snapshot_every: steps between two snapshots (100); the same at all servers of a job
-        token_file: file (mode 600) with the workers' token; required unless on loopback
+        snapshot_every: steps between two snapshots (default: 100); must be the same at all servers
+            of a job
+        token_file: file (mode 600) with the workers' token; required if HOST is not a loopback
+            address
         cert: TLS: PEM file of this server's certificate
-        key: TLS: PEM file of its key
+        key: TLS: PEM file of the key of this certificate
         client_ca: TLS: PEM file of the CA that must have signed the workers' certificates (default:
             workers need none)
         ca: the older name of --client-ca
-        link: tcp, or the name of a plugin's link such as rdma; workers must use the same (tcp)
-        switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
-            arrive at the 64 UDP ports above PORT
-        memory: with --switch: memory for the tables and sockets of all jobs (256MiB)
-        xdp: with --switch: sum in the kernel what arrives at this network device, such as eth0
-            (falls back to user space if that is impossible, and says why)
+        link: tcp, or the name of a plugin's link such as rdma; workers must use the same link
+            (default: tcp)
+        switch: run a switch instead of a server: sum gradients and copy parameters for jobs with a
+            fan_in; datagrams arrive at the 64 UDP ports above PORT
+        memory: with --switch: memory for the tables and sockets of all jobs (default: 256MiB)
+        xdp: with --switch: sum packets of this network device, such as eth0, in the kernel (if this
+            is impossible, the switch prints the reason and sums in user space)
     """
     where = address_of(address)
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
@@ -129,7 +133,7 @@ def command(
 
 
 def budget_of(text: str | None) -> int:
-    """Return the bytes of --budget, or half of the free memory if it is not set."""
+    """Return the bytes of --budget, or half of the free memory if the option is not set."""
     return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 
 
@@ -147,7 +151,8 @@ def _check_switch(
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
     if extra and not switch:
         raise ConfigError(
-            f"{', '.join(extra)} without --switch has no effect", hint="servers have --budget"
+            f"{', '.join(extra)} without --switch has no effect",
+            hint="add --switch; the memory of a server with --store or --sum is set by --budget",
         )
 
 
@@ -242,7 +247,7 @@ class SessionHost:
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
         """Accept a participant whose route has an end at the server.
 
-        If there is no session, the participant begins one.
+        If there is no session, the participant begins a session.
         """
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
@@ -293,8 +298,8 @@ class SessionHost:
     def run(self) -> None:
         """Tear down sessions that have ended, and check running sessions for silent workers.
 
-        Returns after `stop`. If this process itself was suspended, one check is skipped, so that
-        the links can first read the heartbeats that have arrived meanwhile.
+        Returns after `stop`. If this process itself was suspended, one check is skipped. The links
+        can then read the heartbeats that have arrived meanwhile.
         """
         while True:
             begun = time.monotonic()

@@ -1,5 +1,5 @@
-"""Server: stores chunks, collects their gradients, and updates them. It has threads around the
-state machine in servers/protocol/server.py.
+"""Server: stores chunks, collects gradients, and updates the chunks. The threads of a Server carry
+out the decisions of the state machine in servers/protocol/server.py.
 
 A loop thread calls the state machine, I/O threads read and write files, and an update thread runs
 kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
@@ -78,7 +78,7 @@ class ServerConfig:
 
 
 class Server:
-    """One server of parameters.
+    """A server that stores and updates its chunks.
 
     `deliver(message, worker)` sends a message to a worker, or to all workers if `worker` is None.
     """
@@ -149,9 +149,9 @@ class Server:
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _allocate_resident(self) -> dict[int, memoryview]:
-        """Allocate a buffer for the resident parts of all records. Returns each chunk's view of it.
+        """Allocate one buffer for the resident parts of all records.
 
-        The keys of the result are chunk numbers.
+        Returns a dict from the number of each chunk to the chunk's view of the buffer.
         """
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
@@ -183,7 +183,7 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """Receive a message of the worker in this process. The worker uses Server as MessageLink.
+        """Receive a message of the worker in this process, which uses the Server as a MessageLink.
 
         Raises LostError if the server is stopped.
         """
@@ -199,7 +199,7 @@ class Server:
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """Return the result of the state machine's `waits`.
+        """Return the waiting pulls and the missing messages; see ServerStateMachine.waits.
 
         Raises DeadlineError if the loop thread does not answer in time.
         """
@@ -208,10 +208,11 @@ class Server:
         )
 
     def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
-        """Continue at `step` with the records of `tier`, or with those in memory if it is None.
+        """Continue at `step` with the records of `tier`.
 
-        Call it only between steps, when nothing is in progress. Raises StoreError if the files are
-        damaged, and DeadlineError if reading them takes too long.
+        If `tier` is None, the server continues with the records in memory. Call this method only
+        between steps, when nothing is in progress. Raises StoreError if the files are damaged, and
+        DeadlineError if reading them takes too long.
         """
 
         def change() -> None:
@@ -248,8 +249,8 @@ class Server:
     def stop(self, deadline_s: float) -> list[str]:
         """End all threads without waiting for unfinished steps.
 
-        Returns the names of threads that have not ended within the deadline. They keep their memory
-        until they end. The caller must close the tier.
+        Returns the names of threads that have not ended within the deadline. These threads keep
+        their memory until they end. The caller must close the tier.
         """
         self._stopping = True
         self._inbox.put(None)
@@ -398,7 +399,7 @@ class Server:
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
         """Read the weights part of a record from the file.
 
-        If the file does not contain it, or `newest` is set, read the master and cast it instead.
+        If the file has no weights part, or if `newest` is set, read the master and cast the master.
         """
         tier, record = self.tier, self.records[number]
         assert tier is not None
@@ -497,10 +498,10 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Return the checksum of an updated record, before or after it is written.
+        """Return the checksum of an updated record.
 
-        The checksum covers the state and the parameters that a pull returns, but not the padding
-        after a 16-bit copy.
+        The checksum covers the state and the parameters that a pull returns. It does not cover the
+        padding after a 16-bit copy.
         """
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
@@ -519,7 +520,7 @@ class Server:
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """Return the name of the part of a record that is written, and its byte offset.
 
-        A resident 16-bit copy is not written, because it can be cast from the master.
+        A resident 16-bit copy is not written, because the copy can be cast from the master.
         """
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
@@ -568,7 +569,7 @@ def apply_rule(
     """Apply `rule` to every span of `record` that has a gradient.
 
     Adjacent spans with equal scalars and scale are processed as one range, including the padding
-    between them. If `public` is not None, the 16-bit copy of the new values is written to it.
+    between them. If `public` is not None, the 16-bit copy of the new values is written to `public`.
     """
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]

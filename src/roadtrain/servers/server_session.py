@@ -55,7 +55,10 @@ class StoreHost(Protocol):
     report: Callable[[str], None]
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
-        """Handle the end of a session, so that the process's own thread calls `tear_down` later."""
+        """Arrange that a thread of this process calls `tear_down` later.
+
+        Called when a session has ended.
+        """
 
 
 # A function of the layout, the server's number and the session's memory in bytes. It returns the
@@ -119,8 +122,10 @@ class ServerSession(ParameterSession):
         return BusyError(f"busy with a session of {self.workers} worker(s), at step {self.step}")
 
     def _refused(self, worker: ParameterConnection, error: BaseException) -> None:
-        """Remove a worker that cannot join. End the session if it is worker 0, or if no connected
-        worker is left."""
+        """Remove a worker that cannot join.
+
+        If this worker is worker 0, or if no connected worker is left, end the session.
+        """
         with self.lock:
             self.connections.pop(worker.rank, None)
             over = worker.rank == 0 or self.lost_ranks >= self.connections.keys()
@@ -137,8 +142,10 @@ class ServerSession(ParameterSession):
             raise error
 
     def _greet(self, worker: ParameterConnection) -> ForeignError | None:
-        """Send Ready and the worker's job state. If the worker runs another job, end the session
-        and return the error."""
+        """Send Ready and the worker's job state.
+
+        If the worker runs another job, end the session and return the error.
+        """
         assert self.meta is not None and self.tier is not None
         if worker.signature != self.meta.signature:
             error = ForeignError(
@@ -221,8 +228,11 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the opened tier. Raises ForeignError if it is not this server's part of the store
-        described by `meta`."""
+        """Return the opened tier.
+
+        Raises ForeignError if this tier is not the part of the store that `meta` assigns to this
+        server.
+        """
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
             return tier
@@ -277,7 +287,7 @@ class ServerSession(ParameterSession):
         worker.say(m.FILLED, (chunk.id,))
 
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """Publish a new part, which is complete."""
+        """Publish the new part of the store, which is now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
             raise WireError("a new part must be settled once, by worker 0")
         with self._stored():
@@ -323,7 +333,10 @@ class ServerSession(ParameterSession):
     def _read(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """Send a whole record, between steps. For chunk -1, send the blobs of the last commit."""
+        """Send a whole record to a worker. Called between steps.
+
+        For chunk -1, send the blobs of the last commit.
+        """
         if self.meta is None or self.tier is None:
             raise WireError("the store is not open yet")
         if fields.chunk == -1:
@@ -396,7 +409,7 @@ class ServerSession(ParameterSession):
         super().look(silent_s)
 
     def status(self) -> m.Status:
-        """Return the status of this server, with the wait of each worker (or relay)."""
+        """Return the status of this server, and what each worker or relay waits for."""
         with self.lock:
             here, now = dict(self.connections), time.monotonic()
         role = "worker" if self.local > 0 else "relay of host"

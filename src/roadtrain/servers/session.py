@@ -38,7 +38,7 @@ class JobSession:
 
     Attributes:
         stages: Seconds and bytes of each stage since the last `stages.take()`.
-        step: The step that was the last committed step when the session was opened.
+        step: The last committed step at the time when the session was opened.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class JobSession:
         """Return an array of a parameter. Call it only if all steps have ended and are committed.
 
         Master values and state arrays have the shape of the parameter, and a state scalar has shape
-        (1,). The dtype is fp32, except that master values of a frozen parameter are in its own
-        dtype. Raises ConfigError if the array does not exist.
+        (1,). The dtype is fp32, except that master values of a frozen parameter have the dtype of
+        the parameter. Raises ConfigError if the array does not exist.
         """
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the array that `read` returns in pieces: (index of the first element, values).
 
-        If `what` is WEIGHTS, the values are pulled and include updates that are not committed,
-        because other workers may be needed for a commit.
+        If `what` is WEIGHTS, the values are pulled from the servers. These values include updates
+        that are not committed yet, because a commit may need the other workers.
         """
         if what != WEIGHTS:
             yield from param_pieces(
@@ -152,8 +152,8 @@ class JobSession:
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
         """Apply `change` to every record. The store is then at `step`.
 
-        Call it only with local servers, and if all steps have ended and are committed. If the store
-        is on files, the change is atomic, and committed on return.
+        Call this method only with local servers, and only after all steps are committed. If the
+        store is on files, the change is atomic, and committed on return.
         """
         self.worker.rest()
         assert isinstance(self.servers, LocalServers)

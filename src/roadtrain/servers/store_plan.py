@@ -32,8 +32,8 @@ class StorePlan:
     direct: bool = True
     # relative rates of the directories or servers; if empty, all are equal
     weights: tuple[float, ...] = ()
-    # With staleness 1 the store has two versions of the parameters. With a higher staleness it has
-    # one, and pulls get the newest version.
+    # With staleness 1 the store has two versions of the parameters. With a higher staleness, the
+    # store has one version, and pulls get the newest version.
     staleness: int = 0
     replicas: int = 1
     moved_from: tuple[Path, ...] = ()  # directories that held parts of the store before
@@ -108,7 +108,8 @@ def fill_record(
     """Return the initial record of `chunk`.
 
     Values come from `source`, and the chunk's update rule defines the initial state. `groups` are
-    the optimizer's parameter groups. Residuals have higher group numbers and no hyperparameters.
+    the optimizer's parameter groups. Residuals have group numbers above these groups, and no
+    hyperparameters.
     """
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
@@ -121,7 +122,10 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` to a span. Its arrays and scalars must be zero before."""
+    """Write the initial state of `rule` to a span.
+
+    The arrays and scalars of the span must be zero before.
+    """
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(
         view.piece(MASTER, span), [view.piece(what, span) for what in rule.arrays], row, hyper

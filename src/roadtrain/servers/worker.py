@@ -42,9 +42,9 @@ from roadtrain.units import round_up
 class ProcessLock(threading.Condition):
     """A condition that can only be used in the process that created it.
 
-    A forked child has no threads that could notify the condition, and may have inherited it in
-    locked state. `interrupted` is set if Ctrl-C has stopped a change of the guarded state halfway.
-    An interrupted wait does not set `interrupted`.
+    A forked child has no threads that could notify the condition, and may have inherited the
+    condition in locked state. `interrupted` is set if Ctrl-C has stopped a change of the guarded
+    state halfway. An interrupted wait does not set `interrupted`.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ProcessLock(threading.Condition):
 class Worker:
     """A worker's exchange of parameters and gradients with its servers.
 
-    It is the GradBook of streaming/grads.py, and has most methods of a BlockSource
+    A Worker is a GradBook (streaming/grads.py), and has most methods of a BlockSource
     (streaming/block_stream.py). Blocks are indices of the ChunkTable. The root block (0) has
     permanent buffers instead of a slot.
     """
@@ -167,7 +167,7 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """Return the error of a link with the open step and the operation in its text (Rule 5)."""
+        """Return a link's error with the open step and the operation added to its text (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
         detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
@@ -263,7 +263,7 @@ class Worker:
     def pull_newest(self, chunk: Chunk) -> memoryview:
         """Fetch the weights part of a chunk, wait for it, and return it.
 
-        It includes all updates that have begun so far, also those that are not committed.
+        The parameters include all updates that have begun, also updates that are not committed yet.
         """
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
@@ -284,7 +284,7 @@ class Worker:
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Fetch the root block if it is old. Returns whether it was fetched."""
+        """Fetch the root block if it is old. Returns whether the root block was fetched."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -401,8 +401,10 @@ class Worker:
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
-        """Return a buffer with the newest residuals. The caller changes them in place and sends
-        them."""
+        """Return a buffer with the newest residuals.
+
+        The caller changes the residuals in place and sends them.
+        """
         block = self.table.blocks[residual_block]
         if permanent:  # residuals of the root have a permanent buffer, as the root itself
             host = self.buffers.residual(residual_block, block.pull_nbytes)
@@ -439,8 +441,8 @@ class Worker:
     ) -> None:
         """Push the gradients of `chunks` from `host`.
 
-        `host` becomes free when all servers have read it. `then` has the messages to send directly
-        after the gradient of a chunk.
+        `host` becomes free when all servers have read it. `then` has, for each chunk, the message
+        to send directly after the gradient of the chunk.
         """
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
@@ -481,7 +483,7 @@ class Worker:
         return out
 
     def forget(self, block: int) -> None:
-        """Drop the gradient of `block` that the servers hold, if there is one."""
+        """If the servers hold a gradient of `block`, drop this gradient."""
         if not self.blocks[block].held:
             return
         with self._lock:
@@ -519,7 +521,10 @@ class Worker:
             self.forget(residual_block)
 
     def _end_update(self, block: int) -> None:
-        """Finish an update. With a single worker, drop the gradients of chunks that it skips."""
+        """Finish an update.
+
+        With a single worker, the gradients of chunks that the update skips are dropped.
+        """
         with self._lock:
             if self.machine.unchanged(block):
                 self._wait_summed(block)
@@ -527,9 +532,10 @@ class Worker:
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
-        """End `step`, all of whose updates have begun, and send `self.word` to the other workers.
+        """End `step`, and send `self.word` to the other workers.
 
-        Waits while too many steps are uncommitted, or while sums of squares are missing.
+        All updates of the step must have begun. Waits while too many steps are uncommitted, or
+        while sums of squares are missing.
         """
         machine = self.machine
         with self._lock:

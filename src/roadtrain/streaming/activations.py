@@ -1,17 +1,17 @@
 """Activations: the inputs of blocks, which are kept from the forward to the backward.
 
-They are kept in host memory up to a byte budget, and in a scratch file beyond it. A kept tensor of
-n bytes is in one of these states, in which it uses the given part of the budget:
+The inputs are kept in host memory up to a byte budget, and in a scratch file beyond the budget. A
+kept tensor of n bytes is in one of these states. Each state uses the given part of the budget:
     HERE     n bytes: it is a reference to a CPU tensor, or a pinned copy of a CUDA tensor. The CUDA
              tensor itself is kept until the copy is complete.
     LEAVING  n bytes: it is being written to the scratch file
     AWAY     0 bytes: it is in the file
     COMING   n bytes: it is being read from the file
-Backward uses the newest tensor first. So the oldest tensors are written first, and loading a tensor
-starts to read the tensor before it. A tensor object that is the input of several blocks (a mask,
-position embeddings) is kept once. Tensors smaller than SMALL and expanded tensors are kept by
-reference and never written. A single thread writes and reads the file; it starts with the first
-write.
+Backward uses the newest tensor first. Therefore the oldest tensors are written first. When a tensor
+is loaded, the thread also starts to read the tensor that was saved before it. A tensor object that
+is the input of several blocks (a mask, position embeddings) is kept once. Tensors smaller than
+SMALL and expanded tensors are kept by reference and never written. A single thread writes and reads
+the file; it starts with the first write.
 
 Kept tensors must not be changed in place. Loading a tensor that was changed raises ModelError.
 Does NOT keep the autograd graph of a tensor, or any tensor after close().
@@ -129,7 +129,7 @@ class Activations:
     def save(self, tensor: torch.Tensor) -> KeptTensor:
         """Keep `tensor`, and wait until it fits in the budget.
 
-        Raises BudgetError if it cannot fit, and FullError if the scratch disk is full.
+        Raises BudgetError if the tensor cannot fit, and FullError if the scratch disk is full.
         """
         with self._lock:
             self._sweep()
@@ -155,9 +155,9 @@ class Activations:
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
-        """Return the kept values on the device of the saved tensor. They must not be changed.
+        """Return the kept values on the device of the saved tensor.
 
-        The ticket stays valid until it is freed.
+        The values must not be changed. The ticket stays valid until it is freed.
         """
         with self._lock:
             self._sweep()
@@ -267,7 +267,10 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the device tensor, which may change afterwards. Its copy must be complete."""
+        """Drop the reference to the device tensor, whose copy must be complete.
+
+        The tensor may change afterwards.
+        """
         if ticket.event is None:
             return
         ticket.event = None

@@ -9,8 +9,9 @@ autograd adds up its gradient as usual.
 
 Note SAME GRAPH. The forward of a node runs the block with gradients enabled, but drops all tensors
 that autograd saves. This has three reasons. The block runs the same kernels as in backward and in
-plain training. The run shows which outputs need gradients. If a gradient would leave the block by
-another way than its arguments and parameters, an error is raised, and the gradient is not lost.
+plain training. The run shows which outputs need gradients. If a gradient flows to a tensor that is
+neither an argument nor a parameter of the block, an error is raised, because this gradient would be
+lost.
 
 Assumes that blocks are called; that their results depend only on arguments, parameters, buffers and
 RNG; and that they return tensors in tuples, lists, dicts or types registered with
@@ -45,13 +46,13 @@ from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """The provider of parameters and receiver of gradients of a BlockStream.
+    """The object from which a BlockStream fetches parameters, and to which it pushes gradients.
 
     Blocks are indices of the ChunkTable.
     """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Wait for the block's parameters, and return them and their version.
+        """Wait for the parameters of a block, and return (parameters, version).
 
         The parameters are one uint8 tensor on the compute device, in the ChunkTable's layout.
         """
@@ -72,8 +73,8 @@ class BlockSource(GradBook, Protocol):
         """Receive all gradients of one backward of `block`.
 
         `present` has the indices of the parameters with a gradient. The gradients of all other
-        parameters are zero. Called before `p.grad` is set. This backward does not count as pending
-        any more.
+        parameters are zero. Called before `p.grad` is set. BlockStream.pending no longer counts
+        this backward.
         """
 
 
@@ -145,7 +146,7 @@ class BlockStream:
     # -- public methods
 
     def attach(self, root: torch.Tensor) -> None:
-        """Replace the blocks' forwards and release their parameters.
+        """Replace the forward of each block, and release the parameters of all blocks.
 
         The block source must already have the values. The root's parameters become views of `root`,
         a uint8 tensor of shape [pull_nbytes] that must not be freed.
@@ -259,9 +260,10 @@ class _Node(torch.autograd.Function):
 class _Call:
     """A recorded run of a block.
 
-    It lives as long as its node in the autograd graph, and frees the kept inputs at its end.
-    `inputs` has the distinct tensors in (args, kwargs), and `tickets` the tickets of these tensors
-    in the same order. `slots` has the leaves of (args, kwargs), as returned by `distinct`.
+    A _Call lives as long as its node in the autograd graph. When the node is freed, the kept inputs
+    are freed as well. `inputs` has the distinct tensors in (args, kwargs), and `tickets` the
+    tickets of these tensors in the same order. `slots` has the leaves of (args, kwargs), as
+    returned by `distinct`.
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class _Call:
         self.serial = next(stream._serial)
         self.tickets: list[KeptTensor] = []
         self.closed = False
-        # whether it was recorded during a backward, when a checkpoint was recomputed
+        # whether the call was recorded during a backward, when a checkpoint was recomputed
         self.inside = torch._C._current_graph_task_id() != -1
         if self.inside:
             stream.pass_runs()
@@ -410,8 +412,8 @@ class _Call:
     ) -> tuple[Sequence[torch.Tensor | None], int]:
         """Recompute the block, and return (gradients, n).
 
-        The first n gradients are those of the inputs that need one and of the shared parameters.
-        The gradients of the parameters in `trained` follow.
+        The first n gradients belong to the inputs that need a gradient, and to the shared
+        parameters. The gradients of the parameters in `trained` follow.
         """
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
@@ -469,9 +471,10 @@ def _refuse(name: str, _: None) -> Any:
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a copy if it is in `buffer`, whose memory will be reused.
+    """Return `tensor`, or a copy if the tensor is a view of `buffer`.
 
-    It is in `buffer` if the block returns a parameter.
+    If the block returns a parameter, the tensor is such a view. The memory of `buffer` will be
+    reused.
     """
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()

@@ -1,5 +1,5 @@
-"""FetchedParameters: the parameters of one block. They are views of a fetched buffer while the
-block runs, and released afterwards.
+"""FetchedParameters: the parameters of one block. The parameters are views of a fetched buffer
+while the block runs, and released afterwards.
 
 Released parameters keep shape, dtype and device, take 0 bytes, and raise an error when they are
 read (streaming/released.py). Code that reads their memory in another way finds NaN (or the minimum

@@ -5,9 +5,9 @@ norms, scaling by a number and `torch.amp.GradScaler` accept it like a tensor, a
 ordinary gradients. A norm asks the server for the sum of squares. A product changes `scale`, a
 factor that the server applies in the update.
 
-Assumes that the sum of squares is of the step's accumulated gradient without `scale`, and that the
-sum is inf or nan if any element is inf or nan. Does NOT provide the elements: every operation that
-needs them raises LoopError.
+Assumes that the sum of squares refers to the gradient as accumulated in this step, without `scale`.
+Assumes that the sum is inf or nan if any element is inf or nan. Does NOT provide the elements:
+every operation that needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Wait for the sum of squares of a gradient and return it.
+        """Wait for the sum of squares of a gradient, and return the sum.
 
-        It is the gradient of ChunkTable.params[param], accumulated in this step and not scaled.
+        The gradient is accumulated over this step and not scaled. `param`: Index of the parameter
+        in ChunkTable.params.
         """
 
 
@@ -117,7 +118,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
     """Return the norm of a gradient as a 0-dim tensor.
 
-    The norm of a 16-bit gradient is in fp32, because it could overflow fp16.
+    The norm of a 16-bit gradient is in fp32, because a norm in fp16 could overflow.
     """
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))

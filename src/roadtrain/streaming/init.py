@@ -1,5 +1,5 @@
-"""Initial values for a model that was built on `meta`. They are computed for one block at a time,
-so the whole model is never in memory.
+"""Initial values for a model that was built on `meta`. The values are computed for one block at a
+time, so the whole model is never in memory.
 
     for part in (split.root, *split.blocks):  # the root is first, see below
         materialize(part, split, init)        # init: a function of the user that initializes a
@@ -34,9 +34,9 @@ Init = Callable[[nn.Module], None]
 
 
 def own_init(model: nn.Module) -> Init:
-    """Return the model's own initialization: a function of a module.
+    """Return the model's own initialization, as a function that initializes one module.
 
-    It must be called for each module of the model, and for children before their parents.
+    The function must be called for each module of the model, and for children before their parents.
     """
     families: dict[int, Init] = {}
 
@@ -69,7 +69,7 @@ def materialize(
     values: bool = True,
     loaded: Collection[str] = (),
 ) -> None:
-    """Replace the parameters and buffers of `part` on `meta` by initialized ones on the CPU.
+    """Replace the parameters and buffers of `part` on `meta` by initialized tensors on the CPU.
 
     Args:
         part: The block or the root.

@@ -36,12 +36,12 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 
 def pristine(leaf: Any, name: str) -> Any:
-    """Return the value that a run of block `name` gets for a leaf that is not a tensor.
+    """Return the value that a run of block `name` gets in place of a leaf that is not a tensor.
 
-    For a key-value cache, it is a new empty cache, because a block appends to its cache, and the
-    recomputation would append again. It is not None, because a cache determines the memory layout
-    of keys, and the rounding of kernels depends on the layout. Any other leaf is returned itself.
-    Raises ModelError if the cache is not empty.
+    In place of a key-value cache, the run gets a new empty cache. A block appends to its cache, and
+    the recomputation would append again. None would not be enough, because a cache determines the
+    memory layout of keys, and the rounding of kernels depends on the layout. Any other leaf is
+    returned unchanged. Raises ModelError if the cache is not empty.
     """
     if not _is_cache(leaf):
         return leaf

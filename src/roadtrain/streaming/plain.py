@@ -1,5 +1,5 @@
-r"""The encoding of the job state as bytes. It can only contain nested values and tensors of known
-types, so decoding runs no code (Rule 8).
+r"""The encoding of the job state as bytes. The encoding can only contain nested values and tensors
+of known types, so decoding runs no code (Rule 8).
 
     b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
@@ -51,7 +51,8 @@ HINT = (
 def encode(value: Any, what: str = "the state") -> bytes:
     """Encode `value`.
 
-    Raises ConfigError if a value has an unsupported type. The error names its place in `what`.
+    Raises ConfigError if a value has an unsupported type. The error names the place of this value
+    in `what`.
     """
     pieces: list[memoryview] = []
     header = msgspec.msgpack.encode(_to_header(value, pieces, what, 0))
@@ -151,7 +152,7 @@ def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
 
 
 class _Unread:
-    """The part of the tensors' bytes that was not read yet."""
+    """The bytes of the tensors that were not read yet."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view

@@ -1,9 +1,9 @@
 """Released and stale parameters: Parameters whose current values are not in their memory.
 
 A released parameter has its shape, dtype, device and gradient, but no values and no memory.
-Computing with it would silently give NaN (Rule 6). So its class is changed while it is released:
-its metadata can be read, and any other use raises LoopError. `detach()` and `.data` return tensors
-with the same behaviour.
+Computing with it would silently give NaN (Rule 6). Therefore the class of a parameter is changed
+while the parameter is released: metadata can be read, and any other use raises LoopError.
+`detach()` and `.data` return tensors with the same behaviour.
 
 A stale parameter has old values in its memory. (Only parameters of the root block become stale,
 after an update.) The first use of a stale parameter fetches the new values of all stale parameters,
@@ -108,7 +108,10 @@ class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
 
 
 def _name_of(function: Any) -> str | None:
-    """Return the name of the attribute or method that `function` uses. None if it needs values."""
+    """Return the name of the tensor attribute or method that `function` uses.
+
+    Returns None if `function` may read the values of the tensor.
+    """
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -132,7 +135,10 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Make reading `params` raise LoopError in a forked child, which does not have their memory."""
+    """Make reading `params` raise LoopError in a forked child.
+
+    The child does not have the memory of the parameters.
+    """
     global _maker
     _maker = maker
     for _, p in params:
@@ -195,7 +201,10 @@ def has_released_value(p: torch.Tensor) -> bool:
 
 
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """Assign `p.data = data`. It also works for parameters on `meta`, where torch refuses it."""
+    """Assign `p.data = data`.
+
+    This function also works for parameters on `meta`, where torch refuses the assignment.
+    """
     if p.is_meta:
         new = nn.Parameter(data, requires_grad=p.requires_grad)
         new.__class__ = p.__class__
@@ -227,7 +236,7 @@ def set_stale(p: nn.Parameter, fetch: Callable[[], object]) -> None:
 
 
 def set_fetched(p: nn.Parameter) -> None:
-    """Restore the class that `p` had before."""
+    """Restore the class that `p` had before it was released or became stale."""
     if isinstance(p, _Refusing | _Stale):
         p.__class__ = type(p).fetched_class  # type: ignore[attr-defined]
         p.__dict__.pop("_fetch", None)
@@ -250,7 +259,8 @@ def is_called_by_dynamo() -> bool:
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
     """Raise LoopError if a parameter was changed in place, because the change would be lost.
 
-    `versions` has an earlier `_version` of each parameter, which is compared with the current one.
+    `versions` has the `_version` of each parameter at an earlier time. It is compared with the
+    current `_version`.
     """
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:

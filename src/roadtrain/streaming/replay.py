@@ -58,7 +58,7 @@ class ForwardState:
     def replay(self) -> Iterator[None]:
         """Context manager that restores the state from before the forward, except autocast.
 
-        At its end, the state from before the restoration is put back.
+        At the end of the context, the state from before the restoration is put back.
         """
         with ExitStack() as stack:
             devices = [] if self.cuda_rng is None else [self.device]
@@ -79,7 +79,7 @@ class ForwardState:
     def replay_autocast(self) -> Iterator[None]:
         """Context manager that restores the autocast of the forward.
 
-        It must contain only the recomputation, not the computation of gradients.
+        The context must contain only the recomputation, not the computation of gradients.
         """
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
@@ -103,8 +103,8 @@ def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager that disables autocast's cache and gradient checkpointing in `modules`.
 
     Autocast caches the cast of a Parameter by the identity of the object, but the same Parameter
-    has different values later. Checkpointing of a transformers layer would compute the layer twice,
-    because the whole block is recomputed anyway.
+    has different values later. The whole block is recomputed anyway, so checkpointing of a
+    transformers layer would only compute the layer once more.
     """
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]

@@ -58,7 +58,7 @@ ComputeDtype = Annotated[
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A block or the root, as a module and parameters.
+    """A block or the root: a module, and the parameters that belong to this part.
 
     `params` has (name, parameter) pairs. The name is the first name of the parameter in
     `model.named_parameters()`.
@@ -171,7 +171,10 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the items of the outermost module lists in `module`, not of lists inside an item."""
+    """Yield the items of the outermost module lists in `module`.
+
+    Lists inside an item are ignored.
+    """
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         several = isinstance(child, nn.ModuleList) and len(child) >= 2
@@ -219,7 +222,7 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
     """Map the id of each parameter to the names of the blocks (or ROOT) that contain it.
 
-    If the parameter has several paths in the model, all of them count.
+    If a parameter has several paths in the model, all paths count.
     """
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}

@@ -27,8 +27,10 @@ _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
-    """Return the job with the vocabulary size of its text, the text as tokens, and the device to
-    train on. Raises ConfigError."""
+    """Return the job, its text as tokens, and the device to train on.
+
+    The returned job has the vocabulary size of its text. Raises ConfigError.
+    """
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(
         f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files,"
@@ -40,8 +42,10 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """Return `job`, with the vocabulary size of the text if the job's config has none. Raises
-    ConfigError if the text does not fit the model."""
+    """Return `job`, with the vocabulary size of the text if the job's config has none.
+
+    Raises ConfigError if the text does not fit the model.
+    """
     if not job.model.pretrained and "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": tokens.vocab_size})
     config = build_config(job)
@@ -56,8 +60,11 @@ def fitted(job: Job, tokens: Tokens) -> Job:
 
 
 def build_config(job: Job) -> Any:
-    """Return the transformers config of `job`. Raises ConfigError for keys, values and model types
-    that transformers does not accept, and for models that are not causal language models."""
+    """Return the transformers config of `job`.
+
+    Raises ConfigError for keys, values and model types that transformers does not accept, and for
+    models that are not causal language models.
+    """
     transformers = need("transformers", "hf")
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
@@ -93,8 +100,10 @@ def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:
-    """Build the model in fp32 on `device`, in training mode. On device "meta" the model takes no
-    memory."""
+    """Build the model in fp32 on `device`, in training mode.
+
+    On device "meta", the model takes no memory.
+    """
     config, auto = build_config(job), need("transformers", "hf").AutoModelForCausalLM
     with torch.device(device):
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
@@ -128,7 +137,9 @@ def named(text: str, where: str) -> Any:
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of a causal language model's output. `y` holds the token that
-    follows each position."""
+    """Return the mean cross entropy of a causal language model's output.
+
+    `y`: The token that follows each position.
+    """
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

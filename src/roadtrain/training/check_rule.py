@@ -26,8 +26,8 @@ FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 
 
 def command(name: str, dir: str = ".", report: Report = print) -> int:
-    """Compare an update rule with its reference on random data, and its speed with the speed of the
-    storage.
+    """Compare an update rule with its reference on random data, and compare the speed of the rule
+    with the speed of the storage.
 
     `name` is MODULE:NAME of a Rule object, a Rule class or a torch optimizer class. The exit code
     is 1 if the rule differs from its reference.

@@ -21,7 +21,8 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     Raises RoadtrainError.
 
     Args:
-        new_store: train with the store that is found, or a new one, even if the run had another
+        new_store: accept a store that belongs to another run or is at an earlier step; if there is
+            no store, make a new one
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)

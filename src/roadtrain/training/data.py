@@ -1,11 +1,19 @@
 """Tokens: batches of tokens from text files.
 
+<<<<<<< HEAD
 A row of a batch depends only on the seed, the step, the micro-batch (counted over all workers) and
 the row's index. So a run
 sees the same data after it is resumed and with any number of workers. The text is divided into
 PIECES. The end of each piece is held out, so that held-out text resembles the training text. All
 tokens are kept in memory, in the narrowest integer type that fits the vocabulary. This module
 downloads nothing.
+=======
+A row (one sequence) of a batch depends only on the seed, the step, the micro-batch and the row's
+index. Therefore a run sees the same data after it is resumed, and with any number of workers. The
+text is divided into PIECES. The end of each piece is held out, so that held-out text resembles the
+training text. All tokens are kept in memory, in the narrowest integer type that fits the
+vocabulary. This module downloads nothing.
+>>>>>>> wF3
 """
 
 # B = rows of a batch, T = seq_len
@@ -43,8 +51,11 @@ class Tokens:
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Read and tokenize all files. Raises ConfigError for a path without text files, or if the
-        file of the tokenizer does not exist."""
+        """Read and tokenize all files.
+
+        Raises ConfigError for a path without text files, or if the file of the tokenizer does not
+        exist.
+        """
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
@@ -74,8 +85,10 @@ class Tokens:
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x_BT and y_BT (int64), where y is one token ahead of x. The positions at which
-        rows start are drawn at random for each step."""
+        """Return (x_BT, y_BT) as int64 tensors, where y is one token ahead of x.
+
+        The positions at which rows start are drawn at random for each step.
+        """
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
@@ -88,8 +101,10 @@ class Tokens:
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield at most `n` batches that cover the held-out tokens evenly. Every call yields the
-        same batches."""
+        """Yield at most `n` batches that cover the held-out tokens evenly.
+
+        Every call yields the same batches.
+        """
         rows = (len(self.held_out) - 1) // seq_len
         n = min(n, rows // batch_size)
         if n < 1:
@@ -166,8 +181,10 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 
 def _draw(*key: int) -> int:
-    """Return a 64-bit number, uniformly distributed, that is the same for the same `key` on every
-    machine."""
+    """Return a uniformly distributed 64-bit number.
+
+    The number depends only on `key`. It is the same on every machine.
+    """
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
 

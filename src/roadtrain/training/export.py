@@ -44,7 +44,8 @@ def export_run(
     The parameters are those of the last committed step. Raises ConfigError or StoreError.
 
     Args:
-        masters: write the fp32 masters, not the parameters in the dtype that the model computes in
+        masters: write the fp32 masters instead of the parameters in the dtype that the model
+            computes in
     """
     job = job_of_run(run)
     check_directory(Path(directory))
@@ -63,8 +64,10 @@ def export_run(
 def _export_store(
     run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
 ) -> tuple[int, list[Path]]:
-    """Export the store of a job that has no stages. Returns the store's step and the files that
-    were written."""
+    """Export the store of a job without stages.
+
+    Returns the store's step and the files that were written.
+    """
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         # this process becomes the only worker of the servers, which must have no workers yet

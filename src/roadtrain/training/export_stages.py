@@ -28,8 +28,9 @@ from roadtrain.training.write_safetensors import Item
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
     """Return the last committed step, and the parameters and buffers of that step.
 
-    With `masters`, trained parameters are in fp32, otherwise all are in the compute dtype. Raises
-    ConfigError if no snapshot is committed, or GoneError if parts of the snapshot are missing.
+    If `masters` is True, trained parameters are in fp32. Otherwise, all parameters are in the
+    compute dtype. Raises ConfigError if no snapshot is committed, or GoneError if parts of the
+    snapshot are missing.
     """
     folder = job.run_dir / FOLDER
     reader, snapshot = newest(folder)
@@ -53,8 +54,10 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
-    """Return a reader and the description of the newest committed snapshot in `folder`. Raises
-    ConfigError if no snapshot is committed."""
+    """Return a reader and the description of the newest committed snapshot in `folder`.
+
+    Raises ConfigError if no snapshot is committed.
+    """
     found = list_snapshots(folder) if folder.is_dir() else {}
     for _, reader in sorted(found.items(), reverse=True):
         if (snapshot := reader.marker()) is not None:

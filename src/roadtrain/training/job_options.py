@@ -84,8 +84,7 @@ def _staged_conflicts(job: Job) -> Iterator[Conflict]:
 def placed_options(job: Job, *, moves: bool) -> dict[str, Any]:
     """Return the options of place() that are fields of a Request.
 
-    If `moves` is False, store.moved_from is ignored: the store is not moved out of directories in
-    which it was before. Raises ConfigError.
+    If `moves` is False, store.moved_from is ignored, so the store is not moved. Raises ConfigError.
     """
     check(job)
     return {
@@ -135,15 +134,19 @@ def _delay_of(job: Job) -> Delay | None:
 
 
 def _promise(job: Job) -> int | None:
-    """Return the number of backward passes per step, with which place() begins updates during the
-    last backward pass. Return None if gradients are scaled after the last backward pass."""
+    """Return the option `backwards_per_step` of place(): the number of backward passes per step.
+
+    Returns None if gradients are clipped or scaled after the last backward pass.
+    """
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 
 
 def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
-    """Return the options of parallelize(). `shared` is text that must be equal on all processes.
-    Raises ConfigError."""
+    """Return the options of parallelize().
+
+    `shared` is text that must be equal on all processes. Raises ConfigError.
+    """
     check(job)
     section = job.parallelism
     degrees = section.degrees(processes)
@@ -177,16 +180,17 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return the values of those keys of a section that are also names of fields of `kind`."""
+    """Return those keys of a section that are also field names of `kind`, with their values."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 
 
 def check_job(job: Job, workers: Sequence[int]) -> None:
-    """Check a job's options: make the same options as `train`, which raise ConfigError if wrong.
+    """Check a job by making the same options as `train` makes.
 
-    Reads no text, tokens or certificates. Assumes that the job names its servers if it needs any.
-    `workers` is the number of workers on each host, in the order of ranks.
+    Raises ConfigError if an option is wrong. Reads no text, tokens or certificates. Assumes that
+    the job names its servers if it needs any. `workers` is the number of workers on each host, in
+    the order of ranks.
     """
     if job.parallelism.used:
         stage_options(job, sum(workers))

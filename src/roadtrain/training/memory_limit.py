@@ -56,7 +56,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
 
 
 def was_refused(error: BaseException) -> bool:
-    """Return whether `error`, or an error that caused it, means that an allocation failed."""
+    """Return whether `error`, or the cause of `error`, means that an allocation failed."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _REFUSED):
@@ -94,8 +94,10 @@ def _set(nbytes: int, most: int) -> None:
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Raise ConfigError if the system does not enforce the limit, that is, if allocating `nbytes`
-    more succeeds."""
+    """Raise ConfigError if the system does not enforce the limit.
+
+    The check allocates `nbytes` more, which must fail.
+    """
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):

@@ -4,8 +4,8 @@ after resuming.
 Steps are counted from 1. Line N is written when step N is done, and is on disk before step N can be
 committed. So resuming never has to add lines, only to remove the lines of steps that were not
 committed, and a torn last line. Removed lines are moved to another file, never deleted. If no line
-can be kept, for example because the store is a new one, the whole file is renamed. This module does
-not import torch, because `roadtrain status` reads the file too.
+can be kept, for example because the store is new, the whole file is renamed. This module does not
+import torch, because `roadtrain status` reads the file too.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _UNCOMMITTED_AT_MOST = 16
 
 
 class Metrics:
-    """An open metrics file. Invariant: the steps of its lines are consecutive, and the last line is
-    of step `done`."""
+    """An open metrics file.
+
+    Invariant: the steps of its lines are consecutive, and the last line is of step `done`.
+    """
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
@@ -84,8 +86,10 @@ class Metrics:
         return ""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write the next step's line durably. If the device is full, leaves the file unchanged and
-        raises FullError."""
+        """Write the next step's line durably.
+
+        If the device is full, leaves the file unchanged and raises FullError.
+        """
         assert line["step"] == self.done + 1, (line["step"], self.done)
         body = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
@@ -150,9 +154,9 @@ def committed_by(path: Path) -> int:
     """Return the latest step that is certainly committed according to the file; -1 for none.
 
     The line of step N is written only after step N - k was committed (`Worker.end_step` waits for
-    this), where k is 2, or the staleness if that is larger. If lines have a number
-    "snapshot_every", only multiples of the number are committed, and each is committed before the
-    line of the step that follows is written.
+    this). The number k is 2, or the staleness if the staleness is larger. If lines have a number
+    "snapshot_every", only steps that are multiples of this number are committed. Each of these
+    steps is committed before the line of the next step is written.
     """
     lines = read_metrics(path)
     if not lines:
@@ -165,14 +169,19 @@ def committed_by(path: Path) -> int:
 
 
 def missed_steps(path: Path, done: int) -> bool:
-    """Return whether the last line of the file is of a step before `done`. In this case, this rank
-    or its host did not take part in the steps up to `done`."""
+    """Return whether the last line of the file is of a step before `done`.
+
+    In this case, this rank or its host did not take part in the steps up to `done`.
+    """
     lines = read_metrics(path)
     return bool(lines) and lines[-1]["step"] < done
 
 
 def _rename_aside(path: Path) -> Path | None:
-    """Rename the file and return its new name. If the file is empty or missing, return None."""
+    """Rename the file, and return its new name.
+
+    If the file is empty or missing, returns None.
+    """
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.before-{n}.jsonl") for n in itertools.count(1))
@@ -194,8 +203,10 @@ def _counts(path: Path, done: int) -> bool:
 
 
 def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (line, size in bytes) for every line of the file. A line that is damaged or was not
-    written by this class is yielded as None."""
+    """Yield (line, size in bytes) for every line of the file.
+
+    For a line that is damaged or was not written by this class, yields None in place of the line.
+    """
     if not path.exists():
         return
     with typed_errors(path, "reading"):

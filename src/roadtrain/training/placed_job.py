@@ -41,8 +41,11 @@ MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stac
 
 @dataclass
 class PlacedJob:
-    """A job with its model placed. The loop in training/train.py runs it, like a StagedJob.
-    `optimizer` is the result of place()."""
+    """A job whose model is placed.
+
+    The loop in training/train.py runs the job, like a StagedJob. `optimizer` is the result of
+    place().
+    """
 
     job: Job
     model: torch.nn.Module
@@ -68,8 +71,10 @@ class PlacedJob:
         return int(self.optimizer.steps_done)
 
     def is_stale(self, lines: Path) -> bool:
-        """Return whether the metrics file `lines` cannot be continued with the next step, because
-        its lines belong to another store or this worker has missed steps."""
+        """Return whether the metrics file `lines` cannot be continued with the next step.
+
+        This is the case if its lines belong to another store, or if this worker has missed steps.
+        """
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
         return fresh or (served and missed_steps(lines, self.steps_done))
@@ -125,8 +130,8 @@ class PlacedJob:
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
         """On worker 0, replace the loss by the mean over all workers, and the tokens by their sum.
 
-        With a delay, the losses of the other workers are not available yet. Then the loss is left
-        alone, and the key "loss_of" says so.
+        With a delay, the losses of the other workers are not available yet. In this case, the loss
+        of worker 0 is kept, and the key "loss_of" records this.
         """
         if self.words is None or self.rank:
             return own
@@ -136,12 +141,15 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the mark. Called after the step's line was written."""
+        """Record the committed step in the mark.
+
+        Called after the metrics line of the step was written.
+        """
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 
     def abandon(self) -> None:
-        """Do not commit the last step, because its line could not be written."""
+        """Do not commit the last step, because its metrics line could not be written."""
         self.optimizer.abandon()
 
     def finish(self, why: str) -> None:
@@ -156,8 +164,10 @@ class PlacedJob:
 
     @torch.no_grad()
     def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
-        """Return the mean loss of at most `batches` held-out batches, or None if no text is held
-        out."""
+        """Return the mean loss of at most `batches` held-out batches.
+
+        Returns None if no text is held out.
+        """
         job, model = self.job, self.model
         if not job.data.held_out:
             return None
@@ -183,8 +193,11 @@ class PlacedJob:
         self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
-        """Clip the gradients. They are still multiplied by the loss scale, because torch refuses to
-        unscale fp16 gradients, so the limit is multiplied by the scale too."""
+        """Clip the gradients.
+
+        The gradients are still multiplied by the loss scale, because torch refuses to unscale fp16
+        gradients. Therefore the limit is multiplied by the loss scale too.
+        """
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
@@ -203,7 +216,8 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Prepare the text, model and optimizer of a job, and place them.
 
-    `mark` is the mark of the run directory if its state is to be resumed. Raises RoadtrainError.
+    `mark`: The mark of the run directory. If None, the state of the run directory is not resumed.
+    Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
@@ -234,8 +248,10 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward, without the waiting time inside them. The optimizer adds the
-    waiting time to `other`, as stage "Wait"."""
+    """Times of Forward and Backward, without the waiting time inside them.
+
+    `other`: The Stages in which the optimizer measures the waiting time, as stage "Wait".
+    """
 
     def __init__(self, other: Stages) -> None:
         super().__init__()
@@ -252,8 +268,11 @@ class NetStages(Stages):
 def step(
     training: PlacedJob, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
-    """Train step `number`, counted from 0. Returns the step's mean loss and its learning rate.
-    `before` is called with the loss, after the backward passes and before the optimizer's step."""
+    """Train step `number`, counted from 0. Returns the mean loss and the learning rate of the step.
+
+    `before`: A function that is called with the loss, after the backward passes and before the
+    optimizer's step.
+    """
     job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group

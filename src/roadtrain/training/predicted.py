@@ -24,8 +24,10 @@ Line = dict[str, Any]
 
 
 def predicted_for(job: Job, stage: int, replica: int) -> Line:
-    """Return the keys that add the plan's prediction to the metrics lines of this rank; {} if the
-    job has no plan."""
+    """Return the keys that add the plan's prediction to the metrics lines of this rank.
+
+    Returns {} if the job has no plan.
+    """
     plan = job.predicted
     if not plan.seconds:
         return {}
@@ -36,8 +38,11 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return a table of predicted seconds, measured seconds and their ratio for each place of the
-    pipeline. The measurements are from the first rank at the place."""
+    """For each place of the pipeline, return a table that compares predicted and measured times.
+
+    A row has the predicted seconds, the measured seconds, and the ratio of both. The measurements
+    are from the first rank at the place.
+    """
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}

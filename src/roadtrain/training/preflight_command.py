@@ -51,7 +51,8 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices must be 1 or more, is {devices}; --patience above 0, is {patience:g}"
+            f"--devices ({devices}) must be 1 or more, and --patience ({patience:g}) must be"
+            " above 0"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
@@ -81,8 +82,11 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 
 
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
-    """Return the number of ranks of this test that must meet, or 0 if the job adapts to the ranks
-    that arrive. A rank of this test stands for `per_rank` ranks of the job. Raises ConfigError."""
+    """Return the number of ranks of this test that must meet.
+
+    A rank of this test stands for `per_rank` ranks of the job. If the job adapts to the ranks that
+    arrive, returns 0. Raises ConfigError.
+    """
     if not section.used or (section.dp is None and not section.widths):
         return 0
     parallelism = section.degrees(0)
@@ -96,11 +100,10 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:
-    """Return the Launch of this host, with one rank per host. This host's rank is the index of its
-    name or address in `names`.
+    """Return the Launch of this host, with one rank per host.
 
-    Raises ConfigError if this host is not listed exactly once, or if the name of another host
-    resolves to the loopback address.
+    This host's rank is the index of its name or address in `names`. Raises ConfigError if this host
+    is not listed exactly once, or if the name of another host resolves to the loopback address.
     """
     me = socket.gethostname()
     own = {card.address for card in this_host().cards}

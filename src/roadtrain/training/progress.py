@@ -1,8 +1,8 @@
 """Progress display during training: a bar on a terminal, otherwise lines. Measures nothing.
 
-A line shows how the training thread spent the step: shares of Forward and Backward without waiting,
-of Wait, and of the rest (batches, clipping, printing). The shares add up to 100 %. The end of the
-line names the resource that limited the step.
+A line shows the percentages of a step that the training thread spent in Forward and Backward
+(without waiting), in Wait, and in the rest (batches, clipping, printing). The percentages add up to
+100. The end of the line names the resource that limited the step.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
 
 
 def describe(job: Job, line: Mapping[str, Any]) -> str:
-    """Return the text that describes a line of metrics.jsonl: loss, rate, shares of the training
-    thread, and the resource that limited the step."""
+    """Return the text that describes a line of metrics.jsonl.
+
+    The text has the loss, the tokens per second, the percentages of the step that the training
+    thread spent in each stage, and the resource that limited the step.
+    """
     loss = "nan" if line["loss"] is None else f"{line['loss']:.3f}"
     rate = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
     busy = {name: stage["seconds"] for name, stage in line["stages"].items()}
@@ -71,8 +74,11 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Return the share of each stage of the training thread in `seconds`, in percent. The shares
-    are whole numbers that add up to 100. Stages with 0 % are left out."""
+    """Return the percentages of `seconds` that the training thread spent in each of its stages.
+
+    The percentages are whole numbers that add up to 100. Stages with 0 % are left out. `busy`: The
+    seconds of each stage.
+    """
     parts = {name: busy.get(name, 0.0) for name in OWN}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
     if not (whole := sum(parts.values())):
@@ -88,8 +94,8 @@ def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
 def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
     """Return the name of the resource that limits steps that took `seconds`.
 
-    `busy` maps stages to their seconds. The training thread either computes or waits. If it mostly
-    computes, computing limits the step. Otherwise the resource that it waits for limits the step.
+    `busy` maps stages to their seconds. The training thread either computes or waits. If the thread
+    mostly computes, computing limits the step. Otherwise, the awaited resource limits the step.
     """
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"

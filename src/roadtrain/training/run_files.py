@@ -28,7 +28,7 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
     run.new_store is ignored if torchrun has restarted this process, because the first start has
     applied the key. A process started by `roadtrain launch` obeys the key after a restart as well,
-    because the launcher removes the key from the job when it no longer applies.
+    because the launcher removes the key from the job when the key no longer applies.
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
@@ -45,7 +45,7 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
 
 def write_job(job: Job) -> None:
-    """Write job.toml, without the keys that apply to a single start, and the tokenizer."""
+    """Write job.toml and the tokenizer. Keys that apply to a single start are left out."""
     lasting = job.changed(dict.fromkeys(ONE_START))
     replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":

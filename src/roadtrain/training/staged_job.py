@@ -73,8 +73,10 @@ def as_stages(job: Job, report: Report = print) -> Job:
 
 
 def meet_alone(job: Job) -> None:
-    """Set torchrun's environment variables if the job needs only one process and torchrun has not
-    set them."""
+    """Set torchrun's environment variables for a job that needs only one process.
+
+    If the job needs several processes, or torchrun has set the variables, does nothing.
+    """
     asks = job.parallelism
     single = (asks.dp, asks.tp, asks.pp, asks.widths) == (1, 1, 1, [])
     if single and not any(os.environ.get(name) for name in LAUNCH_NAMES):
@@ -98,8 +100,11 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 
 @dataclass
 class StagedJob:
-    """This process's stage of a job. The loop in training/train.py runs it, like a PlacedJob.
-    `stopped` is True if a rank asked in the last step that training stop."""
+    """This process's stage of a job.
+
+    The loop in training/train.py runs this stage, like a PlacedJob. `stopped` is True if a rank
+    asked in the last step to stop training.
+    """
 
     job: Job
     training: ParallelTraining
@@ -127,8 +132,10 @@ class StagedJob:
         """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """Return why training ends, or "" to continue. All ranks agree on ending, and exchange
-        their reasons."""
+        """Return why training ends, or "" to continue.
+
+        All ranks agree on whether training ends, and exchange their reasons.
+        """
         if not self.stopped:
             return ""
         own = stop.why()
@@ -174,8 +181,10 @@ class StagedJob:
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def held_out_loss(self) -> float | None:
-        """Return the mean loss of as many held-out batches as a placed job evaluates, or None if no
-        text is held out."""
+        """Return the mean loss of as many held-out batches as a placed job evaluates.
+
+        Returns None if no text is held out.
+        """
         job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
@@ -219,8 +228,10 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
-    """Prepare the text, model and optimizer of a job, and split them into stages. Raises
-    RoadtrainError."""
+    """Prepare the text, model and optimizer of a job, and split the model into stages.
+
+    Raises RoadtrainError.
+    """
     check(job)
     if idle := unused(job):
         report(f"a job in stages does not use {', '.join(idle)}")
@@ -241,9 +252,12 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 
 
 def unused(job: Job) -> list[str]:
-    """Return the keys of [store] and [servers] that are set, although they have no effect in a job
-    with stages. The state of a stage is in the memory of the stage's ranks, or in the place that
-    parallelism.placements names."""
+    """Return the keys of [store] and [servers] that are set, but have no effect in a job with
+    stages.
+
+    The state of a stage is in the memory of the stage's ranks, or in the place that
+    parallelism.placements names.
+    """
     plain = job.changed({"store": {}, "servers": {}})
     return [
         f"{section}.{key}"
@@ -254,8 +268,10 @@ def unused(job: Job) -> list[str]:
 
 
 def shared_lines(job: Job, tokens: Tokens) -> str:
-    """Return the options that must be equal on all processes, one per line. Paths are left out,
-    because they may differ between hosts."""
+    """Return the options that must be equal on all processes, one per line.
+
+    Paths are left out, because paths may differ between hosts.
+    """
     shared = {
         "text": tokens.fingerprint,
         "data": job.data.model_dump(exclude={"paths", "tokenizer"}),

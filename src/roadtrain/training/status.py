@@ -71,8 +71,10 @@ def report_run(
 
 
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Query the reducers of a job in stages, whose list may change during training. Returns rows of
-    a table and the answers."""
+    """Query the reducers of a job in stages. Returns rows of a table and the answers.
+
+    The list of reducers may change during training.
+    """
     section = job.parallelism
     names = [*SpareHosts(section.reducers, None, None).now()]
     if not names:
@@ -83,8 +85,10 @@ def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]
 
 
 def report_ended(run: str, report: Report) -> None:
-    """Report on the directory of a run that has ended. Its servers have ended too, so they are not
-    queried. Raises ConfigError."""
+    """Report on the directory of a run that has ended.
+
+    The servers of the run have ended too, so they are not queried. Raises ConfigError.
+    """
     show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
     report_stages(run, report)
 

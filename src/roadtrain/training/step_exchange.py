@@ -1,6 +1,6 @@
 """Exchange of loss, tokens and stop requests at the end of each step, among workers that train with
-the same servers. So all workers stop after the same step, and worker 0 can report the loss of the
-whole run.
+the same servers. Therefore all workers stop after the same step, and worker 0 can report the loss
+of the whole run.
 
 Without a delay, a worker waits until it has the data of all workers for step n, and then begins
 step n + 1. With a delay of k steps, a worker reads the data of step n - k - 1 at the end of step n.
@@ -31,7 +31,7 @@ class GlobalStep:
 
 
 class StepExchange:
-    """The exchange, as seen by one worker.
+    """One worker's end of the exchange with the other workers.
 
     Args:
         optimizer: The worker's placed optimizer.
@@ -47,7 +47,9 @@ class StepExchange:
 
     def send(self, loss: float, tokens: int, why: str) -> None:
         """Send this worker's data of the current step to the other workers when the step ends.
-        `why` is the reason to stop; "" to continue."""
+
+        `why`: The reason to stop, or "" to continue.
+        """
         stops = 0 if not why else 1 if why == INTERRUPTED else 2
         self._worker.word = WORD.pack(loss, tokens, stops)
 

@@ -1,4 +1,4 @@
-"""StepRecord: the results of a training step, from which its line of metrics.jsonl is made."""
+"""StepRecord: the results of a training step, which are written to metrics.jsonl as a line."""
 
 from __future__ import annotations
 

@@ -16,8 +16,10 @@ INTERRUPTED = "interrupted"
 
 
 class Stop:
-    """A request to end training early: by Ctrl-C, by SIGTERM, or because `minutes` have passed. The
-    current step is still finished, but a second signal ends the process at once."""
+    """A request to end training early: by Ctrl-C, by SIGTERM, or because `minutes` have passed.
+
+    The current step is still finished, but a second signal ends the process at once.
+    """
 
     def __init__(self, minutes: float | None) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -31,7 +33,10 @@ class Stop:
 
     @contextmanager
     def on_signals(self, report: Report) -> Iterator[None]:
-        """Handle signals while the body runs. Does nothing outside the main thread."""
+        """While the body of `with` runs, treat SIGINT and SIGTERM as requests to stop.
+
+        Does nothing outside the main thread.
+        """
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self._signalled:

@@ -45,7 +45,7 @@ class Summary:
 
 @dataclass
 class Totals:
-    """Sums over the steps since this start."""
+    """Sums over the steps since this start of the run."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -56,8 +56,10 @@ class Totals:
     resident: int = 0
 
     def add(self, line: Mapping[str, Any], resident: int) -> None:
-        """Add a line of metrics.jsonl. `resident` is the bytes of roadtrain's buffers after the
-        step."""
+        """Add a line of metrics.jsonl.
+
+        `resident`: The bytes of roadtrain's buffers after the step.
+        """
         self.losses.append(math.nan if line["loss"] is None else line["loss"])
         self.seconds += line["seconds"]
         for name, stage in line["stages"].items():
@@ -79,8 +81,11 @@ class Totals:
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
 ) -> list[tuple[str, str]]:
-    """Return the rows of the table. `plain` is the memory in bytes that ordinary training of the
-    model needs. `program` is the command that starts roadtrain."""
+    """Return the rows of the table.
+
+    `plain`: The memory in bytes that ordinary training of the model needs. `program`: The command
+    that starts roadtrain.
+    """
     held = show_bytes(totals.resident)
     if totals.resident < plain:
         held += f", {totals.resident / plain:.0%} of that"
@@ -144,8 +149,11 @@ def _step(job: Job, totals: Totals) -> str:
 
 
 def resume_command(summary: Summary, typed: str) -> str:
-    """Return the command that continues the run: a `roadtrain launch` command if `roadtrain launch`
-    has started the run, otherwise `typed`."""
+    """Return the command that continues the run.
+
+    If `roadtrain launch` has started the run, this is a `roadtrain launch` command. Otherwise, it
+    is `typed`.
+    """
     name = os.environ.get(LAUNCHED_AS)
     if not name:
         return typed

@@ -1,13 +1,13 @@
 """verify(): trains a few steps of the user's job in three variants, and compares the results bit
 for bit. In variant "placed", the model is placed as in the job, in a temporary store beside the
-job's own. In variant "in RAM", it is placed in RAM. In variant "plain", the model is an ordinary
-torch model, and the same update rules are applied to whole tensors.
+job's own. In variant "in RAM", the model is placed in RAM. In variant "plain", the model is an
+ordinary torch model, and the same update rules are applied to whole tensors.
 
 The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
 rules, but nothing of the stream, servers, stores or chunks. In addition, torch's own optimizer gets
-the same gradients in fp32, and its deviation, which is due to rounding, is reported. verify()
-refuses to run if the memory for all variants is not free. A job with gradient compression is not
-compared with the plain variant.
+the same gradients in fp32. The deviation of this optimizer, which is due to rounding, is reported.
+verify() refuses to run if the memory for all variants is not free. A job with gradient compression
+is not compared with the plain variant.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from roadtrain.units import show_bytes
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
     """Train a few steps with the model placed as in the job, placed in RAM, and in plain torch, and
-    compare every loss and every tensor bit for bit. The exit code is 1 if one differs.
+    compare every loss and every tensor bit for bit. The exit code is 1 if there is a difference.
 
     Raises RoadtrainError.
 
@@ -52,8 +52,10 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
-    """Return whether every loss and every tensor is bit-identical in the variants of training that
-    the module describes. Raises BudgetError or UserError."""
+    """Return whether every loss and every tensor is bit-identical in all variants of training.
+
+    The docstring of the module describes the variants. Raises BudgetError or UserError.
+    """
     if job.optimizer.delay not in (0, 1):
         raise ConfigError(
             f"with optimizer.delay {job.optimizer.delay}, no two runs are equal",
@@ -154,8 +156,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.torch = build_optimizer(job, [ref.shadow for ref in self.all])
 
     def gather(self) -> None:
-        """Replace the gradients of blocks by handles, as in a placed model. The gradients of the
-        root block stay tensors."""
+        """Replace the gradients of blocks by handles, as in a placed model.
+
+        The gradients of the root block stay tensors.
+        """
         for i, ref in enumerate(self.all):
             if i >= self.root_params and ref.p.grad is not None:
                 ref.held = as_numpy(ref.p.grad).reshape(-1).copy()
@@ -206,8 +210,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Return the name of the parameter for which torch's own optimizer deviates most, and the
-        deviation."""
+        """Return the largest deviation of torch's own optimizer.
+
+        Returns a pair: the name of the parameter that deviates most, and its deviation.
+        """
         far = []
         for ref in self.all:
             apart = np.abs(ref.shadow.detach().numpy().reshape(-1) - ref.master)
@@ -223,8 +229,11 @@ class _PlainJob(PlacedJob):
 
 @dataclass(frozen=True)
 class _Variant:
-    """The results of one variant. `read(name, what)` returns values of the parameter `name`: the
-    fp32 masters if `what` is "master", else the rule's state array of that name."""
+    """The results of one variant of training.
+
+    `read(name, what)` returns values of the parameter `name`. If `what` is "master", these are the
+    fp32 masters. Otherwise, they are the rule's state array of that name.
+    """
 
     name: str
     losses: list[float]

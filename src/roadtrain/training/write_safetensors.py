@@ -24,10 +24,11 @@ Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, sha
 def export_dir(
     items: Iterable[Item], directory: str | Path, most_nbytes: int = MOST_NBYTES
 ) -> list[Path]:
-    """Write `items` into `directory`, with one tensor in memory at a time. Returns the paths of the
-    files. A file has at most `most_nbytes` bytes, unless a single tensor is larger.
+    """Write `items` into `directory`, and return the paths of the files.
 
-    An existing export is only replaced once the new export is complete on disk. Raises FullError.
+    Only one tensor is in memory at a time. A file has at most `most_nbytes` bytes; a tensor that is
+    larger gets a file of its own. An existing export is only replaced once the new export is
+    complete on disk. Raises FullError.
     """
     home = Path(directory)
     make_directory(home)

@@ -1,12 +1,13 @@
 """The state machine of a relay, which is between the workers of one host and one server.
 Events in, actions out; pure.
 
-To the workers the relay acts as the server, and to the server as a single worker:
+The workers use the relay as their server. The server sees the relay as a single worker:
     Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
               of `buffers` until this buffer is needed (least recently used first). A block that was
               pulled for the forward is thus usually still in memory for the backward.
     Push ..   The gradients of a single worker are forwarded unchanged. With several workers,
-              gradients are held until every worker has closed the chunk; then the sum is forwarded.
+              gradients are held until every worker has closed the chunk (reported that its gradient
+              is complete). The sum is then forwarded.
     EndStep   Forwarded once every worker has sent it.
 The parts shared with other intermediaries are in servers/protocol/intermediary.py.
 
@@ -44,10 +45,10 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 class ChunkRound:
     """The state of one chunk in the open step. Only used with several workers."""
 
-    # Workers whose gradient is complete. Cleared once it would contain all workers.
+    # Workers whose gradient is complete. Cleared when the last worker completes its gradient.
     closed: set[int] = field(default_factory=set)
     summed: bool = False  # whether the sum has been sent to the server
-    # worker -> its request to update. Cleared once it would contain all workers.
+    # worker -> its request to update. Cleared when the last worker requests the update.
     updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)
     # Messages about the next step, in order of arrival. Their senders are in `updates`.
     early: list[m.GradientMessage] = field(default_factory=list)
@@ -68,8 +69,8 @@ class RelayStateMachine(Intermediary[Give]):
     def handle(self, event: RelayEvent) -> list[RelayAction]:
         """Handle an event and return the next actions.
 
-        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
-        disagree.
+        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if the
+        requests of several workers to update a chunk contradict each other.
         """
         match event:
             case m.Pull():

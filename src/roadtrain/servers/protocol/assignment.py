@@ -14,10 +14,10 @@ from roadtrain.chunks import ChunkTable
 def assign(table: ChunkTable, weights: Sequence[float]) -> tuple[int, ...]:
     """Return the owner (a server number) of each chunk.
 
-    `weights` are the relative rates of the servers. Each chunk goes to the server whose size
-    relative to its weight is smallest including the chunk. If several are equal, the server with
-    the lowest number gets it. Trainable and frozen chunks are distributed separately, because only
-    trainable chunks are written in every step.
+    `weights` are the relative rates of the servers. Each chunk goes to the server that would hold
+    the fewest elements relative to its weight if it got the chunk. If this applies to several
+    servers, the chunk goes to the server with the lowest number. Trainable and frozen chunks are
+    distributed separately, because only trainable chunks are written in every step.
     """
     owners = [0] * len(table.chunks)
     for kind in (True, False):

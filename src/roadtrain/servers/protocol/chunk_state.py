@@ -123,8 +123,10 @@ class ChunkState:
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
-        """Remove and return (worker, ticket) of the kept pushes of a worker, or of all workers if
-        `worker` is None."""
+        """Remove and return the kept pushes of a worker, as (worker, ticket) pairs.
+
+        If `worker` is None, the pushes of all workers are removed and returned.
+        """
         freed = [push for push in self.kept if worker in (None, push[0])]
         self.kept = [push for push in self.kept if push not in freed]
         return freed
@@ -161,7 +163,7 @@ class ChunkState:
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
 
     def open_steps(self) -> set[int]:
-        """Return the steps in which an update was requested that is not written yet."""
+        """Return the steps with updates that were requested but are not written yet."""
         updates = [update for update in (self.queued, self.active) if update is not None]
         updates += [event for event in self.early if isinstance(event, m.ApplyUpdate)]
         return {update.step for update in updates} | set(self.updates)

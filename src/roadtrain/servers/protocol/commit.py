@@ -1,7 +1,7 @@
-"""The commit of steps, as a worker decides it. Pure; the worker calls it.
+"""The commit of steps: the part of a worker's state machine that decides when a step is committed.
 
-A step is committed by the first server, after all other servers have prepared the step and the job
-state after the step is known:
+The first server commits a step. Before that, all other servers must have prepared the step, and the
+job state after the step must be known:
 
     end_step(s)  EndStep goes to all servers; the servers other than the first answer Prepared(s).
     blob(s)      The job state after step s, which is captured when the next step begins.
@@ -11,12 +11,12 @@ state after the step is known:
 With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
 the job state is not on a single server. Before that, each server reports checksums of the records
 that it wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
-same bytes, so they must write the same bytes. If they do not, no server prepares the step.
+same bytes, so they must write the same bytes. If the bytes differ, no server prepares the step.
 storage/history.py describes what can be recovered when a server was lost.
 
-Note "two sums": for the chunks of each owner, both servers report the sum of the checksums, and the
-sum of the checksums times (chunk number + 1), modulo 2^64. If only one chunk differs, the quotient
-of the differences of the two sums is its number + 1, which identifies the chunk.
+Note "two sums": for the chunks of each owner, both servers report two sums modulo 2^64: the sum of
+the checksums, and the sum of the products checksum * (chunk number + 1). If only one chunk differs,
+the differences of the two sums have the quotient (chunk number + 1), which identifies the chunk.
 
 The residuals of this worker are on a server of their own (`own`, servers/residuals.py). No commit
 is sent before this server has prepared the step, so it has every step from which the job may
@@ -100,7 +100,7 @@ class CommitStateMachine:
         self.diverged: Diverged | None = None
 
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
-        """End the step. No further updates can be requested in it.
+        """End the step. No further updates can be requested in this step.
 
         `word`: Bytes for the other workers.
         """
@@ -144,7 +144,10 @@ class CommitStateMachine:
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
-        """Return the servers whose Written is missing. Empty without replicas."""
+        """Return the servers that have not sent Written yet.
+
+        Without replicas, returns an empty list.
+        """
         servers = [
             server
             for server in (self.first, *self.others)

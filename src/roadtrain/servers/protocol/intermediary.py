@@ -86,7 +86,7 @@ class Intermediary(Generic[D]):
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
         self.pulling: dict[int, Key] = {}  # ticket of our pull -> the copy, which is COMING
-        # Requests that wait for a buffer; empty while one is free.
+        # Requests that wait for a buffer; empty while a buffer is free.
         self.queue: deque[CopyRequest[D]] = deque()
         # step -> worker -> its word at the end of the step. A step is removed when all workers have
         # ended it.
@@ -100,7 +100,10 @@ class Intermediary(Generic[D]):
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """Return the buffer for the answer to our pull, or None if there is no such pull."""
+        """Return the buffer for the answer to a pull that this process has sent.
+
+        Returns None if there is no such pull.
+        """
         key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
 
@@ -111,7 +114,10 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Deliver the copy if it is HERE, else queue the request. Pull the copy if necessary."""
+        """Deliver the requested copy if it has arrived, else queue the request.
+
+        If the copy is not on its way yet, pull the copy from the server.
+        """
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []
         if copy is None:
@@ -207,8 +213,8 @@ class Intermediary(Generic[D]):
     def _peer_lost(self, event: m.PeerLost) -> None:
         """Record a lost worker. Raises LostError if a step is open.
 
-        Between steps it is no error, because all workers may be about to leave. If another worker
-        begins a step later, `_nobody_lost` raises.
+        Between steps, a lost worker is no error, because all workers may be about to leave. If
+        another worker begins a step later, `_nobody_lost` raises.
         """
         self.lost = f"worker {event.worker}{self.OF_WORKERS} was lost: {event.why}"
         if self.ending or self.commits or self.in_step():

@@ -38,7 +38,7 @@ class Push(msgspec.Struct, frozen=True):
 
     chunk: int
     grad: Any  # memory of a dense gradient, or (indices, values) of a sparse gradient
-    fresh: bool  # whether it replaces the gradient that is held; else it is added
+    fresh: bool  # whether the push replaces the held gradient (False: the push is added)
     # Whether the server may keep `grad` in place until the update. Otherwise the server copies or
     # spills it. BufferFree(ticket) reports when the memory is free.
     keep: bool
@@ -58,7 +58,7 @@ class Push(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The sender's gradient of the chunk is complete, or the sender has no gradient of it.
+    """The sender's gradient of the chunk is complete, or the sender has no gradient of the chunk.
 
     Sent only with several workers.
     """
@@ -112,8 +112,11 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class CommitDone(msgspec.Struct, frozen=True):
-    """The step is committed. Sent by the first server to the workers, which send it to all other
-    servers."""
+    """The step is committed.
+
+    The first server sends this message to the workers, and the workers send it to all other
+    servers.
+    """
 
     step: int
 
@@ -176,8 +179,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Store a pushed gradient until the update, or add it to the gradient that the worker has
-    pushed before.
+    """Store a pushed gradient until the update, or add it to the worker's earlier gradient.
 
     Result: (sums of squares of the worker's gradient, one per segment; whether the pushed memory
     stays in use until the update).
@@ -187,7 +189,10 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file, because its step is not due yet."""
+    """Write a pushed gradient to the spill file.
+
+    The step of the gradient is not due yet.
+    """
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients
@@ -202,7 +207,7 @@ class Spill(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop held gradients of a chunk. No event is reported."""
+    """Drop held gradients of a chunk. The threads report no Done event for this action."""
 
     chunk: int
     worker: int | None  # the worker whose gradient is dropped; None for all workers
@@ -257,7 +262,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to a worker. No event is reported."""
+    """Send a message to a worker. The threads report no Done event for this action."""
 
     message: ServerMessage
     to: int | None = None  # the worker; None for all workers

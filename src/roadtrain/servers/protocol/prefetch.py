@@ -61,7 +61,7 @@ class Prefetcher:
         # A block is in at most one slot that is not stale.
         self.slots = [Slot() for _ in range(slots)]
         self.where: dict[int, int] = {}  # block -> its slot that is not stale
-        # The blocks used in the last step, in order. Before the first step, it is a guess: all
+        # The blocks used in the last step, in order. Before the first step, a guess: all
         # blocks in order (forward), then in reverse order (backward).
         self.past: list[int] = [*blocks, *reversed(blocks)]
         self.used = {*blocks}  # the blocks in `past`
@@ -76,7 +76,7 @@ class Prefetcher:
         del self.slots[slots:]
 
     def request(self, block: int) -> list[PullBlock]:
-        """Request `block` for immediate use. It can be used as soon as `here(block)` is a slot."""
+        """Request `block` for immediate use. It can be used once `here(block)` returns a slot."""
         self._follow(block)
         self.now.append(block)
         self.needed = block

@@ -23,7 +23,7 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """The waiting operations of a device. At most `limit` operations of a priority run at once.
+    """The waiting operations of a device. At most `limit` operations of each priority run at once.
 
     Invariants: `running` counts the operations that `next` has returned and for which `done` was
     not called yet. In burst mode, reads and writes of state never run at the same time.
@@ -41,8 +41,11 @@ class DeviceQueue:
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """Add an operation. Within a priority, the operation with the smallest `order` is next. If
-        several have the same `order`, the earliest is next."""
+        """Add an operation.
+
+        Within a priority, the operation with the smallest `order` is next. If several operations
+        have the same `order`, the earliest is next.
+        """
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 
@@ -79,7 +82,7 @@ class DeviceQueue:
 
 @dataclass
 class Trial:
-    """The choice between mixed mode and burst mode by the rate of the device in the first steps.
+    """The choice between mixed mode and burst mode, based on rates measured in the first steps.
 
     After one step to warm up, the modes alternate until each has been measured in TRIED steps.
     """

@@ -12,9 +12,9 @@ effect once all workers have sent them (`_meet`), and the gradients are summed b
     Close or ApplyUpdate of all -> Total -> Done      all get the norm of the sum (GradAccumulated)
 
 With staleness 1, the weights part of a record is one update behind its master. A pull gets the
-weights part or the master, whichever has the requested version. So the next step can compute while
-this step's updates run. Messages about the next step wait in `early` until this step's update is
-done. Meanwhile gradients that cannot stay in their receive buffers are spilled (Push -> Spill ->
+weights part or the master, whichever has the requested version. Therefore the next step can compute
+while this step's updates run. Messages about the next step wait in `early` until this step's update
+is done. Meanwhile gradients that cannot stay in their receive buffers are spilled (Push -> Spill ->
 Done), because messages that this step needs may be queued behind them.
 
 Rule 3: a chunk is written for step s only after step s-1 is committed, so the committed record is
@@ -66,8 +66,8 @@ class ServerStateMachine:
     def handle(self, event: m.Event) -> list[m.Action]:
         """Handle a message or an event, and return the next actions.
 
-        Raises LostError if a step needs a worker whose link was lost, and LoopError if the workers
-        disagree.
+        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if the
+        requests of several workers to update a chunk contradict each other.
         """
         match event:
             case m.Pull():
@@ -111,8 +111,8 @@ class ServerStateMachine:
     def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
         """Record a lost worker. Raises LostError if a step is open.
 
-        Between steps it is no error, because all workers may be about to leave. If another worker
-        begins a step later, `_nobody_lost` raises.
+        Between steps, a lost worker is no error, because all workers may be about to leave. If
+        another worker begins a step later, `_nobody_lost` raises.
         """
         step = self.committed + 1
         self.lost = f"worker {event.worker} was lost before step {step} was committed: {event.why}"
@@ -422,10 +422,10 @@ class ServerStateMachine:
     # status and checks
 
     def waits(self) -> tuple[list[m.Pull], list[tuple[int, str]]]:
-        """Return the waiting pulls, and the messages for which the other workers wait.
+        """Return the waiting pulls, and the messages that some workers have not sent yet.
 
         Pulls wait for a version or for their turn. Each message is a pair: the worker that has not
-        sent it, and its description.
+        sent the message, and a description of the message.
         """
         ending = self.steps.ending.items()
         owed = [(step, ended, f"the end of step {step}") for step, ended in ending]

@@ -1,9 +1,10 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-It decides which versions of chunks are pulled into which buffers, which gradient buffers are free,
-which servers get messages about a gradient, and when a step may end and be committed.
-servers/worker.py carries out the actions. Many calls have a precondition. servers/worker.py waits
-for it before the call, with `slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
+It decides which versions of chunks are pulled into which buffers, and which gradient buffers are
+free. It also decides which servers get messages about a gradient, and when a step may end and be
+committed. servers/worker.py carries out the actions. Many calls have a precondition.
+servers/worker.py waits for the precondition before the call, with `slot_of`, `is_coming`, `free`,
+`may_send`, `sums_here` and `may_end`.
 
 The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
     grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
@@ -15,8 +16,8 @@ The phases of a block's gradient in a step (block_state.NEXT_PHASES has all tran
 With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
 arrive once, after all workers have closed the gradient.
 
-Rule 4: The number of steps that have ended but are not committed is at most 2, or `staleness` if it
-is larger. Servers may keep all gradient buffers except two until the update.
+Rule 4: The number of steps that have ended but are not committed is at most the larger of 2 and
+`staleness`. Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class WorkerSetup:
     """The configuration of a worker's state machine."""
 
     table: ChunkTable
-    # The servers of each chunk. Pulls go to the first of them, all other messages to all of them.
+    # The servers of each chunk. Pulls go to the first server of a chunk. All other messages go to
+    # all servers of the chunk.
     owners: Sequence[Sequence[int]]
     servers: Sequence[int]  # all servers, also those without chunks; the first server commits
     committed: int  # the step at which this session begins
@@ -130,7 +132,7 @@ class WorkerStateMachine:
         self.kept: set[Hashable] = set()  # gradient buffers that servers keep until the update
         self._pushes: dict[int, Hashable] = {}  # ticket of a push -> its buffer
         self._read_by: dict[Hashable, int] = {}  # buffer -> number of pushes that still read it
-        # step -> the word of each worker, once all workers have ended the step, until it is read
+        # step -> the word of each worker; added when all workers have ended the step
         self.words: dict[int, Sequence[bytes]] = {}
         self.copying = 0  # number of gradients that are being copied from the device
 
@@ -176,7 +178,10 @@ class WorkerStateMachine:
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
-        """Whether a pull into `target`, or into any target if it is None, is in flight."""
+        """Whether a pull into `target` is in flight.
+
+        If `target` is None, whether any pull is in flight.
+        """
         return bool(self._coming) if target is None else target in self._coming
 
     @property
@@ -185,7 +190,7 @@ class WorkerStateMachine:
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers have not read all pushes from this buffer yet."""
+        """Whether servers still read pushes from this buffer."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
@@ -230,9 +235,10 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """The number of ended steps whose sums of squares may be missing for a block.
+        """The most ended steps whose sums of squares may be missing for a block.
 
-        With replicas it is 0, because reports of two servers about different steps may interleave.
+        With replicas the number is 0, because the reports of two servers about different steps may
+        interleave.
         """
         return 0 if self.commit.everywhere else self.setup.staleness
 
@@ -325,7 +331,7 @@ class WorkerStateMachine:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """Send the compressed gradient of one chunk. Its arrays use no gradient buffer."""
+        """Send the compressed gradient of one chunk. The gradient uses no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
@@ -343,13 +349,13 @@ class WorkerStateMachine:
 
         Args:
             buffer: Key of the buffer.
-            pieces: For each chunk, (chunk, gradient, dtype). The dtype is "" unless the gradient
-                was downcast to it.
+            pieces: For each chunk, (chunk, gradient, dtype). The dtype is the type to which the
+                gradient was downcast, or "" if it was not downcast.
             fresh: If True, the gradients replace the gradients that the servers hold. If False,
                 they are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: Whether gradients never wait for step(), so that servers may always keep
-                them in place.
+            keep_always: If True, gradients never wait for step(), so servers may always keep them
+                in place.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -395,8 +401,10 @@ class WorkerStateMachine:
         return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
-        """Expect the GradAccumulated messages about a gradient of `block`: one from each server of
-        each chunk."""
+        """Expect the GradAccumulated messages about a gradient of `block`.
+
+        Each server of each chunk sends one message.
+        """
         due = self.blocks[block].sums.due
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
@@ -458,7 +466,8 @@ class WorkerStateMachine:
     def end_update(self, block: int) -> list[Action]:
         """Finish an update after the actions of `begin_update` were carried out.
 
-        If there are `unchanged` chunks, it requires `may_send` and `sums_here(block)`.
+        If the update leaves chunks `unchanged`, this method requires `may_send` and
+        `sums_here(block)`.
         """
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
@@ -470,7 +479,7 @@ class WorkerStateMachine:
     # steps
 
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
-        """End `step`, all of whose updates have begun. Requires `may_end`.
+        """End `step`. Requires `may_end`, and that all updates of the step have begun.
 
         `word`: Bytes for the other workers.
         """
