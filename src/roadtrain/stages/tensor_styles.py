@@ -259,7 +259,8 @@ class Vocabulary(TensorStyle):
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
             raise ModelError(
-                f"a {type(module).__name__} has no vocabulary", hint="use it for an nn.Embedding"
+                f"a {type(module).__name__} has no vocabulary",
+                hint="use style Vocabulary for an nn.Embedding",
             )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise ModelError(
