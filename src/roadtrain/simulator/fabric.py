@@ -191,8 +191,9 @@ class Fabric:
     # actions
 
     def serve(self, params: float) -> Cost:
-        """Cost of sending parameters from the server to every device. With switches, this is the
-        cost of copying them to the fan-in end in the server's process."""
+        """Cost of sending parameters from the server to every device. With switches, the server
+        only copies the parameters to the fan-in end in its process, and this is the cost of the
+        copy."""
         if self.fan_in is not None and self.server is not None:
             return self.fan_in.copy_out(params)
         return self.answer(params)
@@ -365,7 +366,7 @@ class Fabric:
     def weights_share(self, params: float) -> float:
         """The fraction of the parameters that are in memory, in addition to the copy on files. A
         server holds all parameters in memory if they fit into half of the memory. Otherwise it
-        holds none of them in memory."""
+        holds no parameters in memory."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes

@@ -222,7 +222,7 @@ def shared_needs(
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
     """Return the bytes that the plan needs of the memory of hosts whose CPUs run the model. The
-    result has one need for each kind of host: that of the host that needs the most bytes.
+    result has one Need for each kind of host, for the host of this kind that needs the most bytes.
 
     Args:
         cuts: For each stage, its blocks.

@@ -48,8 +48,8 @@ PacketRun = list[Then]
 
 
 class NumberedStream:
-    """A stream that sends packets in the order of their sequence numbers, even if later packets are
-    ready first."""
+    """A stream that sends packets in the order of their sequence numbers. If later packets are
+    ready first, they wait for the earlier packets."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane

@@ -1,8 +1,8 @@
 """Simulate the summation service with its real state machines. The state machine of the membership
 decides which host sums how much. The state machines of the reducers decide when a sum is complete.
 
-In the simulation, a chunk is a single part. The traffic on the links is that of many small parts in
-flight; it is computed in closed form (sums/protocol/shares.py). Equal hosts send at the same time.
+In the simulation, a chunk is a single part. The traffic on the links is computed in closed form as
+if many small parts were in flight (sums/protocol/shares.py). Equal hosts send at the same time.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host. The host represents all hosts of its kind. Its device resources
-    are those of a single device, because all devices of the host do the same."""
+    """The resources of one host. The host represents all hosts of its kind. There are resources for
+    one device only, because all devices of the host do the same."""
 
     def __init__(
         self,

@@ -128,8 +128,8 @@ class SimulatedStage:
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
-        """Assign blocks to slots of the device. Layers share slots; each block before or after the
-        layers has a slot of its own, and is pulled once per step."""
+        """Assign blocks to slots (buffers for one block each) of the device. Layers share slots.
+        Each block before or after the layers has a separate slot, and is pulled once per step."""
         plan, n = self.plan, len(self.blocks)
         every = not plan.memory.root
         layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]

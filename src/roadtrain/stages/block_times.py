@@ -1,10 +1,11 @@
 """Measure the speed of this rank: the time in which it runs one micro-batch forward and backward
-through its own segments of the model. Also measure the activation memory that each block keeps for
-its backward.
+through its segments of the model. Also measure the activation memory that each block keeps for its
+backward.
 
-Forward is timed per block, from the start of one block to the start of the next. Backward is timed
-as a whole and divided among the blocks in proportion to their forward times. The model's buffers,
-its gradients and the random number generators are left unchanged. Does NOT communicate.
+Forward is timed per block, from the start of one block to the start of the next. Only the total
+time of backward is measured; it is divided among the blocks in proportion to their forward times.
+The model's buffers, its gradients and the random number generators are left unchanged. Does NOT
+communicate.
 
 Assumes that the segment's parameters have values, that no other process computes on this device,
 and that no optimizer is placed on the model yet.

@@ -8,7 +8,7 @@ parameters that the same set of stages share. They are ordered by name, so that 
 same in all of these stages. A run is divided into buckets, the unit of communication. A bucket is
 divided into equal shares, one per rank. Buckets and shares may begin and end inside a parameter. A
 run is padded at its end, so that the last bucket can be divided into equal shares. If several
-stages share a run, each of them can divide the bucket into equal shares among its ranks.
+stages share a run, each of these stages can divide the last bucket among its ranks.
 
 Assumes that a stage's parameters are on one device. Does NOT communicate.
 """

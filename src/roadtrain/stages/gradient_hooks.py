@@ -4,8 +4,8 @@ bucket as soon as its gradients are complete.
 Note: making `p.grad` a view of the flat memory would not save a pass over the memory. The memory
 would have to be zeroed in every step, and a missing gradient could not be distinguished from a
 gradient of zeros. Instead, the first gradient of a step is copied while it is in the cache, and
-gradients of further micro-batches are added, in fp32 even if parameters have a narrower dtype.
-Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
+gradients of further micro-batches are added to the copy. The copy is fp32 for all dtypes of
+parameters. Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
 
 Counting: a gradient is complete after `backwards` accumulations. A backward may add to a gradient k
 times (a block in two parts of the stage, reentrant checkpoints); then the gradient is complete

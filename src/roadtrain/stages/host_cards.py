@@ -91,8 +91,8 @@ def _read(path: Path) -> str:
 
 
 def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
-    """Return all IPv4 addresses with their prefix lengths. If there are none, return the first IPv6
-    address."""
+    """Return all IPv4 addresses with their prefix lengths. If there are no IPv4 addresses, return
+    the first IPv6 address."""
     found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
     for entry in addresses:
         if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:

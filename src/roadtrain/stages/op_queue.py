@@ -35,10 +35,10 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class QueuedCollective:
-    """A job of the queue. `what`: the job's name in errors. `run`: a generator that may compute,
-    and that yields each operation that it starts (or None, if there is no operation to wait for).
-    The queue resumes the generator when the operation is done. `alone`: whether the job starts only
-    after all earlier jobs have ended."""
+    """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
+    operation and yields it, or yields None if there is no operation to wait for. The queue resumes
+    the generator when the operation is done. `alone`: whether the job starts only after all earlier
+    jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]

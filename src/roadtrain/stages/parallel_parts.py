@@ -94,7 +94,7 @@ def join(
 
 
 class UserOptimizer:
-    """The user's optimizer, and the original parameters of its groups: those of the whole model.
+    """The user's optimizer, and the parameters of the whole model that its groups had at first.
     Raises ConfigError if the optimizer has parameters that are not in the model, or if it has taken
     steps. The optimizer's `load_state_dict` also raises ConfigError if it loads the state of an
     optimizer that has taken steps."""

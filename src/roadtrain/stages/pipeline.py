@@ -3,8 +3,8 @@ backwards of the rank's segments, in the order of `protocol.pipeline`. The segme
 tensors that the neighbouring stages send.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
-and gradients are summed over a stage's ranks. This weights all gradients correctly, even if stages
-have different widths. Does NOT update parameters.
+and gradients are summed over a stage's ranks. So all gradients have the correct weights, also if
+stages have different widths. Does NOT update parameters.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ class _Arrivals:
         return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Return the next hello, without hellos whose senders no longer wait. Raises DeadlineError
+        """Return the next hello. Skip a hello if its sender no longer waits. Raises DeadlineError
         and WireError."""
         while True:
             key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()

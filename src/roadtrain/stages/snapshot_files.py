@@ -208,7 +208,7 @@ class PartReader:
         return out
 
     def _add_part(self, path: Path) -> None:
-        """Add the part whose table is at `path`, unless it is incomplete."""
+        """Add the part whose table is at `path`. If the part is incomplete, ignore the part."""
         try:
             table = msgspec.json.decode(_unsealed(path), type=PartTable)
             if table.key != self.key or table.format != 1:
@@ -248,9 +248,9 @@ def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
 
 
 def remove_snapshot(home: Path) -> None:
-    """Remove a snapshot's files, and its directory if it is empty. Markers are removed first, so
-    that an incomplete snapshot never has a marker, even if the process is killed. Several ranks may
-    call this function at the same time."""
+    """Remove a snapshot's files, and then the snapshot's directory if the directory is empty.
+    Markers are removed first. So if the process is killed, no incomplete snapshot has a marker.
+    Several ranks may call this function at the same time."""
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""JobSnapshots: snapshots on disk of a job whose ranks hold its state in memory (Rule 3).
+"""JobSnapshots: snapshots on disk of a job that has its state in the memory of its ranks (Rule 3).
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 

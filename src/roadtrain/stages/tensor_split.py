@@ -111,8 +111,8 @@ class TensorSplit:
 
     def before(self, rank: int, position: int) -> int:
         """Return how many elements of `rank` lie before `position` in the flattened whole
-        parameter. The result is also an index into the elements of `rank`: that of the first
-        element at or after `position`."""
+        parameter. The first element of `rank` at or after `position` has this number as its index
+        among the elements of `rank`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
