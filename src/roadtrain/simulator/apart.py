@@ -57,7 +57,7 @@ class SharedHost:
 
 
 class SwitchLinks:
-    """The links between switches. Each link is a resource that all traffic over it shares."""
+    """The links between switches. Each link is a resource; all traffic over the link shares it."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
         self.engine, self.cluster, self.constants = engine, cluster, constants
@@ -122,8 +122,8 @@ class StagePush:
 @dataclass
 class ReplicaExchange:
     """The exchange of gradients between the replicas of one stage. If `collective` is true, all
-    transfers start when the last replica is ready. Otherwise each replica pushes when it is ready,
-    and the sum is complete when the last push has arrived."""
+    transfers start when the last replica is ready. Otherwise each replica pushes its gradient as
+    soon as this replica is ready, and the sum is complete when the last push has arrived."""
 
     engine: Engine
     where: str

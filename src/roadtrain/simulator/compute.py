@@ -98,8 +98,9 @@ class Constants:
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Return the seconds of a kind of block on one device, scaled from the measurement with the
-        nearest number of samples. Return None if this kind was not measured."""
+        """Return the measured seconds of the forward of this kind of block on one device. They are
+        scaled from the measurement with the nearest number of samples. Return None if this kind of
+        block was not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -113,7 +114,7 @@ class Constants:
 
     @property
     def from_what(self) -> str:
-        """A description of the source of the computing times, for people to read."""
+        """A description, for people to read, of the source from which computing times are taken."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"

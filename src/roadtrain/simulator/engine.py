@@ -182,8 +182,8 @@ class Engine:
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Create a task that begins when all tasks in `after` have ended and its lane is free.
-        `then` is called when the task ends, and may create further tasks."""
+        """Create a task. It begins when all tasks in `after` have ended and the lane `lane` is
+        free. `then` is called when the task ends, and may create further tasks."""
         self.created += 1
         used = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in used if use[0].capacity < float("inf")]

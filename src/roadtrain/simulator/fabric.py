@@ -34,8 +34,8 @@ UPDATE_BYTES = 28.0
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError if the cluster lacks what the placement needs. `hosts`: the hosts that
-    compute."""
+    """Raise ConfigError if the cluster lacks a host, a network card, SSDs or switches that the
+    placement needs. `hosts`: the hosts that compute."""
     if place.served and not cluster.spares:
         raise ConfigError(
             f"placement {place.name} needs a host without devices, but the cluster has none",
@@ -91,8 +91,8 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 class Fabric:
     """The costs of the actions of one stage's workers and of the server. `params` is the number of
-    parameters of a block that one device has (1 / tp of the block). Costs are those of one device,
-    unless a docstring names a host.
+    a block's parameters on one device (1 / tp of the block). A cost is the cost of one device, or
+    of one host if the docstring says so.
 
     Attributes:
         fan_in: The costs of packets through switches that sum; None without such switches.

@@ -93,7 +93,8 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Return the bytes of a block's activations that a sample keeps on one tensor-parallel rank."""
+    """Return the bytes of a block's activations that one tensor-parallel rank keeps for each
+    sample."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:

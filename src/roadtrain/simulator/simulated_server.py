@@ -90,7 +90,8 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 
 class SimulatedServer:
-    """The server of one stage, or one replica's part of the server's work, on the virtual clock."""
+    """The server of one stage on the virtual clock. If replicas are simulated separately, it does
+    one replica's part of the server's work."""
 
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None

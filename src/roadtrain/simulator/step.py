@@ -197,8 +197,8 @@ class SimulatedStage:
 
     @property
     def first_s(self) -> float:
-        """Seconds in which the stage computes the forward and backward of a micro-batch in its
-        first part."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch through the
+        first of its parts of the model."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:

@@ -167,8 +167,8 @@ class SharedCopies(RankCollectives):
         return work
 
     def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Set `own` to the sum of `own` and the received sums of the other stages, in stage
-        order."""
+        """Set `own` to the total of this stage's sum (`own`) and the sums that the other stages
+        sent (`arriving`). The sums are added in stage order."""
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 

@@ -52,7 +52,7 @@ class CardLink:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of testing one link, as found by the link's source host."""
+    """The result of the test of one link by the link's source host."""
 
     link: CardLink
     fault: LinkFault | None = msgspec.field(name="trouble")

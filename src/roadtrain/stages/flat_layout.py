@@ -82,7 +82,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat layout of a stage. `buckets` are in the order in which a forward needs them."""
+    """The flat layout of a stage's parameters. The `buckets` are in the order in which a forward
+    needs their parameters."""
 
     params: tuple[ParamSpec, ...]
     runs: tuple[FlatRun, ...]

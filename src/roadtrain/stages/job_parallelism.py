@@ -110,7 +110,8 @@ class ParallelismSection(Section):
     parameter-server)"""
 
     def check_known(self) -> None:
-        """Raise ConfigError if the parallelism is "auto", which only a plan can resolve."""
+        """Raise ConfigError if the parallelism is "auto": only a plan can replace "auto" by
+        degrees."""
         if self.auto:
             raise ConfigError(
                 'parallelism = "auto" needs a plan, and there is none',

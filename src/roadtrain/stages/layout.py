@@ -64,8 +64,8 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """Return the groups for shared parameters: one group for each set of stages and tensor
-        index."""
+        """Return the groups for shared parameters: one group for each pair of a set of stages that
+        share parameters and a tensor index."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 

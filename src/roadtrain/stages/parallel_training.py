@@ -102,7 +102,8 @@ class ParallelTraining:
         Args:
             batch: Function from the number of a micro-batch (0 to num_microbatches - 1) to the
                 micro-batch. It is called for the micro-batches of this process only.
-            clip_norm: Maximum global norm of the gradients. If None, gradients are not clipped.
+            clip_norm: Maximum of the norm over all gradients of the job. If None, gradients are not
+                clipped.
             stop: Whether this process requests that the job stops after this step.
                 `StepResult.stop` is True on all processes if any process requests this.
 
@@ -167,8 +168,8 @@ class ParallelTraining:
         Args:
             directory: Run directory of the snapshots.
             options: Interval and replication of snapshots.
-            mark: Record of the job in the run directory, on the first process. If None, the job has
-                no record.
+            mark: Record of the job's last step in the run directory. Only the first process passes
+                it; None on other processes, or if there is no record.
             report: Called with each line of the log.
 
         Returns:

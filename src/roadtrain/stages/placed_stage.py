@@ -172,8 +172,8 @@ class PlacedStage:
         return even_shares(sizes, self.placed.group.rank, self.width)
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. Only the stage's first rank needs extents, because it writes to the
-        servers for all ranks."""
+        """See StageOptimizer. Only the stage's first rank needs extents, because this rank writes
+        to the servers for all ranks."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
@@ -208,9 +208,9 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and Note "store commits". Raises StaleError if shared servers hold
-        other values of the same step, StoreError if a piece is missing, and LoopError if the store
-        cannot be overwritten."""
+        """See StageOptimizer, and the note "store commits" of the module. Raises StaleError if the
+        servers that ranks share hold other values of the same step, StoreError if a piece is
+        missing, and LoopError if the store cannot be overwritten."""
         placed = self.placed
         placed.flush()
         self._record = None

@@ -116,8 +116,8 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
-    """Read length-prefixed pieces until an empty piece arrives, and return the rate in bytes/s
-    after the first FIRST bytes."""
+    """Read length-prefixed pieces until an empty piece arrives. Return the rate in bytes/s, without
+    the first FIRST bytes."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)

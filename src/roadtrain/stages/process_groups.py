@@ -171,8 +171,8 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(options: Any, address: str) -> Any:
-    """Create a gloo backend that is bound to `address`. options: torch's options for any backend,
-    such as the store, the ranks and the timeout."""
+    """Create a gloo backend that is bound to `address`. options: the options that torch passes to
+    every backend: the store, the ranks, the timeout and others."""
     gloo = dist.ProcessGroupGloo
     own: Any = gloo._Options()  # type: ignore[attr-defined]
     own._devices = [gloo.create_device(hostname=address)]

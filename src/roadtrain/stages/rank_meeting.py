@@ -113,16 +113,16 @@ class RankMeeting:
         return len(self.hosts)
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
-        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts with the same
-        fast fabric are a cluster. hosts: the host of each rank, after `override` has applied the
-        user's statements; the default is `self.hosts`."""
+        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
+        cards are on the same fabric are a cluster. hosts: the host of each rank, after `override`
+        has applied the user's statements; if empty, `self.hosts`."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
-    """Return the name of the host's cluster: the fabric of its fastest kind of card, or "ethernet"
-    if it only has Ethernet."""
+    """Return the name of the host's cluster: the fabric of the host's fastest kind of card. Return
+    "ethernet" if the host only has Ethernet cards."""
     card = min(host.cards, key=lambda c: (KINDS.index(c.kind), c.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]

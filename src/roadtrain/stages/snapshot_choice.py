@@ -53,7 +53,7 @@ class SnapshotKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a snapshot's marker, which is the same on every rank."""
+    """The content of a snapshot's marker. The content is the same on every rank."""
 
     job: str  # uuid
     step: int

@@ -74,8 +74,8 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """A writer of the part of `rank` in the directory `home`. The part is durable when `finish` has
-    returned. The writer is a context manager."""
+    """A writer of one rank's part of a snapshot, into the directory `home`. The part is durable
+    when `finish` has returned. The writer is a context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
         self._home, self._about = home, (job, key, rank)

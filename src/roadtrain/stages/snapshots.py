@@ -121,7 +121,8 @@ class JobSnapshots:
         self._kept = list[SnapshotKey]()
 
     def describe(self) -> str:
-        """Describe, for the log, how safe the state in memory is (Rule 3)."""
+        """Return a line for the log that says how much of the training a crash would lose
+        (Rule 3)."""
         where = "RAM" if in_ram(self.directory) else "files"
         copies = ", each part on two hosts" if self.options.replicas > 1 else ""
         return (

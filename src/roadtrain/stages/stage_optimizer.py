@@ -60,8 +60,8 @@ class StageOptimizer(PieceSource, Protocol):
         ranks. steps_done: the number of steps that the job has taken with these values."""
 
     def abandon(self) -> None:
-        """After an error, drop all pending work without waiting for it. No method may be called
-        afterwards."""
+        """Drop all pending work after an error, without waiting for its end. No method may be
+        called afterwards."""
 
     def close(self) -> None:
         """Wait for pending work and end the threads. The model's parameters are not changed."""

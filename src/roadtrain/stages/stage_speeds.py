@@ -76,8 +76,9 @@ def _request(message: Transfer) -> Transfer:
 
 
 def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """Request the messages `mine` several times, and return the shortest time from the requests to
-    the arrival of the last message. Runs on the receiver."""
+    """Request the messages `mine` several times. Measure, each time, the seconds from the requests
+    to the arrival of the last message, and return the shortest of these times. Runs on the
+    receiver."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):

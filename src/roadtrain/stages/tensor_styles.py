@@ -188,8 +188,8 @@ class VocabularyLayer(SplitLayer):
 
 
 class TensorStyle(ParallelStyle):
-    """The base of the styles. A style is a plain value; `within` returns a copy that is bound to a
-    group, which torch can apply."""
+    """The base class of the styles. A style is a plain value. `within` returns a copy of the style
+    for a group of ranks; torch can apply this copy to a layer."""
 
     group: TensorGroup
 

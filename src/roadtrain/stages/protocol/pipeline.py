@@ -99,7 +99,7 @@ class PipelineShape:
 
     @property
     def first_forwards(self) -> int:
-        """The number of forwards before forwards and backwards alternate."""
+        """The number of forwards that run before forwards and backwards alternate."""
         if self.virtual_stages > 1:
             warm = 2 * (self.stages - 1 - self.stage) + (self.virtual_stages - 1) * self.stages
         else:
@@ -116,7 +116,8 @@ class PipelineShape:
 
     @property
     def slots(self) -> int:
-        """The number of micro-batches per part for which a rank has buffers."""
+        """The number of micro-batches for which a rank has buffers in each of its parts of the
+        model."""
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:

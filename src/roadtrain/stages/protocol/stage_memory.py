@@ -30,7 +30,8 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A memory model of a pipeline's stages. `fits` is passed to `best_sizes`."""
+    """A model of the device memory that a pipeline's stages need. The method `fits` is passed to
+    `best_sizes`."""
 
     work: StepWork
     rooms: tuple[float, ...]  # for each stage, the free bytes of its smallest device

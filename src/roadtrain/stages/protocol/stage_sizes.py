@@ -217,7 +217,7 @@ class _SizeSearch:
         return speed.activations_s + speed.gradients_s
 
     def _bound(self, prefix: _Prefix) -> float:
-        """Return a lower bound on the step of all sizes that begin with `prefix`."""
+        """Return a lower bound on the seconds of a step with any sizes that begin with `prefix`."""
         done = len(prefix.sizes)
         after = prefix.ways[-1]
         bound = after + self.ends[done][prefix.stop]
@@ -358,8 +358,8 @@ def compare_sizes(
     fits: Fits = always,
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
-    """Compare the ways to choose sizes. Return None if no sizes fit. clusters: the cluster of each
-    stage."""
+    """Compare the three ways to choose sizes: exact, paper and even. Return None if no sizes fit in
+    memory. clusters: the cluster of each stage."""
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
     if work.virtual_stages == 1:
