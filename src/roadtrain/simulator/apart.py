@@ -1,10 +1,10 @@
-"""Simulate each data-parallel rank separately. This matters if stages have different widths, if
-hosts have different speeds, or if activations and gradients share network cards.
+"""Simulate each data-parallel rank separately. This matters if stages have different numbers of
+replicas, if hosts have different speeds, or if activations and gradients share network cards.
 
 Each replica of a stage (with its tensor- and context-parallel devices) has its own state machines
-and its part of the stage's state. All ranks on a host share its network cards, memory and SSDs. A
-ring collective starts when the last replica is ready; any other sum ends when the last replica's
-gradient has arrived.
+and its part of the stage's state. All ranks on a host share the host's network cards, memory and
+SSDs. A ring collective starts when the last replica is ready. Any other sum ends when the last
+replica's gradient has arrived.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SharedHost:
         self.resources: dict[str, Resource] = {}
 
     def site(self, nic: Nic | None, rank: str) -> Site:
-        """Return the site of a rank. Its devices are the rank's own; `nic` is the network card of
-        the rank's group."""
+        """Return the site of a rank: the device resources belong to this rank only, and all ranks
+        of the host share the others. `nic` is the network card that the rank's group uses."""
 
         def resource(what: str, capacity: float) -> Resource:
             if what in OF_A_DEVICE:
@@ -44,9 +44,9 @@ class SharedHost:
         return Site(self.engine, self.host, nic, self.constants, f"{self.name} of {rank}", resource)
 
     def card(self, nic: Nic, way: str) -> Resource:
-        """Return the resource of a network card for one of the directions OF_A_CARD. Its capacity
-        is that of the card itself, because a slower link between switches is a resource of its
-        own."""
+        """Return the resource of a network card in the direction `way` ("out" or "in"). The
+        resource has the capacity of the card itself. A slower link between switches is a separate
+        resource."""
         own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
         return self._shared(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
 
@@ -57,15 +57,15 @@ class SharedHost:
 
 
 class SwitchLinks:
-    """The links between switches. Each link is a resource that all traffic over it shares."""
+    """The links between switches. Each link is a resource; all traffic over the link shares it."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
         self.engine, self.cluster, self.constants = engine, cluster, constants
         self.resources: dict[tuple[str, str], Resource] = {}
 
     def uses(self, here: Nic, there: Nic) -> Uses:
-        """Return the uses of links by a byte from one network card to another; none if both are
-        connected to the same switch."""
+        """Return the links that a byte uses on its way from one network card to another. Return an
+        empty list if both cards are connected to the same switch."""
         rate = self.cluster.between([here, there])
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
@@ -78,7 +78,7 @@ class SwitchLinks:
 
 class RankFabric(Fabric):
     """The costs of the actions of one replica. `across`: for each link between switches, the number
-    of pairs of ranks that communicate over it."""
+    of pairs of ranks that communicate over the link."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resource uses of a collective per byte, as in Fabric, but only those of this
-        replica. A ring crosses a host's network card once for all of its ranks. Of the data that
-        all pairs of ranks exchange, only the part for other hosts crosses the card."""
+        """Return the resource uses of a collective per byte, as in Fabric, but count only what this
+        replica uses. A ring crosses a host's network card once for all ranks of the host. If all
+        pairs of ranks exchange data, only the data for other hosts crosses the card."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
@@ -111,8 +111,8 @@ class RankFabric(Fabric):
 
 @dataclass(frozen=True)
 class StagePush:
-    """A replica's push of a chunk's gradient. `then` is called when the sum of all replicas'
-    gradients is complete. `lane`: the replica's lane for pushes, if replicas push separately."""
+    """A replica's push of a chunk's gradient. `then` is called when the gradients of all replicas
+    are summed. `lane`: the replica's lane for pushes; None if it has no lane for pushes."""
 
     cost: Cost
     then: Then
@@ -122,8 +122,8 @@ class StagePush:
 @dataclass
 class ReplicaExchange:
     """The exchange of gradients between the replicas of one stage. If `collective` is true, all
-    transfers start when the last replica is ready. Otherwise each replica pushes when it is ready,
-    and the sum is complete when the last push has arrived."""
+    transfers start when the last replica is ready. Otherwise each replica pushes its gradient as
+    soon as this replica is ready, and the sum is complete when the last push has arrived."""
 
     engine: Engine
     where: str
@@ -136,8 +136,8 @@ class ReplicaExchange:
         self.lane = self.engine.lane(f"{self.where} collectives")
 
     def push(self, at: Hashable, partners: int, pushed: StagePush) -> None:
-        """Push a gradient. `at`: the gradient's chunk and round. `partners`: the number of replicas
-        that push a gradient of this chunk in this round."""
+        """Push a gradient. `at`: the key that identifies the gradient's chunk and round.
+        `partners`: the number of replicas that push a gradient of this chunk in this round."""
         if self.collective:
             if (every := self._add(at, partners, pushed)) is not None:
                 cost, then = joined([push.cost for push in every]), lambda: _finish(every)
@@ -151,8 +151,8 @@ class ReplicaExchange:
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
 
     def _add(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
-        """Add a push. If it completes the gradient, return all pushes of the gradient, otherwise
-        None."""
+        """Add a push. If this push completes the gradient, return all pushes of the gradient.
+        Otherwise return None."""
         every, of = self.arrived.setdefault(at, ([], partners))
         assert of == partners, "replicas push in different rounds"
         every.append(pushed)
@@ -172,9 +172,9 @@ def _finish(every: Sequence[StagePush]) -> None:
 
 @dataclass(frozen=True)
 class RankOf:
-    """The position of a replica. `replica`: its number in the stage. `widths`: the number of
-    replicas of each stage. `exchange`: through it, the replica exchanges gradients with the other
-    replicas of its stage."""
+    """The position of a replica. `replica`: the replica's number in its stage. `widths`: the number
+    of replicas of each stage. `exchange`: the exchange of gradients between the replicas of the
+    stage."""
 
     replica: int
     widths: tuple[int, ...]

@@ -1,10 +1,11 @@
 """Model how long a device computes. The times are from a table of measurements, from a curve of
 efficiency by size, or from a constant efficiency.
 
-A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds; `half` is counted n
-times for a block of n experts on a device. The forward takes at least as long as its memory
-traffic, and as launching its kernels. `Constants` are a few figures per kind of hardware;
-config/fitted.toml has fitted values and their sources.
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds. The constant `half` is
+the number of FLOPs at which a block reaches half of the efficiency; a block of n experts on a
+device adds n times `half`. The forward takes at least as long as moving its data through the
+device's memory, and at least as long as launching its kernels. `Constants` are a few figures per
+kind of hardware; config/fitted.toml has fitted values and their sources.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ LAUNCH_S = 1e-5
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Measurements on one kind of host. `table` and `touch` are as in `Constants`. If `touch` is
-    0.0, the value in `Constants` applies."""
+    """Measurements on one kind of host. `table` and `touch` mean the same as in `Constants`. If
+    `touch` is 0.0, the value of `touch` in `Constants` applies."""
 
     table: Mapping[tuple[str, int], float]
     touch: float = 0.0
@@ -39,11 +40,11 @@ class Constants:
 
     `efficiency`: fraction of the device's peak that large blocks reach. `half`: FLOPs of a block
     that reaches half of this efficiency. `attention`: efficiency of attention relative to other
-    FLOPs. `launch`: the least seconds of a block, which launching its kernels takes. `network`:
-    fraction of a network card's rate that is available to data. `tax`: fraction of the network's
-    time in which communicating devices do not compute. `fixed`: additional seconds per step.
-    `traffic`: bytes that a forward moves through device memory for each byte that it saves for
-    backward; the time for these is added to the time of computing."""
+    FLOPs. `launch`: seconds that launching a block's kernels takes; no block takes less.
+    `network`: fraction of a network card's rate that is available to data. `tax`: fraction of the
+    time of a transfer in which the transfer keeps the devices from computing. `fixed`: additional
+    seconds per step. `traffic`: bytes that a forward moves through device memory for each byte that
+    it saves for backward; the time of moving them is added to the time of computing."""
 
     efficiency: float = 0.5
     half: float = 0.0
@@ -64,8 +65,8 @@ class Constants:
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
-        """Return these constants with the measurements on the hosts of this name, if there are
-        any."""
+        """Return these constants together with the measurements on the hosts of this name. Without
+        such measurements, return these constants."""
         own = self.hosts.get(name)
         if own is None:
             return self
@@ -73,8 +74,8 @@ class Constants:
 
     def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
         """Return the seconds of a block's forward on one of a plan's devices. The matrix products
-        of a layer use the plan's precision. Attention uses 16 bits, and so do blocks that are no
-        layers."""
+        of a layer use the plan's precision. Attention uses 16 bits; blocks that are not layers also
+        use 16 bits."""
         samples, framework = plan.micro_batch, plan.framework
         ranks = plan.parallelism.tp * plan.parallelism.cp
         if (measured := self._measured(block.name.partition(".")[0], samples)) is not None:
@@ -97,8 +98,9 @@ class Constants:
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Return the seconds of a kind of block on one device, scaled from the measurement with the
-        nearest number of samples. Return None if this kind was not measured."""
+        """Return the measured seconds of the forward of this kind of block on one device. They are
+        scaled from the measurement with the nearest number of samples. Return None if this kind of
+        block was not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -106,31 +108,31 @@ class Constants:
         return self.table[kind, nearest] * samples / nearest
 
     def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
-        """Return the seconds of a block's attention alone, during which keys and values can be
-        transferred."""
+        """Return the seconds in which a device computes only the attention of a block. Keys and
+        values can be transferred during this time."""
         return block.attention * samples / ranks / (self.attention * self.efficiency * device.flops)
 
     @property
     def from_what(self) -> str:
-        """A description of the source of the computing times, for people to read."""
+        """A description, for people to read, of the source from which computing times are taken."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
 
 
 def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
-    """Return the least bytes that cross a device's memory in a block's forward: the rows that it
-    looks up, its input, the data that it saves for backward, and 2 bytes for each weight that it
-    multiplies. The weights of experts are not counted, because a forward may use only some of the
-    experts."""
+    """Return the least number of bytes that a block's forward moves through a device's memory: the
+    table rows that it looks up, its input, the data that it saves for backward, and 2 bytes for
+    each weight that it multiplies. The weights of experts are not counted, because a forward may
+    use only some of the experts."""
     weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
     activations = (block.touched + block.input + block.saved) * samples
     return (2 * max(0.0, weights) + activations) / ranks
 
 
 def constants(name: str) -> Constants:
-    """Return the constants of this name in config/fitted.toml. Raises ConfigError if there are
-    none."""
+    """Return the constants of this name in config/fitted.toml. Raises ConfigError if the file has
+    no constants of this name."""
     fitted = _fitted()
     if name not in fitted:
         raise ConfigError(f"no constants are called {name!r}", hint=f"one of {', '.join(fitted)}")

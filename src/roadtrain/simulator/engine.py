@@ -2,16 +2,16 @@
 share.
 
 A *resource* has a capacity per second: one direction of a link, an SSD's reads, memory bandwidth. A
-*task* has `work` and `uses`: a list of resources, each with a weight. Each unit of work uses this
-weight of each resource, of all resources at the same time. Running tasks share resources by
+*task* has `work` and `uses`: a list of resources, each with a weight. Each unit of work takes the
+weight's amount from each of these resources, at the same time. Running tasks share resources by
 weighted max-min fairness (progressive filling): all rates grow equally until a resource is full or
 a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool of CPUs) runs one task at a time.
-When the lane becomes free, the waiting task with the smallest `priority` begins; of equal
-priorities, the task that was created first.
+When the lane becomes free, the waiting task with the smallest `priority` begins. Among tasks of
+equal priority, the task that was created first begins.
 
-When a task begins or ends, only the rates of tasks that are connected to it by shared resources
-change. Ties are broken by the order of creation, so results are reproducible. The engine knows
-nothing about models, plans or bytes. All times are in seconds.
+When a task begins or ends, the rates of tasks that share resources with this task change, directly
+or through other tasks; all other rates stay. Ties are broken by the order of creation, so results
+are reproducible. The engine knows nothing about models, plans or bytes. All times are in seconds.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
@@ -63,14 +63,14 @@ class Cost(NamedTuple):
 
     @property
     def of_bytes(self) -> Cost:
-        """This cost, with the work understood as bytes: if they use no resource, only the latency
-        remains."""
+        """This cost, if its work is bytes. Bytes that use no resource take no time, so only the
+        latency of such a cost remains."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
-    """Combine simultaneous transfers of equal work into a single transfer, which has the pace of
-    the slowest of them."""
+    """Combine simultaneous transfers of equal work into a single transfer. The slowest transfer
+    sets its pace."""
     uses: dict[Resource, float] = defaultdict(float)
     for cost in costs:
         for resource, weight in cost.uses:
@@ -79,8 +79,8 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 class Lane:
-    """A queue that runs one task at a time. `busy`: the total seconds of its tasks that have
-    ended."""
+    """A queue that runs one task at a time. `busy`: the total seconds of all tasks of the lane that
+    have ended."""
 
     __slots__ = ("busy", "name", "running", "waiting")
 
@@ -93,8 +93,8 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A unit of work. `begin`: the time at which the task got its lane. `end`: the time at which
-    the task ended. Each is -1 until this has happened."""
+    """A unit of work. `begin`: the time at which the task began; -1 before. `end`: the time at
+    which the task ended; -1 before."""
 
     stage: str
     work: float
@@ -122,8 +122,8 @@ class Task:
 
 @dataclass
 class Pool:
-    """The memory of one device or tier. `changes`: pairs of a time and the bytes held from this
-    time on, at most one pair for each time."""
+    """The memory of one device or host. `changes`: pairs of a time and the number of bytes that are
+    held from this time on. No time occurs twice."""
 
     name: str
     held: float = 0.0
@@ -132,8 +132,8 @@ class Pool:
 
 
 class Engine:
-    """The virtual clock with its resources, lanes and tasks. `check` asserts its invariants: no
-    resource is used beyond its capacity, and the running task of each lane has begun and not
+    """The virtual clock with its resources, lanes and tasks. `check` asserts the invariants: no
+    resource is used beyond its capacity, and the running task of each lane has begun but has not
     ended."""
 
     def __init__(self, traced: bool = False) -> None:
@@ -182,8 +182,8 @@ class Engine:
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Create a task that begins when all tasks in `after` have ended and its lane is free.
-        `then` is called when the task ends, and may create further tasks."""
+        """Create a task. It begins when all tasks in `after` have ended and the lane `lane` is
+        free. `then` is called when the task ends, and may create further tasks."""
         self.created += 1
         used = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in used if use[0].capacity < float("inf")]
@@ -256,9 +256,9 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Run until no event is left or, if `until` is given, until `until()` returns true after an
-        event. Raises LoopError if tasks remain that can never begin, or if `until()` never becomes
-        true (Rule 5)."""
+        """Run until no event is left. If `until` is given, stop when `until()` returns true after
+        an event. Raises LoopError if tasks remain that can never begin, or if `until()` never
+        returns true (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -283,7 +283,8 @@ class Engine:
             )
 
     def _share(self) -> None:
-        """Set the rates of all tasks that are affected by tasks that began or ended."""
+        """Set the rates of all tasks whose share of a resource changed because a task began or
+        ended."""
         tasks, resources = self._touched()
         if len(tasks) == 1:  # the most frequent case: its rate is simple to compute
             (task,) = tasks
@@ -302,7 +303,8 @@ class Engine:
                 heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
-        """Return the tasks and resources that are connected to a resource whose use changed since
+        """Return the tasks whose rates may change, and the resources that determine these rates.
+        They are connected, directly or through other tasks, to a resource whose use changed since
         the last call."""
         tasks: dict[Task, None] = {}
         resources, front = dict.fromkeys(self._dirty), list(self._dirty)
@@ -319,7 +321,7 @@ class Engine:
         return tasks, resources
 
     def used(self, resource: Resource) -> float:
-        """Return how much of a resource ended and running tasks have used so far."""
+        """Return how much of a resource all tasks have used so far."""
         return resource.used + sum(
             (task.work - task.left + task.rate * (self.now - task.since)) * w
             for task, w in resource.running.items()
@@ -336,13 +338,12 @@ class Engine:
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
     """Return weighted max-min fair rates. All rates grow equally until a task reaches its
-    `max_rate` or a resource is full. The rates of this task, or of all tasks that use this
-    resource, are final; the rates of all other tasks continue to grow.
+    `max_rate` or a resource is full. Then the rate of this task is final, or the rates of all tasks
+    that use this resource are final. The rates of all other tasks continue to grow.
 
     Capacities, weights and rates may differ by orders of magnitude. Two measures keep small weights
-    from being lost to rounding: a resource counts as full if the rate at which it is full is,
-    relatively, close to the smallest such rate; and the weights of growing tasks are summed anew in
-    each round.
+    from being lost to rounding. First, resources that become full at nearly the same rate count as
+    full together. Second, the weights of growing tasks are summed anew in each round.
     """
     rates: dict[Task, float] = {}
     # for each resource, the capacity that tasks with a final rate do not use

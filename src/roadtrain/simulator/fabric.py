@@ -7,8 +7,8 @@ form. With n ranks and M bytes, each direction of a network card carries 2 (n - 
 ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches
 (fan_in_costs.py), and (1 + (n - 2) x) M for the summation service (x is computed by
 sums/protocol/shares.py). A server's card carries n M. A transfer uses all resources on its path at
-once, because it is sent in pieces; the slowest resource sets its pace. The latency of a collective
-is that of all steps of its algorithm.
+once, because the data are sent in pieces. The slowest resource sets the pace of the transfer. The
+latency of a collective is the sum of the latencies of all steps of its algorithm.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ UPDATE_BYTES = 28.0
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
-    """Raise ConfigError if the cluster lacks what the placement needs. `hosts`: the hosts that
-    compute."""
+    """Raise ConfigError if the cluster lacks a host, a network card, SSDs or switches that the
+    placement needs. `hosts`: the hosts that compute."""
     if place.served and not cluster.spares:
         raise ConfigError(
             f"placement {place.name} needs a host without devices, but the cluster has none",
@@ -91,8 +91,8 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 class Fabric:
     """The costs of the actions of one stage's workers and of the server. `params` is the number of
-    parameters of a block that one device has (1 / tp of the block). Costs are those of one device,
-    unless a docstring names a host.
+    a block's parameters on one device (1 / tp of the block). A cost is the cost of one device, or
+    of one host if the docstring says so.
 
     Attributes:
         fan_in: The costs of packets through switches that sum; None without such switches.
@@ -118,10 +118,10 @@ class Fabric:
     # the network
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resource uses, in both directions, of a collective per byte. Each device sends
-        the fraction `ring` of the byte to the next device, and `exchanged` to all other devices in
-        equal parts. In this class, all ranks of a host together send these over the host's network
-        card once."""
+        """Return the resources that a collective uses per byte, in both directions. `ring`: the
+        fraction of the byte that each device sends to the next device. `exchanged`: the fraction
+        that each device sends to all other devices together. In this class, all ranks of a host
+        together send both fractions over the host's network card once."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -131,16 +131,16 @@ class Fabric:
 
     @property
     def gathers(self) -> bool:
-        """Whether each device updates a part of the parameters and the forward gathers all
-        parts."""
+        """Whether each device updates a part of the parameters, and the next forward gathers the
+        parts of all devices."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
         """Return the resource uses per byte, and the latency, of `passes` passes around a ring. If
-        CPUs compute, `exchanges` of these passes are exchanges, in which each rank sends each part
-        directly to the rank that needs it (stages/data_group.py)."""
+        CPUs compute, `exchanges` of these passes are exchanges instead: each rank sends each part
+        directly to the rank that needs the part (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
@@ -154,10 +154,10 @@ class Fabric:
         )
 
     def tensor(self, nbytes: float) -> float:
-        """Return the seconds in which a layer's pass waits for its two sums of activations of
-        `nbytes` over the tensor-parallel ranks. The plan's fraction `hidden` of the sums runs while
-        the device computes, and does not count. A ring that leaves the host uses all of the host's
-        network cards."""
+        """Return the seconds that a layer's forward or backward waits for the tensor-parallel
+        ranks, which sum `nbytes` of activations twice. The plan states which fraction of the sums
+        runs while the device computes (`hidden`); this fraction does not count. A ring that leaves
+        the host uses all of the host's network cards."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -167,8 +167,8 @@ class Fabric:
         return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
-        """Return the rate in bytes/s and the latency between the devices of `ranks` consecutive
-        ranks of the group."""
+        """Return the rate in bytes/s and the latency in seconds between the devices of `ranks`
+        consecutive ranks of the group."""
         if ranks <= self.group.ranks:
             return self.site.fabric.capacity, INSIDE_S
         devices = self.group.ranks * self.group.tp
@@ -176,7 +176,7 @@ class Fabric:
 
     def context(self, nbytes: float) -> float:
         """Return the seconds in which keys and values are passed around the context-parallel ranks.
-        `nbytes`: their bytes on each device."""
+        `nbytes`: the bytes of keys and values on each device."""
         c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
@@ -191,15 +191,16 @@ class Fabric:
     # actions
 
     def serve(self, params: float) -> Cost:
-        """Cost of sending parameters from the server to every device or, with switches, to the
-        fan-in end in the server's process."""
+        """Cost of sending parameters from the server to every device. With switches, the server
+        only copies the parameters to the fan-in end in its process, and this is the cost of the
+        copy."""
         if self.fan_in is not None and self.server is not None:
             return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
-        """Cost of moving parameters to every device from where the placement keeps them. If `kept`
-        is true, they are already in the memory of each host."""
+        """Cost of moving parameters to every device from the place where the placement keeps them.
+        If `kept` is true, the parameters are already in the memory of each host."""
         place, group = self.plan.placement, self.group
         nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
@@ -239,8 +240,8 @@ class Fabric:
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """Cost of sending a block's gradient from every device to where it is summed and, if the
-        sum is held in memory, of moving the sum to this memory."""
+        """Cost of sending a block's gradient from every device to the place where it is summed. If
+        host memory holds the sum, the cost includes moving the sum to host memory."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
@@ -277,24 +278,25 @@ class Fabric:
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
-        """Cost of an all-to-all that sends rows of tables, which are spread over all devices, to
-        the devices that need them. `nbytes`: the rows for one device's share of the batch."""
+        """Cost of an all-to-all that sends rows of tables to the devices that need these rows. The
+        tables are spread over all devices. `nbytes`: the bytes of the rows that one device needs
+        for its share of the batch."""
         n = self.group.replicas
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
     @property
     def _own(self) -> float:
-        """The parameters whose state is on one host, for all of its devices, as a multiple of the
-        parameters of a block that one device has."""
+        """The number of parameters whose state is on one host (for all devices of the host),
+        divided by the number of parameters on one device."""
         group = self.group
         if self.plan.placement.state == "server":
             return group.server_share * group.tp
         return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
-        """Cost of storing one host's gradient on SSDs until the update; nothing if it stays in
-        memory."""
+        """Cost of storing one host's gradient on SSDs until the update. If the gradient stays in
+        memory, the cost is zero."""
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
@@ -313,8 +315,8 @@ class Fabric:
         return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
-        """Cost of reading the state from the SSDs to where the update runs, and the gradient if it
-        is on SSDs."""
+        """Cost of reading the state from the SSDs to the place where the update runs. If the
+        gradient is on SSDs, the cost includes reading the gradient."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
@@ -339,8 +341,8 @@ class Fabric:
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
     def upstream(self, params: float) -> Cost:
-        """Cost of moving updated parameters from the processor in an SSD to host memory; nothing if
-        the SSDs do not update."""
+        """Cost of moving updated parameters from the processor in an SSD to host memory. If the
+        SSDs do not update parameters, the cost is zero."""
         if self.plan.placement.update != "ssd":
             return Cost(0, [])
         return Cost(params * self._own * self.plan.sizes.upstream_bytes, self.site.reads())
@@ -358,19 +360,20 @@ class Fabric:
 
     @property
     def depth(self) -> int:
-        """The number of reads that the SSDs process at once; the same number applies to writes."""
+        """The number of reads that the SSDs process at once, and also the number of writes."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """The fraction of the parameters that memory also holds, although their state is on files.
-        A server holds all parameters if they fit into half of its memory, and otherwise none."""
+        """The fraction of the parameters that are in memory, in addition to the copy on files. A
+        server holds all parameters in memory if they fit into half of the memory. Otherwise it
+        holds no parameters in memory."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
         return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
-        """Seconds in which devices do not compute because a transfer of this cost occupies them."""
+        """Seconds in which devices cannot compute because they work on a transfer of this cost."""
         place = self.plan.placement
         alone = self.group.replicas == 1 or place.served
         if alone or not self.constants.tax or place.sum in ("relay", "server"):
@@ -381,7 +384,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """The seconds of each block's forward on a device, divided into four parts."""
+    """The seconds of each block's forward on a device, divided into four parts. Each part has one
+    element for each block."""
 
     forward: Sequence[float]  # the device computes
     tensor: Sequence[float]  # tensor-parallel ranks sum activations

@@ -1,12 +1,12 @@
-"""Compute the costs of the packet streams of a fan-in: those between one stage's workers and its
-server, through a tree of switches.
+"""Compute the costs of the packet streams of a fan-in. The streams run between one stage's workers
+and the stage's server, through a tree of switches.
 
     down   parameters, to all workers;          the largest exponents of each block
     up     each worker's exponents;             each worker's gradient as integers
 
 Every link carries each of these streams once (Sun et al. (LuWu), section 3.1). Work is counted in
-bytes on the wire: whole packets with headers. `params` is the number of parameters of a chunk that
-one device has.
+bytes on the wire: complete packets with headers. `params` is the number of a chunk's parameters on
+one device.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class FanInCosts:
 
     @property
     def _rate(self) -> float:
-        """Rate in bytes/s of the slower network card: a worker's or the server's."""
+        """Rate in bytes/s of the slower of two network cards: a worker's and the server's."""
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
     def copy_out(self, params: float) -> Cost:
-        """Cost of copying parameters from the server to the fan-in end in the same process."""
+        """Cost of copying parameters from the server to the fan-in end. Both are in one process."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def copy_in(self, params: float) -> Cost:
@@ -88,7 +88,7 @@ class FanInCosts:
         return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=True))
 
     def gradients(self, params: float) -> Cost:
-        """Cost of sending gradients from each worker's devices to the server's memory, which
+        """Cost of sending gradients from each worker's devices to the server's memory. The memory
         receives the sum in fp32."""
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
@@ -98,7 +98,8 @@ class FanInCosts:
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
-        """Cost of a whole sum: its exponents, their maxima and its gradients."""
+        """Cost of a complete sum: sending the exponents, the largest exponents and the
+        gradients."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
         uses = defaultdict[Resource, float](float)
@@ -108,7 +109,7 @@ class FanInCosts:
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:
-        """Cost of a whole sum without a server: the switches send the sum to all workers as
+        """Cost of a complete sum without a server. The switches send the sum to all workers as
         integers."""
         group, up = self.group, self.sums(params)
         data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
@@ -116,8 +117,8 @@ class FanInCosts:
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
-        """Return the bytes of the exponents: one per block of elements; none if the scale is
-        fixed."""
+        """Return the number of bytes of the exponents: one byte per block of elements, or 0 if the
+        scale is fixed."""
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
@@ -125,13 +126,13 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return the part that this task counts of a byte that crosses a link once for all
-        workers."""
+        """Return the fraction of a byte that this task counts on a link, if all tasks of the stage
+        together send the byte over the link once."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:
-        """Return the resource uses of a byte on its way to the server (`up`) or from it, including
-        the heartbeats that the byte causes in the other direction."""
+        """Return the resources that a byte uses on its way to the server (`up`) or from the server.
+        The result includes the heartbeats that acknowledge the byte in the other direction."""
         group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
@@ -143,8 +144,8 @@ class FanInCosts:
         return uses + group.touched(group.card)
 
     def _heartbeats(self) -> float:
-        """Return the number of bytes of heartbeats that a byte of packets causes in the other
-        direction."""
+        """Return the number of bytes of heartbeats that acknowledge one byte of packets. Heartbeats
+        travel in the other direction."""
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
             return 0.0

@@ -2,14 +2,15 @@
 The need is the sum of fixed buffers and of the bytes that each micro-batch adds.
 
 Device memory holds parameters, gradients, state, activations of micro-batches in flight and the
-loss's logits, all multiplied by `fragmentation`, and `context_bytes`. Parameters are all of the
-stage's, a part of them, or `slots` blocks; tables and experts are spread over devices, so a device
-has a part of each. With activation checkpointing, activations are the inputs of blocks and all
-activations of one block. Hosts and SSDs hold what the placement stores on them; files have two
-slots (Rule 3). If a host's CPUs compute, device memory is host memory, and the needs of all
-processes are added up. The mixed precision of Megatron is `zero1` with gradient_bytes = 4. It needs
-2 + 4 bytes per parameter, and 12 more that are divided among the data-parallel ranks (Rajbhandari
-et al., 2020, section 5.1).
+logits of the loss. The sum of these is multiplied by `fragmentation`; then `context_bytes` is
+added. The placement decides whether a device holds all parameters of the stage, a part of them, or
+`slots` blocks. Tables and experts are spread over devices, so a device has a part of each. With
+activation checkpointing, the activations are the inputs of all blocks and all activations of one
+block. Hosts and SSDs hold the data that the placement stores there; files have two slots (Rule 3).
+If a host's CPUs compute, device memory is host memory, and the needs of all processes are added up.
+The mixed precision of Megatron is `zero1` with gradient_bytes = 4. It needs 2 + 4 bytes per
+parameter, and 12 more that are divided among the data-parallel ranks (Rajbhandari et al., 2020,
+section 5.1).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ LARGEST = 1 / 3
 
 @dataclass(frozen=True)
 class Need:
-    """The need of one memory. `nbytes`: the bytes that the plan needs. `room`: the bytes that are
-    available, which are a fraction `share` of the memory."""
+    """The bytes that a plan needs of one memory. `where`: the name of the memory. `nbytes`: the
+    bytes that the plan needs. `room`: the bytes that are available. `share`: the fraction of the
+    memory that is available."""
 
     where: str
     nbytes: float
@@ -47,12 +49,14 @@ class Need:
 
     @property
     def lacking(self) -> float:
-        """The bytes by which the memory would have to be larger for the plan to fit."""
+        """The number of bytes that the memory lacks: with so many more bytes, the plan would
+        fit."""
         return (self.nbytes - self.room) / self.share
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the bytes on a device that are in use throughout a step: all except activations."""
+    """Return the bytes on a device that are in use throughout a step: parameters, gradients and
+    state, but not activations."""
     place, parallelism = plan.placement, plan.parallelism
     spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
@@ -78,8 +82,8 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
     """Return the bytes of activations that a micro-batch keeps on a device until its backward.
-    `blocks` are from `parts` parts of the model. With `plan.memory.offload`, activations are moved
-    to the host, so the device keeps none."""
+    `parts`: the number of parts of the model to which `blocks` belong. With `plan.memory.offload`,
+    the result is 0, because activations are moved to the host."""
     if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
@@ -89,7 +93,8 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Return the bytes of a block's activations that a sample keeps on one tensor-parallel rank."""
+    """Return the bytes of a block's activations that one tensor-parallel rank keeps for each
+    sample."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:
@@ -100,16 +105,18 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
-    """Return how many of a block's `nbytes` of activations one tensor-parallel rank holds. `whole`
-    of these bytes are on every rank, unless the ranks split the sequence; the rest is split."""
+    """Return the bytes of activations that one tensor-parallel rank holds, if a block has `nbytes`
+    of activations. `whole`: the bytes that every rank holds; the ranks divide the rest. If the
+    ranks split the sequence, they divide all bytes."""
     whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Return the temporary bytes that a block needs while it runs, in addition to activations that
-    are kept: all of its activations if it is recomputed, the logits of the loss, and its whole
-    input if the tensor-parallel ranks keep only parts of the input."""
+    """Return the bytes that the blocks need temporarily while they run, besides the activations
+    that are kept for backward. A block that is recomputed needs all of its activations. The output
+    layer needs the logits of the loss. If tensor-parallel ranks keep only parts of a block's input,
+    the block needs its complete input."""
     tp, framework = plan.parallelism.tp, plan.framework
     split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
     inputs, own = max(split, default=0.0), 0.0
@@ -121,8 +128,8 @@ def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
-    """Return the bytes in the memory of a host that runs `ranks` data-parallel ranks of this
-    stage."""
+    """Return the bytes of host memory that a stage needs on one host. `ranks`: the number of the
+    stage's data-parallel ranks on this host."""
     place, parallelism = plan.placement, plan.parallelism
     total = sum(block.params for block in blocks)
     own = ranks / parallelism.replicas
@@ -146,8 +153,8 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
 
 
 def file_bytes(plan: Plan, params: float) -> float:
-    """Return the bytes of the files for `params` parameters: two slots for everything that an
-    update writes, and the gradients if they are held on files."""
+    """Return the bytes of the files for `params` parameters. The files have two slots for all data
+    that an update writes. If gradients are held on files, the result includes the gradients."""
     place = plan.placement
     copy = plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
     return params * (
@@ -175,9 +182,9 @@ def needs(
     hosts: Sequence[Host],
     sharing: Sequence[int] = (),
 ) -> list[Need]:
-    """Return the needs of the devices, hosts and SSDs of each stage, and of the server. `hosts`:
-    for each stage, a host with the least resources of any of its hosts. `sharing`: for each stage,
-    the number of stages on its hosts."""
+    """Return the bytes that the plan needs of the devices, hosts and SSDs of each stage, and of the
+    server. `hosts`: for each stage, a host with the least resources of all hosts of the stage.
+    `sharing`: for each stage, the number of stages that share a host."""
     out: list[Need] = []
     free, served = 1 - plan.headroom, 0
 
@@ -215,9 +222,11 @@ def shared_needs(
     hosts: Sequence[Host],
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
-    """Return the needs of hosts whose CPUs compute: for each kind of host, the largest need.
+    """Return the bytes that the plan needs of the memory of hosts whose CPUs run the model. The
+    result has one Need for each kind of host, for the host of this kind that needs the most bytes.
 
     Args:
+        cuts: For each stage, its blocks.
         hosts: Every host with devices.
         slots_of: For each stage and each of its devices, the index of the device's host.
     """
@@ -244,8 +253,8 @@ def _room(host: Host) -> float:
 
 
 def check(found: Sequence[Need], plan: Plan) -> None:
-    """Raise BudgetError if the plan does not fit. The error names the needed and the available
-    bytes, and the change that helps most."""
+    """Raise BudgetError if the plan does not fit. The error contains the needed bytes, the
+    available bytes, and the change of the plan that helps most."""
     worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
     if worst.fits:
         return
@@ -275,7 +284,7 @@ def kept_free(plan: Plan) -> str:
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
     """Divide the blocks into parts, and return the parts of each stage. Blocks before the first
-    layer belong to the first part, and blocks after the last layer to the last part. Raises
+    layer belong to the first part. Blocks after the last layer belong to the last part. Raises
     ConfigError if the layers cannot be divided among the stages."""
     pp = plan.parallelism.pp
     if pp * plan.parallelism.virtual_stages == 1:

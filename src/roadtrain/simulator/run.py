@@ -30,11 +30,12 @@ Counts = dict[Any, float]
 class Result:
     """The result of a simulation: figures of one step in the steady state.
 
-    `differ`: seconds by which the last two simulated steps differ. `estimated`: whether the step is
-    estimated from shorter steps, because its micro-batches never repeat exactly. `busy`: for each
-    resource or device, the fraction of the time in which it is busy. `stages`: (where, stage) ->
-    the seconds and work of its tasks. `peaks`: for each memory, the most bytes that it holds.
-    `bytes`: for each resource, its traffic."""
+    `differ`: the difference in seconds between the last two simulated steps. `estimated`: whether
+    the step is estimated from shorter steps, because its micro-batches never repeat exactly.
+    `busy`: for each resource or lane, the fraction of the time in which it is busy. `stages`:
+    (where, stage) -> the total seconds and the total work of the tasks of this stage there.
+    `peaks`: for each memory, the most bytes that it holds. `bytes`: for each resource, the bytes
+    that use it."""
 
     plan: Plan
     seconds: float
@@ -74,12 +75,12 @@ def simulate(
 ) -> Result:
     """Simulate steps until two in a row take the same time.
 
-    If a step has many micro-batches, only some are simulated; the micro-batches that repeat are
-    added to the counts. If micro-batches never repeat exactly, a very long step is estimated from
-    two shorter steps (see MANY). With `traced`, all micro-batches are simulated and the result has
-    a trace of all tasks. With `apart`, or if the plan has `widths`, each data-parallel rank is
-    simulated separately; all traffic of a host shares its network cards. Otherwise the ranks of a
-    stage are simulated as one rank, which has the least resources of any of them. Raises
+    If a step has many micro-batches, only some are simulated, and the time and traffic of the
+    others are added. If micro-batches never repeat exactly, a very long step is estimated from two
+    shorter steps (see MANY). With `traced`, all micro-batches are simulated, and the result has a
+    trace of all tasks. With `apart`, or if the plan has `widths`, each data-parallel rank is
+    simulated separately, and all traffic of a host shares the host's network cards. Otherwise the
+    ranks of a stage are simulated as one rank on the host with the least resources. Raises
     ConfigError for a plan that is impossible on this cluster. If `checked`, raises BudgetError for
     a plan that does not fit into memory."""
     engine = Engine(traced)
@@ -122,9 +123,9 @@ def simulate(
 
 
 class _Steps:
-    """The simulated steps of a scene. `marks`: all counts before the first step and after each
-    step. `differ`: seconds by which the last two steps of `steady` differ. `estimated`: as in
-    Result."""
+    """The simulated steps of a scene. `marks`: the counts (the clock, and the use of each resource
+    and lane) before the first step and after each step. `differ`: the difference in seconds between
+    the last two steps that `steady` simulated. `estimated`: as in Result."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks = scene, [_mark(scene.engine)]
@@ -145,8 +146,8 @@ class _Steps:
 
     def steady(self, num_microbatches: int) -> Counts:
         """Simulate steps until two in a row are equal, and return the counts of the last step. If
-        this never happens, for example because steps alternate, return the mean of several
-        steps."""
+        no two steps in a row are equal, for example because steps alternate, return the mean counts
+        of several steps."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
             took.append(self.step(num_microbatches))
@@ -175,8 +176,9 @@ class _Steps:
         return {key: n + times * (n - few_counts.get(key, 0.0)) for key, n in counts.items()}
 
     def counted(self, few: int, turn: int) -> Counts | None:
-        """Return the counts of the plan's step, extrapolated from steps of `few` micro-batches and
-        more. Return None if `turn` more micro-batches do not always add the same."""
+        """Return the counts of the plan's step, extrapolated from steps of `few`, `few + turn` and
+        `few + 2 * turn` micro-batches. Return None if the second difference between these steps is
+        not equal to the first."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]
@@ -188,8 +190,8 @@ class _Steps:
         return {key: n + more[key] * times for key, n in second.items()}
 
     def _same(self, a: Counts, b: Counts, whole: Counts) -> bool:
-        """Return whether two steps are equal. `whole`: the counts of all steps so far. The use of a
-        resource may differ by a small fraction of its whole use."""
+        """Return whether two steps are equal. `whole`: the counts of all steps so far. The two
+        steps may differ in their use of a resource by a small fraction of its use in all steps."""
         return abs(a["seconds"] - b["seconds"]) <= SAME * b["seconds"] and all(
             abs(a[r] - b[r]) <= SAME * whole[r] for r in self.scene.engine.resources
         )

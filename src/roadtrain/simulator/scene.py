@@ -36,10 +36,11 @@ from roadtrain.switch.options import MOST_CHILDREN
 
 
 class Scene:
-    """A plan on a cluster. `needs`: the plan's need of every memory. `build` creates the stages on
-    their hosts, the server, and the links between stages. If `apart` is true, or if the plan has
-    `widths`, each replica of a stage is simulated separately; otherwise all replicas of a stage are
-    simulated as one. Raises ConfigError for a plan that is impossible on this cluster.
+    """A plan on a cluster. `needs`: the bytes that the plan needs of every memory. `build` creates
+    the stages on their hosts, the server, and the links between stages. If `apart` is true, or if
+    the plan has `widths`, each replica of a stage is simulated separately. Otherwise all replicas
+    of a stage are simulated as one. Raises ConfigError for a plan that is impossible on this
+    cluster.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class Scene:
                 self._check_packets(place.name, self._tree(number))
 
     def _check_packets(self, name: str, tree: SwitchTree | None) -> None:
-        """Raise ConfigError for a packet window, a number of children or a `keep` that a real run
-        with these switches would refuse."""
+        """Raise ConfigError if a real run with these switches would refuse the plan's packet
+        window, the number of children of a switch, or the plan's `keep` (the fraction of a gradient
+        that is sent)."""
         assert tree is not None
         window = self.plan.packets.window
         for switch in tree.switches.values():
@@ -119,8 +121,9 @@ class Scene:
             )
 
     def check_networks(self) -> None:
-        """Raise ConfigError if hosts that exchange data have no network in common. Raise it also if
-        all devices are on one host, but the placement sums on other hosts or in switches."""
+        """Raise ConfigError if hosts that exchange data have no network in common. Also raise
+        ConfigError if all devices are on one host, but the placement sums on other hosts or in
+        switches."""
         groups = self.groups_of
         places = [self.plan.placement_of(number) for number in range(len(groups))]
         for number, group in enumerate(groups):
@@ -185,7 +188,8 @@ class Scene:
         return [self.cluster.common([host, node])[1] for host in hosts]
 
     def _tree(self, stage: int) -> SwitchTree | None:
-        """Return the tree of switches that sum a stage's gradients; None if no switch sums them."""
+        """Return the tree of switches that sum a stage's gradients. Return None if no switch sums
+        gradients of this stage."""
         place = self.plan.placement_of(stage)
         if place.sum != "switch":
             return None
@@ -198,8 +202,9 @@ class Scene:
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
-        """Create the fan-in end between a stage's switches and its server; None if the placement
-        has none. `workers`: the number of workers for which the end waits."""
+        """Create the fan-in end between a stage's switches and the stage's server. Return None if
+        the placement has no fan-in. `workers`: the number of workers for which the fan-in end
+        waits."""
         plan = self.plan.of_stage(stage)
         if not plan.placement.fans_in:
             return None
@@ -246,7 +251,7 @@ class Scene:
         self._add(fabric, number, self._end(number, many))
 
     def _build_replicas(self, number: int) -> None:
-        """Create the replicas of a stage, each as a stage of its own."""
+        """Create the replicas of a stage, each as a separate SimulatedStage."""
         plan, slots = self.plan.of_stage(number), self.slots_of[number]
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
@@ -302,7 +307,7 @@ class Scene:
 
     def _shared_hosts(self) -> dict[int, SharedHost]:
         """Return the resources of each host that the plan uses, by the host's index. A host's
-        network cards, memory and SSDs exist once, and all its ranks share them."""
+        network cards, memory and SSDs exist once, and all ranks on the host share them."""
         found, named = dict[int, SharedHost](), Counter[str]()
         for slot in dict.fromkeys(itertools.chain.from_iterable(self.slots_of)):
             host = self.hosts[slot]
@@ -312,8 +317,8 @@ class Scene:
         return found
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
-        """Return the links between switches that connect ranks with these network cards and, for
-        each link, the number of pairs of ranks whose traffic uses it."""
+        """Return the links between switches that connect ranks with these network cards. The count
+        of a link is the number of pairs of ranks whose traffic uses the link."""
         found = Counter[Resource]()
         for (a, n), (b, m) in itertools.permutations(Counter(nics).items(), 2):
             found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
@@ -345,9 +350,9 @@ class Scene:
     def _crossing(
         self, sender: SimulatedStage, receiver: SimulatedStage, what: str, nbytes: float
     ) -> Cost:
-        """Return the cost of sending `nbytes` from each device of a stage to the next stage. If
-        replicas are simulated separately, this is the cost of all devices of the sending replica
-        together."""
+        """Return the cost of sending `nbytes` from each device of `sender` to `receiver`. If
+        replicas are simulated separately, the result is the cost for all devices of the sending
+        replica together."""
         if not self.apart:
             link = self.between.get((sender.number, receiver.number, what))
             return Cost(0.0) if link is None else Cost(nbytes, [(link[0], 1.0)], link[1])
@@ -398,8 +403,8 @@ class Scene:
         return self.plan.parallelism.tp * self.plan.parallelism.cp
 
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
-        """Return the network card that the ranks of `group` use on each host; none if there is a
-        single host without network cards."""
+        """Return the network card that the ranks of `group` use on each host. Return an empty list
+        if there is a single host without network cards."""
         kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:
@@ -429,9 +434,9 @@ class Scene:
         return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
-        """Return the power in watts of all hosts and devices that the plan uses. Each draws its
-        idle power and, in proportion to the fraction of time in which it is busy, more power up to
-        its peak."""
+        """Return the power in watts of all hosts and devices that the plan uses. The power of a
+        host or device rises from its idle power to its peak power, in proportion to the fraction of
+        time in which the host or device is busy."""
         total, n = 0.0, max(1, len(self.stages))
         for stage in self.stages:
             device, site = stage.device, stage.fabric.site
@@ -465,8 +470,9 @@ class Scene:
 
 
 def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
-    """Return the bytes that a device sends to a device of the next stage for a micro-batch;
-    backward, the same number of bytes returns. `following`: the first block after the boundary."""
+    """Return the bytes that a device sends to a device of the next stage for a micro-batch. In the
+    backward, the same number of bytes comes back. `following`: the first block after the
+    boundary between the stages."""
     samples = plan.micro_batch / plan.parallelism.cp
     if model.hidden:
         return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
@@ -475,6 +481,6 @@ def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> floa
 
 
 def _watts(of: Host | Device, share: float) -> float:
-    """Return the power of a host or device that is busy for the fraction `share` of the time.
-    Without `peak_watts`, this is the idle power."""
+    """Return the power in watts of a host or device that is busy for the fraction `share` of the
+    time. If `peak_watts` is not known, the result is the idle power."""
     return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

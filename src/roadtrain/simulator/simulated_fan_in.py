@@ -1,12 +1,13 @@
-"""Simulate the fan-in of one stage with the state machine of the fan-in end. This machine decides
-when a chunk is sent to all workers, when workers may send a gradient, and what the server receives.
+"""Simulate the fan-in of one stage with the state machine of the fan-in end. This state machine
+decides when a chunk is sent to all workers, when workers may send a gradient, and which messages
+the server receives.
 
     FanInStateMachine -> Up, Broadcast, Grant, SendMaxima, PushRound: each becomes messages and
     packet streams with the costs of fan_in_costs.py
 
-Each direction is one stream, whose packets are sent in the order of their sequence numbers. No
-packet is lost. As in a real run, if a worker is so late that the other workers continue without it,
-the late worker is served over TCP.
+Each direction is one stream. The packets of a stream are sent in the order of their sequence
+numbers, and none is lost. If a worker is so late that the other workers continue without it, the
+late worker is served over TCP, as in a real run.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ COPIES, SUMS = 6, 6
 TICK_S = 0.25  # seconds between checks for late workers, while a worker waits for others
 
 
-# packets with consecutive sequence numbers: empty until they are ready, then a function that sends
-# them
+# a run of packets with consecutive sequence numbers: an empty list until the packets are ready,
+# then a list with one function that sends them
 PacketRun = list[Then]
 
 
 class NumberedStream:
-    """A stream that sends packets in the order of their sequence numbers, even if later packets are
-    ready first."""
+    """A stream that sends packets in the order of their sequence numbers. If later packets are
+    ready first, they wait for the earlier packets."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -119,8 +120,8 @@ class SimulatedFanIn:
         self._send([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
-        """Count an answer of a member's server to a pull. The answer is complete when all members'
-        servers have answered."""
+        """Count the answer of one member's server to a pull. The pull is answered when the servers
+        of all members have answered."""
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
@@ -134,7 +135,7 @@ class SimulatedFanIn:
         return range(self.workers)
 
     def _send(self, events: Sequence[FanInEvent]) -> None:
-        """Send messages, one of each worker, to the end."""
+        """Send messages to the fan-in end, one message from each worker."""
 
         def arrived() -> None:
             # with a single member, all workers send at the same time, so none is late
@@ -179,8 +180,9 @@ class SimulatedFanIn:
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
-        """Send a message to each member's part of the server. Each part counts all members as a
-        single worker, whose gradient is complete when it arrives, so Close is not sent."""
+        """Send a message to each member's part of the server. Each part treats all members as a
+        single worker. A gradient that arrives from this worker is complete, so Close is not
+        sent."""
         if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
@@ -211,7 +213,7 @@ class SimulatedFanIn:
 
     def _granted(self, action: Grant) -> None:
         """Let all workers send their exponents after they have received the grant. With a fixed
-        scale there are no exponents, and their stream costs nothing."""
+        scale there are no exponents, and the stream of exponents costs nothing."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
         arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
@@ -228,8 +230,9 @@ class SimulatedFanIn:
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
     def _push(self, action: PushRound) -> None:
-        """Give the sum to the server. The server receives it at once, because later actions rely on
-        this order; the sum's buffer is free after the time of copying."""
+        """Give the sum to the server. The server receives the sum at once, because later actions
+        rely on this order. The buffer of the sum becomes free later, after the time that copying
+        the sum takes."""
         announced = self.granted.pop((action.chunk, action.round))
         waiting = self.pushed[action.chunk]
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
@@ -244,7 +247,8 @@ class SimulatedFanIn:
         return [member.costs for member in self.members]
 
     def _packets(self, chunk: int) -> tuple[int, int]:
-        """Return the number of packets of a chunk's exponents, and of its gradient."""
+        """Return the number of packets of a chunk's exponents, and the number of packets of the
+        chunk's gradient."""
         params, costs = self.blocks.params_of(chunk), self._costs[0]
         return costs.exponent_packets(params), costs.gradient_packets(params)
 
@@ -264,7 +268,7 @@ class SimulatedFanIn:
         self.engine.task("Message", Cost(0.0, (), seconds), then=then, where=self.name)
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants of the state machine, the streams and the members."""
         self.machine.check()
         self.up.check()
         assert len(self.members) in (1, self.workers)
@@ -275,9 +279,9 @@ class SimulatedFanInLink:
     """The link through switches to the server, from one worker or from all workers that are
     simulated as one.
 
-    `server` does this worker's part of the server's work. `pulled` is called with the ticket of
-    each answered pull. `settled` is called with a step's number when all updates that the step
-    requested have reached the server.
+    `end`: the fan-in end of the link. `server`: does this worker's part of the server's work.
+    `pulled`: called with the ticket of each answered pull. `settled`: called with the number of a
+    step when all updates that the step requested have reached the server.
     """
 
     def __init__(
@@ -338,6 +342,6 @@ class SimulatedFanInLink:
         return step not in self.pending
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants of `pending` and `early`."""
         assert all(count > 0 for count in self.pending.values())
         assert all(step > self.requested + 1 for step, _ in self.early)

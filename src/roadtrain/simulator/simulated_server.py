@@ -1,7 +1,7 @@
 """Simulate one stage's server with the state machines of real servers.
 
-ServerStateMachine returns the actions Answer, Hold, Read, Update, Write and Prepare; each becomes a
-task with the cost that fabric.py computes. CommitStateMachine decides when a step is committed.
+ServerStateMachine returns the actions Answer, Hold, Read, Update, Write and Prepare. Each action
+becomes a task; fabric.py computes its cost. CommitStateMachine decides when a step is committed.
 Equal servers are simulated as one server. Gradients have no values: they are None.
 """
 
@@ -30,9 +30,9 @@ ROW_BYTES = 2  # bytes of each element of a row that a block looks up (config/mo
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """The division of blocks into chunks. Each block has the same number of chunks, `pieces`, so
-    that transfers, reads and updates of a block overlap as those of real chunks do. Chunks are
-    numbered block by block."""
+    """The division of blocks into chunks. Each block has the same number of chunks: `pieces`. The
+    transfers, reads and updates of a block's chunks overlap, as in a real run. Chunks are numbered
+    block by block."""
 
     pieces: int
     params: Sequence[float]  # for each block, the parameters that are transferred
@@ -57,7 +57,7 @@ class BlockPieces:
         return (self.updated[block] + self.rows[block]) / self.pieces
 
     def state_of(self, chunk: int) -> float:
-        """Return the number of parameters of a chunk whose state an update reads and writes."""
+        """Return how many of a chunk's parameters have state that an update reads and writes."""
         block = chunk // self.pieces
         return (self.params[block] + self.rows[block]) / self.pieces
 
@@ -80,9 +80,9 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Return the elements of a block's tables that a step's samples use, as parameters of one
-    device like `updated`. Every device has a part of the tables, wherever the placement keeps other
-    state."""
+    """Return the number of table elements that the samples of a step use in this block, counted per
+    device (as `BlockPieces.updated` is). Tables are always divided among all devices, in every
+    placement."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -90,7 +90,8 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 
 class SimulatedServer:
-    """The server of one stage, or one replica's part of the server's work, on the virtual clock."""
+    """The server of one stage on the virtual clock. If replicas are simulated separately, it does
+    one replica's part of the server's work."""
 
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
@@ -112,8 +113,8 @@ class SimulatedServer:
 
     @cached_property
     def machine(self) -> ServerStateMachine:
-        """The server's state machine. It is created only in the first step, because
-        `SimulatedStage.bound` does not need it."""
+        """The server's state machine. It is created in the first step and not before, because
+        `SimulatedStage.bound` does not need a state machine."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
         # the first chunks stay in memory, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)
@@ -141,12 +142,12 @@ class SimulatedServer:
 
     @property
     def holding(self) -> bool:
-        """Whether any gradient is still on its way to the memory or SSD that holds it."""
+        """Whether any gradient is still on its way to host memory or to an SSD."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
     def handle(self, event: m.Event) -> None:
-        """Pass an event to the server's state machine, after the events that it is still
-        handling."""
+        """Pass an event to the server's state machine. If the state machine is still handling
+        earlier events, the new event waits for its turn."""
         self.inbox.append(event)
         if self.busy:
             return
@@ -157,7 +158,7 @@ class SimulatedServer:
         self.busy = False
 
     def end_step(self, step: int) -> None:
-        """End a step, whose updates must all have been requested."""
+        """End a step. All updates of the step must have been requested before."""
         self._send(self.commits.end_step(step))
         self._send(self.commits.blob(step, None))
 
@@ -238,7 +239,8 @@ class SimulatedServer:
         )
 
     def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
-        """Run a task when the queue of the SSDs admits it; at once if the task uses no SSD."""
+        """Run a task when the queue of the SSDs admits the task. A task that uses no SSD runs at
+        once."""
         if not cost.uses:
             self._cost(stage, cost, then)
             return
@@ -256,7 +258,7 @@ class SimulatedServer:
         self._serve_disk()
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants of the state machines and of the queue of the SSDs."""
         self.machine.check()
         self.commits.check()
         self.disk.check()

@@ -1,9 +1,8 @@
-"""Simulate the summation service with its real state machines. The machine of the membership
-decides which host sums how much; the machines of the reducers decide when a sum is complete.
+"""Simulate the summation service with its real state machines. The state machine of the membership
+decides which host sums how much. The state machines of the reducers decide when a sum is complete.
 
-In the simulation, a chunk is a single part. The traffic on the links is nevertheless that of many
-small parts in flight; it is computed in closed form (sums/protocol/shares.py). Equal hosts send at
-the same time.
+In the simulation, a chunk is a single part. The traffic on the links is computed in closed form as
+if many small parts were in flight (sums/protocol/shares.py). Equal hosts send at the same time.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class SimulatedSums:
         return [done for done in rounds if done is not None]
 
     def _agree(self, actions: Sequence[MembershipAction]) -> None:
-        """Deliver the coordinator's messages to every worker, and the workers' answers to the
-        coordinator, until no message is left."""
+        """Deliver the coordinator's messages to every worker, and deliver the workers' answers to
+        the coordinator. End when no message is left."""
         rounds = {tensor: (number, True) for tensor, number in self.rounds.items()}
         queue = deque(actions)
         while queue:
@@ -72,13 +71,13 @@ class SimulatedSums:
         self.exchange = self._exchange()
 
     def _exchange(self) -> float:
-        """Return how many bytes the first host's network card carries in each direction for each
-        byte that all hosts sum."""
+        """Return the number of bytes that the first host's network card carries in each direction
+        when the hosts sum one byte."""
         spares, shares = list(self.map.spares.values()), list(self.map.shares.values())
         return busiest(self.rates, spares, shares) * self.rates[0]
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants of the state machines, and that no sum waits for a host."""
         self.coordinator.check()
         for machine in self.reducers.values():
             machine.check()

@@ -1,4 +1,4 @@
-"""The resources of hosts and of summing switches, and the ranks of a pipeline stage on such hosts.
+"""The resources of hosts and of switches that sum, and the ranks of a pipeline stage on such hosts.
 
 Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
 to a server counts `hosts` times at the server.
@@ -23,8 +23,8 @@ BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host, which represents all hosts of its kind. Its device resources are
-    those of one device, because all devices of the host do the same."""
+    """The resources of one host. The host represents all hosts of its kind. There are resources for
+    one device only, because all devices of the host do the same."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """If sites share resources, `resource` returns the resource with a name and a capacity. If
-        None, this site creates its own resources."""
+        """If `resource` is None, this site creates its own resources. If sites share resources,
+        `resource` is a function that returns the resource with a given name and capacity."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -69,8 +69,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the resource uses of a byte read from the SSDs to host memory or, if `beside`, to
-        the processors in the SSDs."""
+        """Return the resources that reading a byte from the SSDs uses. The byte is read to host
+        memory or, if `beside`, to the processors in the SSDs."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -83,9 +83,9 @@ class SwitchResources:
     """The resources of the switches of one tree. `packets`: the plan's settings for packets.
 
     Upwards, each link carries one sum; downwards, each link carries one copy of the parameters. A
-    switch of the network is on the path of its packets. A switch with a `rate` is a machine beside
-    the network: it receives the packets of each child over its own network card, and sends a copy
-    to each child unless the network makes the copies.
+    switch without a `rate` is a switch of the network, through which the packets pass anyway. A
+    switch with a `rate` is a machine beside the network: it receives the packets of each child over
+    its own network card. It also sends a copy to each child, unless the network makes the copies.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class SwitchResources:
         packets: SwitchPackets,
         constants: Constants,
     ) -> None:
-        """`resource`: returns the resource with a name and a capacity; it creates each resource
-        only once."""
+        """`resource`: a function that returns the resource with a given name and capacity, and
+        creates each resource only once."""
         self.tree, self.packets = tree, packets
         # resource uses of a byte on the wire that every worker sends (up) or receives (down)
         self.up, self.down = Uses(), Uses()
@@ -119,7 +119,7 @@ class SwitchResources:
                 self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
 
     def on_wire(self, nbytes: float) -> float:
-        """Return the bytes of the packets, including their headers, that carry `nbytes` of data."""
+        """Return the bytes of the packets, including headers, that carry `nbytes` of data."""
         return float(self.packets_of(nbytes) * self.packet_nbytes)
 
     def packets_of(self, nbytes: float) -> int:
@@ -135,12 +135,14 @@ class SwitchResources:
 
     def beat_s(self, rate: float) -> float:
         """Return the seconds from one heartbeat to the next. A heartbeat is sent when a quarter of
-        a window has arrived, after at most BEAT_S, but not before a packet has arrived."""
+        a window has arrived, and after BEAT_S seconds at the latest. No heartbeat is sent before at
+        least one packet has arrived."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
-        """Return the rate in bytes/s on the wire that a window of packets allows. The window only
-        advances when a heartbeat acknowledges packets."""
+        """Return the highest rate in bytes/s on the wire that a window of packets allows. The
+        window only advances when a heartbeat acknowledges packets. `rate`: the rate of the network
+        cards in bytes/s."""
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
@@ -155,15 +157,17 @@ class FlowGroup:
     """The data-parallel ranks of one pipeline stage, which all have the same parameters.
 
     Attributes:
-        server: The server that keeps the stage's state; None if none does.
+        site: The host of the ranks.
+        server: The server that keeps the stage's state; None if no server keeps it.
         hosts: Number of hosts of the group.
-        ranks: Number of ranks on each host (on the fullest host, if hosts differ), each with `tp`
-            devices of the host.
+        ranks: Number of ranks on each host. If hosts differ, this is the number on the host with
+            the most ranks.
+        tp: Number of devices that each rank has on its host.
         replicas: Number of ranks of the group on all hosts together.
         beside: Number of ranks of the group on the site's host, including ranks that are simulated
             by other tasks.
-        server_share: The fraction that this group's tasks count of the work that the server does
-            once for all hosts.
+        server_share: If the server does work once for all hosts, the fraction of this work that the
+            tasks of this group count.
         touch: CPU seconds per byte that enters or leaves a host.
         rates: The usable rate of each host's network card.
         switches: The switches that sum the gradients of the hosts, if any do.
@@ -191,24 +195,25 @@ class FlowGroup:
 
     @property
     def card(self) -> float:
-        """The number of bytes that cross the host's network card in one task of this group, for
-        each byte that the host sends once for all of its ranks."""
+        """The number of bytes that cross the host's network card in one task of this group. It is
+        given for each byte that the host sends once for all of its ranks."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:
         """Return how many bytes cross the server's network card in one task, for each byte that
-        each host sends to the server or receives from it. If `once` is true, a switch sums the
-        bytes of all hosts, or copies one byte to all hosts."""
+        each host sends to the server or receives from the server. If `once` is true, switches sum
+        the bytes of all hosts on the way to the server, and copy a byte from the server to all
+        hosts."""
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
-        """Return the resource uses of a byte that is exchanged among the group's ranks on this
-        host; none if there is a single rank."""
+        """Return the resource uses of a byte that the group's ranks on this host exchange. Return
+        an empty list if there is a single rank."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
-        """Return the use of CPUs for a byte that enters or leaves the host `crossings` times; none
-        if devices other than CPUs compute."""
+        """Return the use of CPUs for a byte that enters or leaves the host `crossings` times.
+        Return an empty list if devices other than CPUs compute."""
         if self.site.cores is None or not self.touch:
             return []
         return [(self.site.cores, crossings * self.touch)]

@@ -7,9 +7,9 @@
 simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
 
 Equal workers are simulated as one worker. Usually, each block of a forward or backward is a task.
-If all parameters stay on the device, a forward or backward is a single task, with two exceptions:
-the first forward and the last backward of a step, and passes that need rows of tables from other
-devices. Gradients have no values: they are None.
+If all parameters stay on the device, a forward or backward is a single task for all blocks. There
+are two exceptions: the first forward and the last backward of a step, and forwards or backwards
+that need table rows from other devices. Gradients have no values: they are None.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from roadtrain.stages.protocol.pipeline import (
 
 
 class SimulatedStage:
-    """The workers of one pipeline stage, or one of its replicas, on the virtual clock. `send` is
-    called after each run, with the stage and the run, to send the run's output."""
+    """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. `send`
+    is called after each run (the forward or backward of a micro-batch), to send the run's output.
+    Its arguments are the stage and the run."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the simulated fan-in between switches and the stage's server; None if no switches
-        send to the server. `rank`: the position of this replica; None if all replicas are simulated
-        as one."""
+        """`end`: the simulated fan-in end between switches and the stage's server; None if no
+        switches send to the server. `rank`: the position of this replica; None if all replicas are
+        simulated as one."""
         plan, device = fabric.plan, fabric.site.host.device
         assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
@@ -127,8 +128,8 @@ class SimulatedStage:
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
-        """Assign blocks to slots of the device. Layers share slots; each block before or after the
-        layers has a slot of its own, and is pulled once per step."""
+        """Assign blocks to slots (buffers for one block each) of the device. Layers share slots.
+        Each block before or after the layers has a separate slot, and is pulled once per step."""
         plan, n = self.plan, len(self.blocks)
         every = not plan.memory.root
         layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]
@@ -140,8 +141,9 @@ class SimulatedStage:
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> float:
-        """Return a lower bound for the seconds of a step: the largest of the device's computing
-        time and, for each resource, the bytes that use it divided by its capacity."""
+        """Return a lower bound for the seconds of a step. Neither the computing of the device nor
+        the traffic of any resource (its bytes divided by its capacity) can take less time. The
+        largest of these times is the bound."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -168,9 +170,9 @@ class SimulatedStage:
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Return the least number of parameters that a pass through all parts fetches, if it is not
-        the first pass of the step. The largest `stay` blocks of each part may still be on the
-        device."""
+        """Return the least number of parameters that a forward or backward through all parts
+        fetches, except the first forward of the step. The largest `stay` blocks of each part may
+        still be on the device, so they do not count."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
@@ -195,13 +197,13 @@ class SimulatedStage:
 
     @property
     def first_s(self) -> float:
-        """Seconds in which the stage computes the forward and backward of a micro-batch in its
-        first part."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch through the
+        first of its parts of the model."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:
-        """Count the memory that is in use throughout a step. Activations are added and removed
-        while the step runs."""
+        """Add the memory that is in use throughout a step to the memory that is held. Activations
+        are added and removed while the step runs."""
         plan, group, framework = self.plan, self.fabric.group, self.plan.framework
         held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
         self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
@@ -237,8 +239,8 @@ class SimulatedStage:
 
     def _of(self, block: int, what: str) -> float:
         """Return the seconds of a block's forward or backward. With activation checkpointing, a
-        backward includes a second forward, except in the output layer. A backward passes keys and
-        values around again, together with their gradients."""
+        backward includes a second forward, except in the output layer. With context parallelism, a
+        backward passes keys and values around the ranks again, together with their gradients."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
@@ -276,7 +278,7 @@ class SimulatedStage:
         self._use()
 
     def _use(self) -> None:
-        """Run the next block, if its parameters have arrived on the device."""
+        """Run the next block, if the parameters of this block have arrived on the device."""
         block, run = self.next, self.run
         if block is None or run is None or self.prefetch[block].here(block) is None:
             return
@@ -413,8 +415,8 @@ class SimulatedStage:
             self._updated_in(block, self.step)
 
     def _link_of(self, block: int) -> SimulatedFanInLink | None:
-        """Return the link that takes a block's gradients to switches. Return None for a block with
-        tables, because devices exchange the gradients of its rows directly."""
+        """Return the link over which a block's gradients go to switches. Return None for a block
+        with tables, because devices exchange the gradients of table rows directly."""
         return None if self.blocks[block].tables else self.link
 
     def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
@@ -430,8 +432,8 @@ class SimulatedStage:
 
     def _partners(self, run: RunBlocks) -> int:
         """Return the number of replicas that push a gradient in the same round as `run`. The last
-        gradients of all replicas are one round; otherwise the k-th gradients of all replicas are
-        round k."""
+        gradients of all replicas form one round. Of the earlier gradients, the k-th gradients of
+        all replicas form round k."""
         if run.last:
             return self.width
         rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
@@ -439,7 +441,7 @@ class SimulatedStage:
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
         """Handle a gradient that arrived at the place where it is summed. With the summation
-        service, its reducers decide when the sum is complete."""
+        service, the reducers of the service decide when the sum is complete."""
         if (sums := self.fabric.sums) is None:
             self._pushed(push, last, step)
             return
@@ -461,8 +463,8 @@ class SimulatedStage:
         self.prefetch[block].updated([block])
 
     def _end_step(self, step: int) -> None:
-        """End a step if everything is computed, all gradients have arrived where they are summed,
-        and the previous step has ended."""
+        """End a step if all blocks are computed, all gradients have arrived at the place where they
+        are summed, and the previous step has ended."""
         if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":

@@ -1,10 +1,11 @@
 """Measure the speed of this rank: the time in which it runs one micro-batch forward and backward
-through its own segments of the model. Also measure the activation memory that each block keeps for
-its backward.
+through its segments of the model. Also measure the activation memory that each block keeps for its
+backward.
 
-Forward is timed per block, from the start of one block to the start of the next. Backward is timed
-as a whole and divided among the blocks in proportion to their forward times. The model's buffers,
-its gradients and the random number generators are left unchanged. Does NOT communicate.
+Forward is timed per block, from the start of one block to the start of the next. Only the total
+time of backward is measured; it is divided among the blocks in proportion to their forward times.
+The model's buffers, its gradients and the random number generators are left unchanged. Does NOT
+communicate.
 
 Assumes that the segment's parameters have values, that no other process computes on this device,
 and that no optimizer is placed on the model yet.
@@ -38,7 +39,8 @@ LEAST_WEIGHT = 0.01  # the weight of a block without parameters
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The measurements of one rank. Seconds are those of one micro-batch in a block of weight 1."""
+    """The measurements of one rank. `forward_s` and `backward_s`: the seconds in which one
+    micro-batch runs through a block of weight 1."""
 
     forward_s: float
     backward_s: float
@@ -54,10 +56,10 @@ class RankTimes:
 
 @dataclass
 class _Pass:
-    """One timed forward and backward of all segments. The block number -1 represents the layers
-    before the model's first block, and the number of blocks represents the layers after the last
-    block. Anything else that a stage computes before its blocks (masks, positions) counts as part
-    of its first block."""
+    """One timed forward and backward of all segments, for each block number. Number -1 represents
+    the layers before the model's first block. In a model of n blocks, number n represents the
+    layers after the last block. Other code that a stage runs before its blocks (masks, positions)
+    counts as part of the stage's first block."""
 
     starts: list[tuple[int, float]] = field(default_factory=list)  # (block, start time)
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # seconds
@@ -79,8 +81,9 @@ def measure_blocks(
     *,
     least_s: float = TIMED_S,
 ) -> RankTimes:
-    """Time the segments of `stage_model`, which must be attached, for about `least_s` seconds.
-    weights: the relative work of every block of the model. If empty, all blocks count as equal."""
+    """Run the segments of `stage_model` for about `least_s` seconds, and return the measured times.
+    `stage_model` must be attached. weights: the relative work of every block of the model. If
+    `weights` is empty, all blocks have the weight 1."""
     count = len(stage_model.cuts.blocks)
     weights = weights or (1.0,) * count
 
@@ -114,9 +117,9 @@ def measure_blocks(
 def block_parameters(
     cuts: Cuts, parameters: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the number of parameter elements of each block, and of the layers before the first
-    block and after the last block. parameters: the number of elements of every parameter of the
-    model, by name."""
+    """Return how many parameter elements each block has. Also return how many the layers before the
+    first block have, and how many the layers after the last block have. parameters: the number of
+    elements of every parameter of the model, by name."""
     last = len(cuts.blocks) - 1
     counts, ends = [], [0, 0]
     for i, block in enumerate(cuts.blocks):
@@ -130,8 +133,8 @@ def block_parameters(
 
 
 def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return an estimate of each block's work relative to the mean block. counts: the number of
-    parameters of each block."""
+    """Return an estimate of each block's work, relative to the mean of all blocks. counts: the
+    number of parameters of each block."""
     mean = sum(counts) / len(counts)
     return tuple(max(count / mean, LEAST_WEIGHT) if mean else 1.0 for count in counts)
 
@@ -139,9 +142,10 @@ def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
 def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Return the memory of every block, and of the layers before the first block and after the last
-    block. parameters: as for `block_parameters`. A block that is not in `times` is assumed to keep
-    as many activation bytes as the largest measured block."""
+    """Return the memory that every block needs. Also return the memory that the layers before the
+    first block and the layers after the last block need. parameters: as for `block_parameters`. If
+    no rank measured a block (`times`), the block is assumed to keep as many activation bytes as the
+    largest measured block."""
     counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for measured in times:
@@ -188,7 +192,7 @@ def _time(
 def _backward(
     stage_model: StageModel, received: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
 ) -> None:
-    """Compute the gradients that a backward of the stage computes, but do not keep them."""
+    """Compute the same gradients as a backward of the stage, and discard them."""
     own = [p for p in stage_model.model.parameters() if p.requires_grad]
     inputs = [*own, *(x for x in received if x.requires_grad)]
     if ends and inputs:  # otherwise everything is frozen
@@ -197,8 +201,8 @@ def _backward(
 
 
 def _received(stage_model: StageModel, segment: Segment) -> list[torch.Tensor]:
-    """Return tensors of zeros in the shapes of the activations that cross the cut before the
-    segment."""
+    """Return tensors of zeros that replace the activations that cross the cut before the segment.
+    They have the same shapes as the activations."""
     if not segment.begin:
         return []
     return [
@@ -217,8 +221,8 @@ def _start_hook(timed: _Pass, block: int, device: torch.device) -> Callable[...,
 
 
 def _save_hook(timed: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a hook that counts the bytes that autograd saves for backward. Each storage counts
-    once, for the first block that saves it."""
+    """Return a hook that counts the bytes that autograd saves for backward. A storage that several
+    blocks save counts once, for the first of these blocks."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)
@@ -240,7 +244,7 @@ def _with_gradient(value: Any) -> list[torch.Tensor]:
 
 
 def finished_at(device: torch.device) -> float:
-    """Synchronize with the device and return the time."""
+    """Wait until the device has finished all of its work, and return the time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -1,11 +1,11 @@
-"""BucketState: the memory of one bucket on one rank, and the update of the part that this rank
-keeps. This part is the rank's share or, with `whole`, the whole bucket. ShardedPieces: a stage's
-parameters and their state in pieces, for snapshots and for moving blocks between stages.
+"""BucketState: the memory of one bucket on one rank, and the update of the part of the bucket that
+this rank keeps. This part is the rank's share or, with `whole`, the complete bucket. ShardedPieces:
+a stage's parameters and their state in pieces, for snapshots and for moving blocks between stages.
 
-With d ranks and an optimizer rule that keeps k arrays, a parameter needs the following bytes: those
-of its value in the compute dtype, 4 for the gradient (which is fp32, because gradients of
-micro-batches and ranks are summed in fp32), 4 k/d for the rule's arrays, and 4/d for the fp32
-master. If values are fp32, the master needs no memory: it is a view of this rank's share of the
+With d ranks and an optimizer rule that keeps k arrays, a parameter needs these bytes: the bytes of
+its value in the compute dtype, 4 for the gradient, 4 k/d for the rule's arrays, and 4/d for the
+fp32 master. The gradient is fp32, because gradients of micro-batches and ranks are summed in fp32.
+If values are fp32, the master needs no memory: the master is a view of this rank's share of the
 values. With `whole`, d is 1 in these numbers, because every rank makes the same update to all
 parameters.
 
@@ -37,7 +37,7 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """Return the device on which an update of values on `device` runs."""
+    """Return the device on which the update runs, if the values are on `device`."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
@@ -45,9 +45,10 @@ def update_device(rule: Rule, device: torch.device) -> torch.device:
 class BucketState:
     """One bucket on one rank.
 
-    values: the bucket's values, [numel] in the compute dtype. grads: its gradients, fp32 [numel].
-    Both are views of larger memory. `spans`: the spans that this rank keeps, in elements of the
-    part that it keeps. `share_spans` and `share_grads`: the spans and gradients of this rank's
+    values: the bucket's values, [numel] in the compute dtype. grads: the bucket's gradients, fp32
+    [numel]. Both are views of larger memory. whole: whether this rank keeps the complete bucket;
+    otherwise it keeps its share. `spans`: the positions of the parameters in the part of the bucket
+    that this rank keeps. `share_spans` and `share_grads`: the spans and gradients of this rank's
     share. Norms and snapshots use shares, because the shares of different ranks are disjoint."""
 
     def __init__(
@@ -77,9 +78,9 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Set the masters and the state to their values before the first step. masters: flat fp32
-        tensors by `Span.param`. A parameter that is not in `masters` starts from its current
-        value."""
+        """Set the masters and the optimizer state to their initial values. masters: flat fp32
+        tensors by `Span.param`. The master of a parameter that is not in `masters` starts from the
+        parameter's current value."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -89,8 +90,9 @@ class BucketState:
             self._start(i, slice(span.start, span.stop), hyper)
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
-        """Reset the state of a part of a span to its value before the first step. span: the index
-        of the span. part: elements of the kept part."""
+        """Reset the optimizer state of some elements of a span to its initial value. span: the
+        index of the span. part: the range of the elements, counted from the first element that this
+        rank keeps."""
         arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
         self.rows[span] = 0
         master = self.master[part].cpu().numpy()
@@ -99,8 +101,8 @@ class BucketState:
             array[part].copy_(started)
 
     def sum_squares(self, counts: Sequence[bool]) -> float:
-        """Return the sum of squares of this rank's share of the summed gradients, in float64.
-        counts: for each parameter of the stage, whether the sum includes it."""
+        """Return the sum of the squares of the summed gradients in this rank's share, in float64.
+        counts: for each parameter of the stage, whether the result includes its gradient."""
         parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
         if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
@@ -109,7 +111,8 @@ class BucketState:
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Update the values that this rank keeps, for parameters that have a gradient."""
+        """Update the values that this rank keeps. Parameters without a gradient keep their
+        values."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -123,7 +126,7 @@ class BucketState:
         self.own_values.copy_(self.master if copy is None else copy)
 
     def publish(self) -> None:
-        """Set the values that this rank keeps to the masters, rounded to the compute dtype."""
+        """Copy the masters to the values that this rank keeps, rounded to the compute dtype."""
         if self.master is not self.own_values:
             self.own_values.copy_(self.master)
 
@@ -135,8 +138,8 @@ class BucketState:
         scale: float,
         copy: torch.Tensor | None,
     ) -> None:
-        """Update the masters of the spans with these indices. copy: if not None, it receives the
-        new values in the compute dtype."""
+        """Update the masters of the spans with the indices `spans`. copy: a tensor that receives
+        the new values in the compute dtype, or None."""
         for i in spans:
             part = slice(self.spans[i].start, self.spans[i].stop)
             master, grad, row = self.master[part], grads[part], self.rows[i]
@@ -158,8 +161,8 @@ class BucketState:
             )
 
     def piece(self, span: int, name: str, start: int, stop: int) -> Piece:
-        """Return a copy of the elements [start, stop) of the parameter `name`, which must all be in
-        the span with the index `span`."""
+        """Return a copy of the elements [start, stop) of the parameter `name`. All of these
+        elements must be in the span with the index `span`."""
         at = self.spans[span].start + start - self.spans[span].origin
         part = slice(at, at + stop - start)
         arrays = {VALUE: self.master, **dict(zip(self.rule.arrays, self.arrays))}
@@ -168,8 +171,9 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Load those elements of `piece`, which is of the same parameter, that are in the span with
-        the index `span`. Raises ForeignError if the piece has the state of another rule."""
+        """Load the elements that `piece` and the span with the index `span` have in common. Both
+        must be of the same parameter. Raises ForeignError if the piece has the state of another
+        rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -191,9 +195,9 @@ class ShardedPieces:
     """The parameters of a stage and their optimizer state, in pieces.
 
     A rank saves its shares of the trainable parameters, and an even part of the frozen parameters.
-    It loads everything that it keeps: all frozen parameters, and of the trainable parameters its
-    shares or, with `whole`, everything. Does NOT wait or communicate: the caller must make sure
-    that no update is under way, and must call `publish` after `take`.
+    It loads all frozen parameters, and its shares of the trainable parameters. If its states are
+    `whole`, it loads all trainable parameters. Does NOT wait or communicate: the caller must make
+    sure that no update is under way, and must call `publish` after `take`.
 
     states: one state per bucket. names: the names of the trainable parameters, indexed by
     `Span.param`. rank: this rank's index in the group. width: the number of ranks of the group.
@@ -234,7 +238,7 @@ class ShardedPieces:
         return [*own, *frozen]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError if this rank does not keep the whole extent."""
+        """See StageOptimizer. Raises StoreError if this rank does not keep all of the extent."""
         if (frozen := self._frozen.get(extent.name)) is not None:
             values = frozen.detach().reshape(-1)[extent.start : extent.stop]
             return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
@@ -248,9 +252,9 @@ class ShardedPieces:
 
     @torch.no_grad()
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """Load masters, state and frozen values from `pieces`. hypers: the hyperparameters of each
-        parameter group. Raises ForeignError for the state of another rule, and StoreError if a part
-        is missing."""
+        """Load masters, optimizer state and frozen values from `pieces`. hypers: the
+        hyperparameters of each parameter group. Raises ForeignError if a piece has the state of
+        another rule, and StoreError if elements are missing."""
         loaded = list[Extent]()
         for piece in pieces:
             extent = piece.extent

@@ -3,8 +3,8 @@ provides all-gathers of small messages, and point-to-point transfers of tensors.
 timeout, and its error names the missing rank (Rule 5).
 
 All-gathers go through rank 0. So rank 0 knows which rank is missing, and reports this to all other
-ranks. It replies over a second group, because a gloo group is unusable after a timeout. Nothing is
-unpickled (Rule 8): messages are bytes, and both sides know the shapes of tensors.
+ranks. Rank 0 replies over a second group, because a gloo group is unusable after a timeout. Nothing
+is unpickled (Rule 8): messages are bytes, and both sides know the shapes of tensors.
 
 Assumes a torch process group that moves host tensors (gloo), and that all ranks of the group make
 the same calls in the same order. Does NOT choose the group's network.
@@ -33,7 +33,7 @@ GRACE_S = 5.0  # other ranks wait this much longer for rank 0 than rank 0 waits 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a rank: its cluster, its host, and the name of its role in messages."""
+    """The place of a rank: its cluster, its host, and its role as it is called in messages."""
 
     cluster: str
     host: str
@@ -43,7 +43,7 @@ class RankPlace:
 class ControlLinks:
     """Messages between all ranks of `group`. `replies`: another group of the same ranks. `places`:
     the place of every rank; equal on all ranks. `broken`: whether an all-gather failed on this
-    rank; if it did, other ranks may nevertheless have completed the all-gather."""
+    rank. The same all-gather may have succeeded on other ranks."""
 
     broken = False
 
@@ -65,8 +65,8 @@ class ControlLinks:
         return f"rank {rank} ({at.role}, host {at.host}, cluster {at.cluster})"
 
     def distance(self, source: int, target: int) -> float:
-        """Return 0 for the same rank, 1 for ranks on the same host, 2 for hosts in the same
-        cluster, and 3 for hosts in different clusters."""
+        """Return 0 for the same rank, 1 for two ranks on the same host, 2 for two hosts in the same
+        cluster, and 3 for two clusters."""
         if source == target:
             return 0.0
         a, b = self.places[source], self.places[target]
@@ -76,8 +76,8 @@ class ControlLinks:
 
     def gather(self, message: bytes, what: str) -> list[bytes]:
         """Return the messages of all ranks, in rank order. Collective. `what`: the subject of the
-        messages, for errors. Raises DeadlineError or LostError; the error names the missing rank on
-        every rank."""
+        messages, for errors. Raises DeadlineError or LostError on every rank; the error names the
+        missing rank."""
         try:
             here = self.rank == 0
             return self._gather_here(message, what) if here else self._hand_in(message, what)
@@ -91,15 +91,15 @@ class ControlLinks:
         return [json.loads(text) for text in self.gather(json.dumps(mine).encode(), what)]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """Call `call` on rank 0 only, and return its result, a JSON value, on all ranks. If the
-        call raises an error, all ranks raise errors, as in `together`."""
+        """Call `call` on rank 0 only, and return its result on all ranks. The result must be a JSON
+        value. If the call raises an error, all ranks raise errors, as in `together`."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
     def together(self, call: Callable[[], T], what: str) -> T:
-        """Call `call` on every rank, and return this rank's result. If the call raises an error on
-        any rank, all ranks raise: the failing rank raises its own error, and other ranks raise a
-        LostError with the same text."""
+        """Call `call` on every rank, and return the result of this rank's call. If the call fails
+        on any rank, all ranks raise an error: the failing rank raises the error of its call, and
+        all other ranks raise a LostError with the same text."""
         failed: RoadtrainError | None = None
         try:
             out = call()
@@ -117,8 +117,8 @@ class ControlLinks:
     # point to point; with `reply`, messages use the second group
 
     def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
-        """Send a contiguous host tensor. It may be changed when the method has returned. Raises
-        DeadlineError and LostError."""
+        """Send a contiguous host tensor. The caller may change the tensor when the method has
+        returned. Raises DeadlineError and LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.isend, tensor, group=group, group_dst=peer)
         self._wait(begin, peer, what, self.deadline_s)
@@ -132,7 +132,7 @@ class ControlLinks:
         patience_s: float | None = None,
         reply: bool = False,
     ) -> None:
-        """Receive into a contiguous host tensor, which has the shape of the sent tensor.
+        """Receive a tensor from `peer` into `tensor`, a contiguous host tensor of the same shape.
         `patience_s`: the timeout in seconds; if None, `deadline_s` is used. Raises DeadlineError
         and LostError."""
         group = self._replies if reply else self.group
@@ -175,8 +175,8 @@ class ControlLinks:
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
-        """Run an all-gather on rank 0. If a rank is missing, send the error to all other ranks, and
-        raise it."""
+        """Do rank 0's part of an all-gather. If a rank is missing, send an error to all other
+        ranks, and raise the error."""
         messages, until = [message], time.monotonic() + self.deadline_s
         for peer in range(1, self.size):
             try:

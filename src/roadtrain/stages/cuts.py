@@ -1,19 +1,20 @@
 """Cuts: find where a model can be cut into stages, which tensors cross each cut, and which
 parameters each stage uses.
 
-One forward is recorded. Parameters, and everything that is computed from parameters, are on `meta`,
-which takes no memory and no time. Token numbers and masks keep their values, because models read
-these. A cut is behind a block, and the tensors that the block returns cross the cut. The parameters
-of a stage are found by tracing the stage's results back to the tensors that cross the cut before
-the stage; tensors without gradients are traced, too. So the parameters that several stages use
-(tied embeddings) are found, wherever they are in the model. If the trace reaches a block of an
-earlier stage, something bypasses the cut (a skip connection), and the cut is refused. An unused
-parameter inside a block belongs to the stage of this block, and any other unused parameter to the
-first stage.
+One forward is recorded. Parameters, and all tensors that are computed from parameters, are on the
+`meta` device, which takes no memory and no time. Token numbers and masks keep their values, because
+models read these values. A cut is behind a block: the tensors that the block returns cross the cut.
+
+The parameters of a stage are found by tracing the stage's results back to the tensors that cross
+the cut before the stage. Tensors without gradients are traced, too. So the trace also finds
+parameters that several stages use (tied embeddings), wherever they are in the model. If the trace
+reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and the cut is
+refused. An unused parameter inside a block belongs to the stage of this block. All other unused
+parameters belong to the first stage.
 
 A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
-The first block of each such kind runs once on the host, on zeros, to find out the shapes that it
-returns.
+The first block of each such kind runs once on the host, on zeros, to find out the shapes that the
+block returns.
 
 Assumes that blocks run in the recorded order, each once, and that a block returns the same shapes
 in every micro-batch. Does NOT compute with the values of the user's parameters.
@@ -61,15 +62,16 @@ class BlockOutput:
         )
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the same structure with other tensors."""
+        """Return the structure that the block returned, with `tensors` instead of its own
+        tensors."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks [begin, stop) of a model, and everything else that runs between the cut before them
-    and the cut after them."""
+    """Blocks [begin, stop) of a model, together with all other code that runs between the cut
+    before these blocks and the cut after them."""
 
     begin: int
     stop: int
@@ -79,8 +81,9 @@ class Segment:
 
 
 class DataFlow(TorchDispatchMode):
-    """The dataflow graph of a forward, in which tensors with and without gradients are traced.
-    Nodes are numbered. An operation adds a new node for each storage that it writes to.
+    """The graph of a forward: which tensors were computed from which other tensors. Tensors with
+    and without gradients are traced. Nodes are numbered. An operation adds a new node for each
+    storage that it writes to.
 
     An operation with a `meta` argument runs on `meta`. Other operations run on the host, so that
     the model can read the values of their results (positions, masks). Values that the model reads
@@ -111,8 +114,8 @@ class DataFlow(TorchDispatchMode):
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
     def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return `ends` and all nodes from which they were computed, except `stops` and nodes that
-        are only reached through `stops`."""
+        """Return the nodes `ends` and all nodes from which `ends` were computed. Do not follow the
+        graph beyond the nodes `stops`, and do not return `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -123,7 +126,7 @@ class DataFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context whose operations are left out of the graph."""
+        """Leave operations out of the graph while this context is active."""
         self._paused = True
         try:
             yield
@@ -151,8 +154,8 @@ class Cuts:
     """The recorded forward of `model`.
 
     blocks: the names of the model's blocks, in the order in which they run. returned: the output of
-    each block. blocks_before: for each module, how many blocks had returned when the module first
-    ran.
+    each block. blocks_before: for each module, by name, the number of blocks that had returned when
+    the module first ran.
     """
 
     def __init__(
@@ -165,11 +168,10 @@ class Cuts:
     ) -> None:
         """Record the forward of one micro-batch.
 
-        args, kwargs: the model's arguments for the micro-batch, of which only shapes and dtypes
-        matter. blocks: as in `place`. dtype: the compute dtype of floating-point parameters; if
-        None, each parameter's own dtype. Raises ModelError if the forward fails on `meta`, if a
-        block runs twice or not at all, or if no result has a gradient; ConfigError for a block name
-        that matches nothing."""
+        args, kwargs: the model's arguments for the micro-batch. blocks: as in `place`. dtype: the
+        compute dtype of floating-point parameters; if None, parameters keep their dtypes. Raises
+        ModelError if the forward fails on `meta`, if a block runs twice or not at all, or if no
+        result has a gradient. Raises ConfigError for a block name that matches nothing."""
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
@@ -210,14 +212,15 @@ class Cuts:
         return p.dtype if cast_to is None else cast_to
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that cross the cut behind block `cut` - 1, as empty tensors on
-        `meta`."""
+        """Return empty tensors on `meta`, one for each tensor that crosses the cut behind block
+        `cut` - 1. They have the shape and dtype of the tensors that cross the cut."""
         return self.returned[cut - 1].shapes
 
     def parameters(self, segment: Segment) -> frozenset[str]:
-        """Return the names of the parameters that `segment` uses. A tied parameter has the first of
-        its names in named_parameters(). Raises ModelError if the segment uses a result of an
-        earlier block that does not cross the cut before the segment."""
+        """Return the names of the parameters that `segment` uses. If a tied parameter has several
+        names, return the first of these names in named_parameters(). Raises ModelError if the
+        segment uses a result of an earlier block, and this result does not cross the cut before the
+        segment."""
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
@@ -261,7 +264,7 @@ class Cuts:
 
     @contextmanager
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
-        """Return a context in which hooks on all modules record the forward."""
+        """Record the forward while this context is active, by hooks on all modules."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
         hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         for part in parts:
@@ -302,8 +305,8 @@ class Cuts:
         return hook
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a block. If it cannot run on `meta`, return outputs with the shapes
-        that this block, or an earlier block of the same kind, returned on the host."""
+        """Run the forward of a block. If the block cannot run on `meta`, return empty outputs.
+        Their shapes are those that a block of this kind returned on the host."""
         try:
             return forward(*args, **kwargs)
         except RuntimeError:
@@ -327,7 +330,7 @@ class Cuts:
 
 @contextmanager
 def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Return a context in which a module's parameters and buffers are replaced. values: id of the
+    """Replace a module's parameters and buffers while this context is active. values: id of the
     original -> replacement."""
     # torch's functional_call is not used, because it does not restore a module that has two names
     before = [(held, {**held}) for m in module.modules() for held in (m._parameters, m._buffers)]
@@ -342,15 +345,15 @@ def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[Non
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros on the host for a `meta` tensor, and any other tensor unchanged."""
+    """Return a tensor of zeros on the host if `tensor` is on `meta`. Otherwise return `tensor`."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the host, to which the model may write. A `meta` tensor stays on
-    `meta`."""
+    """Return a copy of a tensor on the host. The model may write to the copy. A `meta` tensor stays
+    on `meta`."""
     return tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
 

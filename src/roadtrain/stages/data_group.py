@@ -2,10 +2,10 @@
 SharedCopies: the collective operations of stages that each have a copy of a parameter (tied
 embeddings).
 
-On the host, gradients are exchanged in point-to-point messages, one per pair of ranks and
+On the host, gradients are exchanged in point-to-point messages, one message per pair of ranks and
 direction. So each share moves once, and each rank sums the gradients of its share in rank order, in
-fp32 (Rule 1). gloo's own reduce-scatter is implemented as an all-reduce, which moves twice as many
-bytes. On an accelerator, NCCL's reduce-scatter determines the order of the sum; the optimizer
+fp32 (Rule 1). The reduce-scatter of gloo is implemented as an all-reduce, which moves twice as many
+bytes. On an accelerator, the reduce-scatter of NCCL determines the order of the sum; the optimizer
 reports this.
 
 Note: gloo's all-to-all is slower than messages, because with large buffers one direction waits for
@@ -13,14 +13,14 @@ the other direction. On links of 50 Mbit/s, it reaches 3.1 to 4.8 MB/s in each d
 ranks, and 3.9 to 4.9 MB/s between four ranks. Messages reach 6.0 MB/s between two ranks, which is
 the full rate of such a link, and 5.3 MB/s between four ranks.
 
-Note on copies: before stages exchange gradients, each stage has summed the gradients of its own
-ranks, and each of its ranks has a share of the sum. Each rank receives the elements of its own
-share from the ranks of every other stage that have these elements, so stages may differ in width. A
-gradient crosses the link between two stages once in each direction. All stages add the sums in
-stage order, so the copies stay equal to the bit (Rule 1).
+Note on copies: before stages exchange gradients, each stage has summed the gradients of its ranks,
+and each of its ranks has a share of the sum. For the elements of its share, a rank then receives
+the sums of all other stages, from the ranks that have these elements there. So stages may differ in
+width. A gradient crosses the link between two stages once in each direction. All stages add the
+sums in stage order, so the copies stay equal to the bit (Rule 1).
 
-A method that starts an operation returns the operation, for which the caller has to wait. In a
-group of one rank, the method returns None.
+A method that starts an operation returns this operation, and the caller has to wait for its end. In
+a group of one rank, the method returns None.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class RankCollectives:
-    """A group of ranks, with collective operations on small tensors on `device`, in place. `group`
-    is None for a single rank. `deadline_s`: the group's timeout of one operation."""
+    """A group of ranks, with collective operations that change small tensors on `device` in place.
+    `group` is None for a single rank. `deadline_s`: the timeout of one operation in seconds."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -72,7 +72,7 @@ class DataGroup(RankCollectives):
 
     @property
     def exact(self) -> bool:
-        """Whether sums are in rank order."""
+        """Whether gradients are always added in rank order."""
         return self.device.type == "cpu" or self.width == 1
 
     @property
@@ -81,8 +81,8 @@ class DataGroup(RankCollectives):
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
-        """Start a reduce-scatter. grads: fp32 [width * share]. arriving: a receive buffer of the
-        same dtype and length. `sum_arrived` completes the sum."""
+        """Start a reduce-scatter. grads: this rank's gradients, fp32 [width * share]. arriving: a
+        receive buffer of the same dtype and length. `sum_arrived` completes the sum."""
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -100,7 +100,8 @@ class DataGroup(RankCollectives):
             add_in_order(own, [*arriving.view(self.width, -1)])
 
     def all_gather(self, values: torch.Tensor) -> Pending | None:
-        """Start an in-place all-gather of the shares in `values` [width * share]."""
+        """Start an all-gather that fills `values` [width * share] in place: each rank provides its
+        share, and receives the shares of all other ranks."""
         if self.width == 1:
             return None
         shares = values.view(self.width, -1)
@@ -142,13 +143,14 @@ class SharedCopies(RankCollectives):
 
     @property
     def counts(self) -> bool:
-        """Whether sums over the job include this copy. They only include the copy of the first of
-        these stages."""
+        """Whether sums over the job include this copy. Such a sum includes a shared parameter once:
+        only the copy of the first stage that has a copy."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
-        """Start exchanging this rank's share with the other stages. own: fp32 [share], summed over
-        the stage. arriving: a receive buffer, fp32 [stages - 1, share]."""
+        """Start exchanging this rank's share of the gradients with the other stages. own: the
+        share, summed over this stage, fp32 [share]. arriving: a receive buffer, fp32 [stages - 1,
+        share]."""
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -165,21 +167,21 @@ class SharedCopies(RankCollectives):
         return work
 
     def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Set `own` to the sum of `own` and the received sums of the other stages, in stage
-        order."""
+        """Set `own` to the total of this stage's sum (`own`) and the sums that the other stages
+        sent (`arriving`). The sums are added in stage order."""
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 
 
 class Messages:
-    """Sends and receives in flight. They are one operation for the queue (a Pending)."""
+    """Sends and receives in flight. The queue treats them as one operation (a Pending)."""
 
     def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:
         self._in_flight = [message for message in in_flight if message is not None]
 
     def wait(self) -> None:
-        """Wait until all messages are sent and received. Raises torch's error about the first
-        message that failed."""
+        """Wait until all messages are sent and received. If messages failed, raise torch's error
+        about the first of them."""
         for message in self._in_flight:
             message.wait()
 
@@ -188,11 +190,11 @@ def exchange_messages(
     sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Messages:
     """For every other rank r of `group`, start sending `sent[r]` to rank r and receiving
-    `arriving[r]` from rank r. Tensors must be contiguous, and as long as on the other rank; empty
-    tensors are skipped.
+    `arriving[r]` from rank r. Tensors must be contiguous. The sent and the received tensor must
+    have the same length; empty tensors are skipped.
 
-    All ranks must start their exchanges in the same order, since the messages between two ranks
-    are matched in the order in which they are sent."""
+    All ranks must start their exchanges in the same order, because a receive takes the next message
+    that the other rank sends."""
     rank, width = dist.get_rank(group), dist.get_world_size(group)
     # each rank starts with a different peer, so that the first messages do not all go to the same
     # rank
@@ -211,7 +213,7 @@ def exchange_messages(
 
 
 def ranks_of(group: dist.ProcessGroup) -> str:
-    """Return a name of the group for error messages, which lists its ranks."""
+    """Return a name of the group for error messages. The name lists the ranks."""
     return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
@@ -223,8 +225,8 @@ def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Set `total` to the sum of `terms`, from left to right, on any device. All tensors must be
-    fp32, and no term may share memory with `total`."""
+    """Set `total` to the sum of `terms`, added from left to right. All tensors must be fp32 and may
+    be on any device. No term may share memory with `total`."""
     if total.device.type == "cpu":
         sum_in_order(total.numpy(), [(term.numpy(), "fp32") for term in terms])
         return

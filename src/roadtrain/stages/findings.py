@@ -1,5 +1,5 @@
-"""Evaluate the results of a preflight: return the main problem as an error, and the matrix of
-hosts. This module does not communicate.
+"""Evaluate the results of a preflight (the tests of all links before training): return the main
+problem as an error, and a matrix of the hosts. This module does not communicate.
 
 If there are several problems, only the first of this list is reported: a host that did not report,
 a link that does not connect, a link without an answer, a link that loses large payloads, a wrong
@@ -25,7 +25,7 @@ MATRIX = 12  # with more hosts than this, the matrix is replaced by a line for e
 
 
 class LinkFault(StrEnum):
-    """The test at which a link failed."""
+    """The test of a link that failed."""
 
     CANNOT_CONNECT = "cannot connect"
     NO_ANSWER = "no answer"
@@ -35,8 +35,8 @@ class LinkFault(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class CardLink:
-    """A link from one host to another, over one card of each host. `source`, `target`: the names of
-    the hosts."""
+    """A link from one host to another host, over one network card of each. `source`, `target`: the
+    names of the hosts."""
 
     source: str
     target: str
@@ -52,7 +52,7 @@ class CardLink:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of testing one link, as found by the link's source host."""
+    """The result of the test of one link by the link's source host."""
 
     link: CardLink
     fault: LinkFault | None = msgspec.field(name="trouble")
@@ -63,8 +63,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The report of one host. `unanswered`: addresses from which packets arrived, although no
-    connection could be completed."""
+    """The report of one host. `unanswered`: addresses that sent packets to this host but could not
+    complete a connection."""
 
     host: str
     findings: tuple[Finding, ...]
@@ -73,9 +73,9 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
-    """Return the links between all pairs of hosts of each group, over the group's network, in both
-    directions and without duplicates. Each link is returned with its source's card and its target's
-    card."""
+    """Return the links between all pairs of hosts of each group, over the group's network. Both
+    directions are included, and no link occurs twice. The value of a link is a pair: the card of
+    the source host, and the card of the target host."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
@@ -94,7 +94,7 @@ def problem(
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
 ) -> RoadtrainError | None:
     """Return the main problem as an error, or None if there is no problem. reports: the report of
-    each host, by the host's name; hosts that did not report are missing."""
+    each host by the host's name. A host that did not report is not in `reports`."""
     hosts = dict.fromkeys(link.source for link in links)
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
@@ -151,8 +151,8 @@ def _unreachable(
     own: HostCard,
     other: HostCard,
 ) -> tuple[str, str]:
-    """Explain a link that does not connect. Return the rest of the error's message, and its
-    hint."""
+    """Explain why a link does not connect. Return the end of the error's message, and the hint of
+    the error."""
     link, back = finding.link, found.get(finding.link.back)
     firewall = "check the firewalls of both hosts, and any between them"
     arrived_there = link.source_address in reports[link.target].unanswered

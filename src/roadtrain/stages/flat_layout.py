@@ -1,14 +1,14 @@
-"""StageParameters: the parameters of a stage, trainable and frozen, under the whole model's names.
-FlatLayout: the layout of the trainable parameters in flat memory, which is divided among the
-stage's data-parallel ranks.
+"""StageParameters: the parameters of a stage, trainable and frozen, under their names in the whole
+model. FlatLayout: the layout of the trainable parameters in flat memory. This memory is divided
+among the stage's data-parallel ranks.
 
-Parameters of one dtype and one parameter group form a run, in the model's order. If several stages
-have a copy of a parameter (tied embeddings), it is in a separate run. Such a run contains the
-parameters that the same set of stages share, ordered by name, so that the order is the same in all
-of these stages. A run is divided into buckets, the unit of communication, and a bucket into equal
-shares, one per rank. Buckets and shares may begin and end inside a parameter. A run is padded at
-its end, so that its last bucket can be divided into equal shares. If stages share the run, this
-holds for the width of each of these stages.
+Parameters of one dtype and one parameter group form a run, in the model's order. A parameter of
+which several stages have a copy (tied embeddings) is in a separate run. Such a run contains all
+parameters that the same set of stages share. They are ordered by name, so that the order is the
+same in all of these stages. A run is divided into buckets, the unit of communication. A bucket is
+divided into equal shares, one per rank. Buckets and shares may begin and end inside a parameter. A
+run is padded at its end, so that the last bucket can be divided into equal shares. If several
+stages share a run, each of these stages can divide the last bucket among its ranks.
 
 Assumes that a stage's parameters are on one device. Does NOT communicate.
 """
@@ -36,9 +36,9 @@ FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 
 @dataclass(frozen=True)
 class FlatRun:
-    """A run of parameters in flat memory. `spans`: one span per parameter, in elements of the run
-    (`Span.param` is the parameter's index in the stage). `link`: the index of the set of stages
-    that share these parameters; None if no other stage has them."""
+    """A run of parameters in flat memory. `spans`: the position of each parameter in the run, in
+    elements (`Span.param` is the parameter's index in the stage). `link`: the index of the set of
+    stages that share these parameters; None if no other stage has them."""
 
     dtype: str
     group: int
@@ -49,9 +49,9 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the run with the index `run`, which belongs to parameter group
-    `group`. `spans` are in elements of the bucket. `width`: the number of ranks that have a share
-    of the bucket."""
+    """Elements [start, stop) of the run with the index `run`. `group`: the index of the run's
+    parameter group. `spans`: the positions of the parameters in the bucket, in elements. `width`:
+    the number of ranks that have a share of the bucket."""
 
     run: int
     group: int
@@ -71,18 +71,19 @@ class Bucket:
         return self.numel // self.width
 
     def of_rank(self, rank: int) -> slice:
-        """Return the share of a rank, in elements of the bucket."""
+        """Return the range of elements of the bucket that are the share of a rank."""
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """Return the spans in a rank's share, in elements of the share."""
+        """Return the positions of the parameters in a rank's share, in elements of the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat layout of a stage. `buckets` are in the order in which a forward needs them."""
+    """The flat layout of a stage's parameters. The `buckets` are in the order in which a forward
+    needs their parameters."""
 
     params: tuple[ParamSpec, ...]
     runs: tuple[FlatRun, ...]
@@ -98,20 +99,22 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """Return the indices of the runs of `link`, in the same order in all stages of the link."""
+        """Return the indices of the runs that the stages of `link` share. The order is the same in
+        all of these stages."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """Return the indices of the buckets of `link`, in the same order in all stages of the
-        link."""
+        """Return the indices of the buckets that the stages of `link` share. The order is the same
+        in all of these stages."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
     def describe(self, link: int | None = None) -> str:
-        """Describe the layout, so that ranks can compare their layouts. With a `link`, the
-        description contains only the runs of the link, for comparison with other stages."""
+        """Return a description of the layout, with which ranks compare their layouts. If `link` is
+        not None, describe only the runs that the stages of the link share, for comparison with
+        these stages."""
         if link is None:
             runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
             groups = repr([run.group for run in self.runs])
@@ -135,10 +138,10 @@ def lay_out(
     link_of: Mapping[str, int],
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
-    """Lay out `params` (the trainable parameters, in the order of the forward) over `width` ranks.
-    bucket_bytes: size of a bucket's fp32 gradients, which is rounded up. link_of: for each
-    parameter that several stages share, by name, the index of the set of these stages. link_widths:
-    for each such set, the widths of its stages."""
+    """Lay out `params` over `width` ranks. params: the trainable parameters, in the order of the
+    forward. bucket_bytes: the bytes of a bucket's fp32 gradients, before rounding up. link_of: for
+    each parameter that several stages share, by name, the index of the set of these stages.
+    link_widths: for each such set, the number of ranks of each of its stages."""
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)
@@ -167,8 +170,8 @@ def lay_out(
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:
     """Return, for each rank of each stage, how many elements of [start, stop) are in the rank's
-    share. widths: the number of ranks of each stage. Each stage divides the same `numel` elements
-    into equal shares."""
+    share. numel: the number of elements, which each stage divides into equal shares. widths: the
+    number of ranks of each stage."""
     shares = chain.from_iterable(
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
     )
@@ -177,9 +180,9 @@ def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[i
 
 class StageParameters:
     """The parameters of a stage by name. `trainable`: the parameters that are in the optimizer and
-    require gradients; there may be none. `frozen`: all other parameters. Raises ModelError for a
-    parameter on `meta` or of an unsupported dtype, if trainable parameters are on several devices,
-    and for an optimizer that has parameters of other stages."""
+    require gradients; may be empty. `frozen`: all other parameters. Raises ModelError if a
+    parameter is on `meta` or has an unsupported dtype, if trainable parameters are on several
+    devices, or if the optimizer has parameters of other stages."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -223,8 +226,8 @@ class StageParameters:
             )
 
     def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """Copy the trainable parameters to flat memory, make them views of it, and return it: one
-        tensor per run."""
+        """Copy the trainable parameters to flat memory, and make the parameters views of this
+        memory. Return the memory as one tensor per run."""
         params = list(self.trainable.values())
         out = []
         for run in layout.runs:
@@ -244,8 +247,8 @@ def views_of(
 
 
 def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of all parameters of the layout, in their order. flats: the memory of each
-    run."""
+    """Return a view of each parameter of the layout, in the layout's order. flats: the memory of
+    each run."""
     held: dict[int, torch.Tensor] = {}
     for flat, run in zip(flats, layout.runs, strict=True):
         held |= views_of(flat, run, layout.params)

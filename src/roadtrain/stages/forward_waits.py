@@ -1,12 +1,12 @@
 """ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
 A block waits for all of its parameters when it is called. Other parameters are outside of blocks,
-or in a block that is never called itself. The module that owns such a parameter waits for it, if
-the first step called this module. Otherwise the nearest enclosing module that was called waits for
-it: a model may use the weight of its head without calling the head. If several modules own a
-parameter (a tied head), every module waits for it, because any of them may read it. In the first
-step, it is not known which modules are called, and in evaluation other modules may be called; in
-both cases, every module waits for all parameters.
+or in a block that is never called itself. If the first step called the module that owns such a
+parameter, this module waits for the parameter. Otherwise the nearest enclosing module that was
+called waits: a model may use the weight of its head without calling the head. If several modules
+own a parameter (a tied head), every module of the model waits for the parameter, because any of the
+owners may read it. Every module waits for all parameters in the first step, because it is not known
+yet which modules are called. The same holds in evaluation, which may call other modules.
 
 Assumes that parameters are used only while the model, or a block of it, runs. `state_dict` also
 waits for all parameters. Other code must wait before it reads a parameter.
@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 class ForwardWaits:
     """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of its
-    buckets. `wait(numbers)` waits for these buckets, and `wait(None)` for all buckets."""
+    buckets. `wait`: a function that waits for the buckets with given numbers, or for all buckets if
+    its argument is None."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class ForwardWaits:
             self._wait(needed)
 
     def learn(self) -> None:
-        """After the first whole step, decide which module waits for which parameters."""
+        """Decide which module waits for which parameters. Called after each step; only the first
+        call has an effect."""
         if self._needs is not None or not self._called:
             return
         self._needs = {}
@@ -69,8 +71,9 @@ class ForwardWaits:
                 self._need(self._runs(named, name) if owners[p] == 1 else None, p)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-        """Return the called block that contains the module `name`. If there is none, return the
-        nearest called module: `name` itself, or a module that contains it."""
+        """Return the block that contains the module `name`, if this block was called. Otherwise
+        return the nearest module that was called: the module `name`, or a module that contains it.
+        Return None if no such module was called."""
         parts = name.split(".") if name else []
         around = [named[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
         called = [module for module in around if id(module) in self._called]

@@ -4,13 +4,13 @@ bucket as soon as its gradients are complete.
 Note: making `p.grad` a view of the flat memory would not save a pass over the memory. The memory
 would have to be zeroed in every step, and a missing gradient could not be distinguished from a
 gradient of zeros. Instead, the first gradient of a step is copied while it is in the cache, and
-gradients of further micro-batches are added, in fp32 even if parameters have a narrower dtype.
-Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
+gradients of further micro-batches are added to the copy. The copy is fp32 for all dtypes of
+parameters. Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
 
-Counting: a gradient is complete after `backwards` accumulations. If each backward accumulates a
-parameter several times (a block in two parts of the stage, reentrant checkpoints), it is complete
-after that many times `backwards`. The first step counts the accumulations per backward, so in the
-first step all buckets are reported at the end. Buckets are always reported in the order of a
+Counting: a gradient is complete after `backwards` accumulations. A backward may add to a gradient k
+times (a block in two parts of the stage, reentrant checkpoints); then the gradient is complete
+after k times `backwards` accumulations. The first step counts the accumulations per backward, so in
+the first step all buckets are reported at the end. Buckets are always reported in the order of a
 backward through the model. Does NOT communicate.
 """
 
@@ -27,10 +27,11 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 
 class GradientHooks:
-    """Hooks on the parameters of a stage. `views`: for each parameter, a view of its place in the
-    gradient memory. `ready(bucket)` is called when a bucket is complete. `wait(buckets)` returns
-    when the gradients of these buckets may be overwritten. `backwards`: number of backwards in the
-    step. If 0, the number is unknown and no bucket is complete before `finish`."""
+    """Hooks on the parameters of a stage. `views`: for each parameter, a view of the memory of its
+    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`: a
+    function that returns when the gradients of given buckets may be overwritten. `backwards`: the
+    number of backwards in the step. If it is 0, the number is unknown, and no bucket is complete
+    before `finish`."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class GradientHooks:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End a step: report the remaining buckets, with zeros for missing gradients."""
+        """End a step: set missing gradients to zeros, and report the remaining buckets."""
         for i, view in enumerate(self.views):
             if self.counts[i] == 0:
                 self._wait(self.layout.buckets_of[i])

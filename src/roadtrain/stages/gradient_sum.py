@@ -1,5 +1,5 @@
-"""GradientSum: the interface for summing a stage's gradients outside of its data group, in which
-every rank receives the whole sum. `connect_gradient_sum` looks up the implementation.
+"""GradientSum: the interface of services that sum a stage's gradients outside of the stage's data
+group. Every rank receives the complete sum. `connect_gradient_sum` looks up the implementation.
 
 An entry point names a function that takes the arguments in `connect_gradient_sum` and returns a
 GradientSum, or None if there is nothing to sum. `service` is the summation service
@@ -25,23 +25,24 @@ class SumUnderWay(Protocol):
     """The sum of one tensor, which may still be in flight."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum and return it, on the tensor's device. The result is valid until the
-        next sum with the same number begins. Raises PeerError and DifferError."""
+        """Wait for the sum and return it on the device of the tensor that was passed to `sum`. The
+        result is valid until the next sum with the same number begins. Raises PeerError and
+        DifferError."""
 
 
 class GradientSum(Protocol):
     """One rank's connection to a summation service. The gradients of ranks are added in rank order.
-    If a service first adds the gradients of each host, it adds the sums of hosts in the same
-    order."""
+    If the service first adds the gradients of each host, it then adds the sums of the hosts in the
+    order of their ranks."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
-        """Start a sum. All ranks make the same calls in the same order, with the same `number` and
-        `identity` (a description of the sum). tensor: a flat fp32 tensor, which must not be changed
-        until its sum has arrived."""
+        """Start a sum. All ranks must make the same calls in the same order, with the same `number`
+        and `identity` (a description of the sum). tensor: a flat fp32 tensor. The caller must not
+        change the tensor until the sum has arrived."""
 
     def close(self) -> None:
-        """Close the connection, after a short wait for other ranks that may still need this rank
-        for their sums."""
+        """Close the connection. Wait for a short time before, because other ranks may still need
+        this rank for their sums."""
 
 
 def connect_gradient_sum(

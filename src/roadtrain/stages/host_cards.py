@@ -1,9 +1,9 @@
 """Detect the network cards of this host: interfaces with their addresses, kinds and rates.
 
 The kind is certain for an RDMA device (/sys/class/infiniband, by its link layer) and for an
-InfiniBand interface; any other card counts as Ethernet unless the user states otherwise. Interfaces
-that are down, loopback, bridges without a card (container networks) and link-local addresses are
-left out.
+InfiniBand interface. Any other card counts as Ethernet, unless the user states another kind. The
+following are left out: interfaces that are down, the loopback interface, bridges without a card
+(container networks), and link-local addresses.
 
 Assumes Linux. Does NOT choose among cards (stages/networks.py).
 """
@@ -82,8 +82,8 @@ def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
 
 
 def _read(path: Path) -> str:
-    """Return the content of a file of sysfs, or "" if it cannot be read, as is the case for unused
-    entries."""
+    """Return the content of a file of sysfs. Return "" if the file cannot be read, because unused
+    entries of sysfs cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -91,8 +91,8 @@ def _read(path: Path) -> str:
 
 
 def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
-    """Return all IPv4 addresses with their prefix lengths. If there are none, return the first IPv6
-    address."""
+    """Return all IPv4 addresses with their prefix lengths. If there are no IPv4 addresses, return
+    the first IPv6 address."""
     found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
     for entry in addresses:
         if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
@@ -105,15 +105,15 @@ def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]
 
 
 def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:
-    """Return the interface's directory in sysfs, or None if sysfs shows the interfaces of another
-    network namespace."""
+    """Return the interface's directory in sysfs. Return None if sysfs shows the interfaces of
+    another network namespace."""
     path = sys / "class" / "net" / interface
     own = next((entry.address for entry in addresses if entry.family == psutil.AF_LINK), "")
     return path if _read(path / "address").lower() == own.lower() != "" else None
 
 
 def _has_card(sys: Path, bridge: Path) -> bool:
-    """Return whether a card, or a bond of cards, is a port of the bridge."""
+    """Return whether the bridge has a port that is a card or a bond of cards."""
     ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
     return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 

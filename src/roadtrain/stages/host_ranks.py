@@ -2,10 +2,10 @@
 parallelisms that fit them.
 
 Ranks are numbered host by host. A tensor group is inside one host. A data group is inside one
-cluster, because the slow networks between clusters would delay every sum of gradients; only
-pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may differ in their
-number of hosts, and hosts in their number of devices. This module only computes. It does NOT know
-which network a group uses, nor how fast a device is.
+cluster, because the slow networks between clusters would delay every sum of gradients. Only
+pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may have different
+numbers of hosts, and hosts may have different numbers of devices. This module only computes. It
+does NOT know which network a group uses, nor how fast a device is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """The extent of a data group: whether its ranks may be in several clusters."""
+    """Whether the ranks of a data group may be in several clusters."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"
@@ -65,8 +65,8 @@ def check_ranks(
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
 ) -> list[HostDevices]:
     """Check that a parallelism fits the hosts, and return the host of each rank. `blocks`: the
-    number of blocks of the model; if given, the stages must fit it. Raises ConfigError if the
-    parallelism does not fit."""
+    number of blocks of the model. If it is not None, the stages must have this number of blocks in
+    total. Raises ConfigError if the parallelism does not fit."""
     host_of = hosts_of_ranks(hosts)
     _check_world(parallelism, len(host_of), len(hosts))
     _check_tensor_groups(parallelism, host_of)
@@ -144,11 +144,11 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
 
 
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
-    """Yield all pipelines in which each cluster has one or more stages of equal width. They pass
-    `check_ranks`. They are ordered by their number of stages and, for equal numbers, by how even
-    their widths are. `blocks`: the number of blocks of the model, which limits the number of
-    stages. Raises ConfigError if tp does not divide a host's devices, or if there are more clusters
-    than blocks."""
+    """Yield all pipelines in which each cluster has one or more stages of equal width (number of
+    replicas). These pipelines pass `check_ranks`. They are ordered by the number of stages; among
+    pipelines with the same number of stages, those with more even widths come first. `blocks`: the
+    number of blocks of the model, which limits the number of stages. Raises ConfigError if tp does
+    not divide a host's devices, or if there are more clusters than blocks."""
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(

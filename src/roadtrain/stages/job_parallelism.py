@@ -28,7 +28,8 @@ ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
 def _as_addresses(value: object) -> object:
-    """Split a comma-separated list of addresses; any other text is the path of a file."""
+    """Split a comma-separated list of addresses. Return any other text, the path of a file,
+    unchanged."""
     texts = value.split(",") if isinstance(value, str) else []
     return texts if texts and all(map(ADDRESS.fullmatch, texts)) else value
 
@@ -38,8 +39,8 @@ Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
 class StagePlacement(Section):
-    """The storage of one stage's parameters and optimizer state, if they are not on the stage's
-    ranks but in files, on servers, or in host memory."""
+    """The storage of one stage's parameters and optimizer state outside of the stage's ranks: in
+    files, on servers, or in host memory."""
 
     stage: Whole
     files: Texts = []
@@ -109,7 +110,8 @@ class ParallelismSection(Section):
     parameter-server)"""
 
     def check_known(self) -> None:
-        """Raise ConfigError if the parallelism is "auto", which only a plan can resolve."""
+        """Raise ConfigError if the parallelism is "auto": only a plan can replace "auto" by
+        degrees."""
         if self.auto:
             raise ConfigError(
                 'parallelism = "auto" needs a plan, and there is none',
@@ -143,7 +145,7 @@ class ParallelismSection(Section):
 
     @property
     def used(self) -> bool:
-        """Whether the job runs in stages, with `parallelize`."""
+        """Whether the job trains in stages, with `parallelize`."""
         several = self.pp > 1 or self.tp > 1 or self.dp is not None
         return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
@@ -156,8 +158,8 @@ class ParallelismSection(Section):
         return self.model_copy(update={"reducers": reducers, "reducers_token_file": token})
 
     def degrees(self, processes: int) -> Parallelism:
-        """Return the Parallelism for a number of processes. Raises ConfigError if they cannot be
-        divided evenly into stages."""
+        """Return the Parallelism for a number of processes. Raises ConfigError if the processes
+        cannot be divided evenly among the stages."""
         dp = self.dp
         if dp is None and not self.widths:
             dp, rest = divmod(processes, self.pp * self.tp)

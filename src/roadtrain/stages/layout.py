@@ -1,5 +1,5 @@
 """StageLayout: the segments and parameters of each stage, and the parameters that several stages
-share. Every rank computes the same value."""
+share. A segment is a range of consecutive blocks. Every rank computes the same StageLayout."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class StageLayout:
 
     @staticmethod
     def of(parallelism: Parallelism, cuts: Cuts) -> StageLayout:
-        """Divide the model. Raises ConfigError if the sizes of stages do not add up to the model's
-        blocks, and ModelError if the model cannot be cut between these stages."""
+        """Divide the model into stages. Raises ConfigError if the numbers of blocks of all stages
+        do not add up to the number of blocks of the model. Raises ModelError if the model cannot be
+        cut between these stages."""
         counts = parallelism.layers(len(cuts.blocks))
         if not all(counts):
             raise ConfigError(
@@ -63,8 +64,8 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """Return the groups for shared parameters: one group for each set of stages and tensor
-        index."""
+        """Return the groups for shared parameters: one group for each pair of a set of stages that
+        share parameters and a tensor index."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 

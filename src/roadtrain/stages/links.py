@@ -1,10 +1,11 @@
 """StageLinks: messages between stages. Activations are sent forward, and their gradients are sent
 back.
 
-Each boundary and direction has its own process group, on the network chosen for this group
+Each boundary and direction has its own process group, on the network that was chosen for this group
 (`process_groups`). Messages between two ranks of a group arrive in the order in which they are
 sent. `send` returns at once, and the tensors are kept until they are sent. Receives are posted
-ahead. Every wait has a timeout, and its error names both ranks and the message (Rule 5).
+before their messages are needed. Every wait has a timeout; the error names both ranks and the
+message (Rule 5).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class StageLinks:
         self.wait_s = 0.0  # seconds spent in `wait` and `flush`
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending a message. tensors: they are kept until they are sent, and must not be
-        changed before this."""
+        """Start sending a message. tensors: the content of the message. They must not be changed
+        until they are sent."""
         group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
@@ -100,8 +101,8 @@ class StageLinks:
 
     @contextmanager
     def _translated(self, transfer: Transfer, *, sending: bool) -> Iterator[None]:
-        """Translate torch's errors about a peer to DeadlineError or LostError, which name both
-        ranks, the message and the step."""
+        """Translate torch's errors about a peer to DeadlineError or LostError. The new errors name
+        both ranks, the message and the step."""
         then = time.monotonic()
         try:
             yield

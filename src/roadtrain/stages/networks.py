@@ -1,10 +1,10 @@
 """Networks: choose the network of each group of ranks.
 
 A group on one host communicates inside the host (NVLink, shared memory, loopback). Any other group
-uses the fastest cards of one kind that connect all of its hosts. If no kind connects all hosts, the
-group uses Ethernet, and if Ethernet does not connect them, the group is refused. The rule of Yang
-et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a cluster, and Ethernet
-between stages.
+uses the fastest cards of one kind that connect all of its hosts. If no fast kind connects all
+hosts, the group uses Ethernet. If Ethernet does not connect all hosts, the group is refused. The
+rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a cluster,
+and Ethernet between stages.
 
 Cards of one kind are assumed to reach each other if they are on the same fabric. The fabric of a
 card is the name that the user stated or, without a statement, the subnet of the card's address.
@@ -45,9 +45,9 @@ C = TypeVar("C", bound=HasKind)
 def fastest_common(
     hosts: Sequence[Sequence[C]], fabric: Callable[[C], str], bytes_per_s: Callable[[C], float]
 ) -> tuple[C, ...] | None:
-    """Choose one card of each host, all of the same kind and fabric, so that the slowest of these
-    cards is as fast as possible. Return None if the hosts have no kind and fabric in common. If any
-    rate is unknown (0), kinds are compared before rates."""
+    """Choose one card of each host. All chosen cards have the same kind and fabric, and the slowest
+    of them is as fast as possible. Return None if the hosts have no kind and fabric in common. If
+    any rate is unknown (0), a faster kind of card is preferred to a higher rate."""
     ways: list[tuple[float, int, tuple[C, ...]]] = []
     for first in hosts[0]:
         found = [
@@ -64,8 +64,8 @@ def fastest_common(
 
 
 class NetworkStatement(Section):
-    """The properties of some network cards, as stated by the user. If several statements match a
-    card, the first of them applies."""
+    """The user's statement of the properties of some network cards. If several statements match a
+    card, the first of these statements applies."""
 
     hosts: Texts = ["*"]
     """names or patterns of hosts, such as `a*`"""
@@ -140,8 +140,8 @@ class HostCard:
 
 @dataclass(frozen=True)
 class HostCards:
-    """A host and its cards. `identity`: a text that is equal for all processes that share the
-    host's memory and network."""
+    """A host and its network cards. `identity`: a text that identifies the host: it is the same in
+    all processes that share the host's memory and network."""
 
     identity: str
     name: str
@@ -153,8 +153,8 @@ class HostCards:
 
 @dataclass(frozen=True)
 class GroupNetwork:
-    """The network of a group of ranks. `hosts` and `cards` have one element for each element of
-    `ranks`."""
+    """The network of a group of ranks. `hosts` and `cards`: for each of the `ranks`, the name of
+    its host, and the card that it uses."""
 
     group: str
     ranks: tuple[int, ...]
@@ -184,7 +184,7 @@ class GroupNetwork:
 
 
 class NamedRanks(Protocol):
-    """A named group of ranks of any kind."""
+    """A group of ranks with a name, such as a data group or a tensor group."""
 
     @property
     def name(self) -> str: ...
@@ -198,10 +198,10 @@ LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 def override(
     hosts: Sequence[HostCards], statements: Sequence[NetworkStatement]
 ) -> tuple[HostCards, ...]:
-    """Apply the user's statements to the detected cards of `hosts`. Cards with `use = false` are
-    removed, and so are cards whose address several hosts have (container bridges). Raises
-    ConfigError for a statement about a missing interface, and for a statement that contradicts the
-    detected kind."""
+    """Apply the user's statements to the detected cards of `hosts`, and return the hosts with the
+    changed cards. Cards with `use = false` are removed. If several hosts have a card with the same
+    address (container bridges), these cards are removed, too. Raises ConfigError for a statement
+    about a missing interface, and for a statement that contradicts the detected kind."""
     for statement in statements:
         _check_exists(statement, hosts)
     every = {host.identity: host for host in hosts}.values()
@@ -218,8 +218,8 @@ def override(
 
 
 def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
-    """Raise ConfigError if the statement matches no card. If it names an interface without a
-    pattern, every host that it matches must have the interface."""
+    """Raise ConfigError if the statement matches no card. If the statement names an interface
+    without a pattern, also raise ConfigError if one of the stated hosts lacks the interface."""
     meant = [host for host in hosts if statement.matches_host(host.name)]
     named = not set(statement.interface) & set("*?[")
     for host in meant:
@@ -231,8 +231,8 @@ def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> No
             )
     if not any(statement.matches(host.name, card) for host in meant for card in host.cards):
         raise ConfigError(
-            f"`networks` names {statement}, which no host has:"
-            f" {'; '.join(map(str, meant or hosts))}",
+            f"`networks` names {statement}, but no card matches; detected cards:"
+            f" {'; '.join(f'host {host}' for host in meant or hosts)}",
             hint="name interfaces and subnets as shown by `ip addr`",
         )
 
@@ -250,8 +250,8 @@ def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
 
 
 def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
-    """Choose the network of a group. host_of: the host of each rank. Raises ConfigError, which
-    contains the reason, if the group's hosts cannot reach each other."""
+    """Choose the network of a group. host_of: the host of each rank. Raises ConfigError with the
+    reason if the group's hosts cannot reach each other."""
     ranks = tuple(group.ranks)
     members = [host_of[rank] for rank in ranks]
     hosts = {host.identity: host for host in members}
@@ -277,8 +277,8 @@ class _AllRanks:
 def choose_networks(
     groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
-    """Choose the network of each group, and of CONTROL, the group of all ranks. Return the networks
-    by the group's name. hosts: the host of each rank. Raises ConfigError as `pick` does."""
+    """Choose a network for each group, and for CONTROL, the group of all ranks. Return the networks
+    by the name of the group. hosts: the host of each rank. Raises ConfigError as `pick` does."""
     host_of = dict(enumerate(hosts))
     every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
@@ -340,8 +340,8 @@ def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
-    """Return a note for the log if every host has a faster kind of card than the group can use,
-    else ""."""
+    """Return a note for the log if every host has a faster kind of card than the group can use.
+    Otherwise return ""."""
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
@@ -353,6 +353,6 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Join at most `most` names for messages, and append how many more there are."""
+    """Join the first `most` names for messages, and append the number of the other names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return " ".join(names[:most]) + more

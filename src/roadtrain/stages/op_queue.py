@@ -1,10 +1,10 @@
 """CollectiveQueue: a thread that runs a rank's collective operations in order, while another thread
 computes. SideStream: the device stream of the queue's thread.
 
-All ranks of a group must start the same operations in the same order; the caller of `put` is
-responsible for that. At most DEPTH operations are in flight at a time. They end in the order in
-which they started. After an error, the queue starts nothing more, and raises the error in every
-waiting thread and in every later `put` (Rule 5).
+All ranks of a group must start the same operations in the same order. The caller of `put` is
+responsible for this order. At most DEPTH operations are in flight at a time. Operations end in the
+order in which they started. After an error, the queue starts no further operation. It raises the
+error in every waiting thread and in every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class QueuedCollective:
-    """A job of the queue. `what`: the job's name in errors. `run`: a generator that may compute and
-    then yields the operation that it started, or None if there is nothing to wait for. The queue
-    resumes the generator when the operation is done. `alone`: whether the job only starts after all
-    earlier jobs have ended."""
+    """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
+    operation and yields it, or yields None if there is no operation to wait for. The queue resumes
+    the generator when the operation is done. `alone`: whether the job starts only after all earlier
+    jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
@@ -46,9 +46,9 @@ class QueuedCollective:
 
 
 class CollectiveQueue:
-    """A thread that runs jobs in order. `deadline_s`: the timeout of one operation, which the
-    process groups enforce; the queue uses it to limit the time without any progress. `running`: a
-    context manager in which the thread runs."""
+    """A thread that runs jobs in order. `deadline_s`: the timeout of one operation in seconds. The
+    process groups enforce this timeout; the queue uses it to limit the time without any progress.
+    `running`: a context manager in which the thread runs."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class CollectiveQueue:
         self._thread.start()
 
     def put(self, job: QueuedCollective) -> None:
-        """Queue a job. Raises the error of an earlier job if it failed, and LoopError after
-        `close`."""
+        """Queue a job. If an earlier job failed, raises the error of that job. Raises LoopError
+        after `close`."""
         with self._changed:
             self.check()
             if self._closing:
@@ -81,8 +81,9 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait until `until()` returns true; it is called again whenever a job ends. Raises the
-        error of a job that failed, and DeadlineError if no job ends for PATIENCE deadlines."""
+        """Wait until `until()` returns true. `until` is called again whenever a job ends. If a job
+        failed, raises the error of that job. Raises DeadlineError if no job ends for PATIENCE times
+        `deadline_s`."""
         with self._changed:
             while True:
                 # must precede `until()`, which may return true because an error clears all jobs
@@ -109,8 +110,8 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish all queued jobs and end the thread. Raises the error of a job that failed, unless
-        it was raised before, and DeadlineError if the thread does not end."""
+        """Finish all queued jobs and end the thread. If a job failed and its error was not raised
+        before, raises this error. Raises DeadlineError if the thread does not end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -124,7 +125,7 @@ class CollectiveQueue:
                 self.check()
 
     def check(self) -> None:
-        """Raise the error of the job that failed, if any did."""
+        """If a job failed, raise its error."""
         if self.error is None:
             return
         self._reported = True
@@ -155,8 +156,8 @@ class CollectiveQueue:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> QueuedCollective | None:
-        """Return the next job if it may start, otherwise None. `done`: number of jobs in flight
-        whose operations are done."""
+        """Return the next job if this job may start, and otherwise None. `done`: the number of jobs
+        in flight whose operations are done."""
         busy = len(self._in_flight)
         if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
@@ -195,7 +196,7 @@ class CollectiveQueue:
 
 
 def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
-    """Translate torch's error about a lost peer to LostError or DeadlineError; return any other
+    """Return a LostError or a DeadlineError for torch's error about a lost peer. Return any other
     error unchanged."""
     text = " ".join(str(error).split())
     of_group = isinstance(error, dist.DistError) or any(w in text.lower() for w in PEER_WORDS)
@@ -212,10 +213,10 @@ def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
 
 class SideStream:
     """A device stream for the queue's thread. Events keep the order between this stream and the
-    stream of the computing thread.
+    stream of the thread that computes.
 
-    On an accelerator the queue's thread runs on `stream`. An event (a mark) makes one stream wait
-    for the results of the other stream. On the CPU there is no stream and all methods do nothing,
+    On an accelerator, the queue's thread runs on `stream`. An event (a mark) makes one stream wait
+    for the results of the other stream. On the CPU, there is no stream, and all methods do nothing,
     because results are complete when an operation has ended.
     """
 
@@ -230,8 +231,8 @@ class SideStream:
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     def mark(self) -> torch.Event | None:
-        """Return an event that occurs when all work of the computing thread so far is done. Called
-        by the computing thread."""
+        """Return an event that occurs when all work that the computing thread has started so far is
+        done. Called by the computing thread."""
         if self.stream is None:
             return None
         return torch.accelerator.current_stream(self.stream.device).record_event()
@@ -242,8 +243,8 @@ class SideStream:
             self.stream.wait_event(mark)
 
     def leave_mark(self, number: int) -> None:
-        """Record that bucket `number` is written when the work of the side stream so far is done.
-        Called by the queue's thread."""
+        """Leave a mark for bucket `number`: the bucket is written when all work that the side
+        stream has started so far is done. Called by the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 

@@ -29,24 +29,24 @@ class ParallelOptions:
     Args:
         parallelism: Degrees of parallelism, and optionally the number of blocks of each stage.
         num_microbatches: Number of micro-batches of a step, over all replicas.
-        stages: Division of blocks into stages if `parallelism` does not state one: "even",
-            "measured" (the fastest division by measured speeds), or "paper" (by the formula of Yang
-            et al. (Holmes)).
-        resize_stages: Blocks move between stages during training when this shortens a step by this
-            fraction. If None, blocks never move.
+        stages: Way of dividing blocks among stages, if `parallelism` does not state a division:
+            "even", "measured" (the fastest division by measured speeds), or "paper" (by the formula
+            of Yang et al. (Holmes)).
+        resize_stages: Fraction of a step. Blocks move between stages during training if a step
+            becomes shorter by at least this fraction. If None, blocks never move.
         stores: Storage of a stage's parameters and optimizer state, by stage number. A stage
             without a store keeps its parameters and state on its ranks.
         reducers: `roadtrain serve --sum` processes that sum the gradients: a list of HOST:PORT, or
-            the path of a file with lines HOST:PORT [RATE]. The first process re-reads the file, so
-            that reducers can be added and removed without a restart. RATE is the rate of the
-            reducer's link relative to that of a rank's link. With reducers, every rank keeps the
-            whole optimizer state.
-        reducers_token_file: File with the reducers' token. It is needed if a reducer is on another
-            host.
+            the path of a file with lines HOST:PORT [RATE]. The first process of the job reads the
+            file again and again, so reducers can be added and removed without a restart. RATE is
+            the rate of the reducer's link, divided by the rate of a rank's link. With reducers,
+            every rank keeps the optimizer state of all parameters of its stage.
+        reducers_token_file: File with the reducers' token. The token is needed if a reducer is on
+            another host.
         reducers_alone: Whether ranks leave all sums to the reducers while a reducer is available.
         networks: Properties of network cards. Properties that are not stated are detected.
-        data_groups: Whether a stage's ranks may be in several clusters, so that the slow network
-            between them carries gradients.
+        data_groups: Whether a stage's ranks may be in several clusters. If they are, the slow
+            network between the clusters carries gradients.
         activations: dtype in which activations and their gradients are sent between stages
             (bfloat16 or float16). If None, they are sent unchanged.
         overlap: Whether a stage sends gradients and new parameters while it computes.

@@ -44,8 +44,8 @@ DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 @dataclass(frozen=True)
 class RankContext:
-    """Everything that the parts of a training on one rank have in common: the groups, the
-    connections and the options."""
+    """The values that all parts of the training on one rank use: the groups, the connections and
+    the options."""
 
     rank: int
     groups: Groups
@@ -94,10 +94,10 @@ def join(
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters of the whole model that its groups had at the start.
+    """The user's optimizer, and the parameters of the whole model that its groups had at first.
     Raises ConfigError if the optimizer has parameters that are not in the model, or if it has taken
-    steps. `load_state_dict` of the optimizer also raises ConfigError if the loaded state is that of
-    an optimizer that has taken steps."""
+    steps. The optimizer's `load_state_dict` also raises ConfigError if it loads the state of an
+    optimizer that has taken steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -108,8 +108,8 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """After `load_state_dict`, in which torch replaces the groups, copy the loaded groups into
-        the original dictionaries, which the stages read."""
+        """Copy the loaded groups into the original dictionaries after `load_state_dict`. torch
+        replaces the dictionaries, but the stages read the original ones."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -120,8 +120,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Set the optimizer's groups to those of their original parameters that `model` has, and
-        return the optimizer."""
+        """Remove the parameters that `model` does not have from the optimizer's groups, and restore
+        the original parameters that `model` has. Return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -134,8 +134,8 @@ def make_stage_optimizer(
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """Create the optimizer of this rank's stage: a PlacedStage if the stage has a store, otherwise
-    a ShardedOptimizer over the data group."""
+    """Create the optimizer of this rank's stage. If the stage has a store, the optimizer is a
+    PlacedStage. Otherwise it is a ShardedOptimizer over the data group."""
     stage = context.position.stage
     if stage in context.options.stores:
         return placed_stage(context, stage_model, optimizer)
@@ -202,10 +202,11 @@ def split_layers(context: RankContext, stage_model: StageModel) -> TensorParalle
 
 
 def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Return, for each set of stages that includes this stage and shares parameters, the names of
-    these parameters and the group of their copies. The order is the same in all of these stages.
-    Raises ConfigError if only some stages of a set have a store, because stages with a store and
-    without one sum gradients differently."""
+    """Return the names of the parameters that this stage shares with other stages, and the group of
+    the copies of these parameters. The result has one pair (names, copies) for each set of stages
+    that share parameters. The order is the same in all of these stages. Raises ConfigError if only
+    some stages of a set have a store, because stages with a store sum gradients in another way than
+    stages without a store."""
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():
@@ -226,9 +227,9 @@ def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCop
 def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Cast floating-point parameters to `dtype` unless it is None, and move all parameters and
-    buffers to the device. If the cast makes fp32 parameters narrower, their fp32 values are
-    returned by name, on their previous device."""
+    """Cast floating-point parameters to `dtype` (unless `dtype` is None), and move all parameters
+    and buffers to the device. For each fp32 parameter that is cast to a narrower dtype, return the
+    fp32 values by the parameter's name. These values stay on their previous device."""
     masters = {}
     for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -269,8 +270,8 @@ def stage_links(context: RankContext) -> StageLinks:
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """Report the parallelism and, if random numbers make results differ from those of a single
-    process, this difference (Rule 2)."""
+    """Report the parallelism. If random numbers make results depend on tp, report this, too
+    (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:

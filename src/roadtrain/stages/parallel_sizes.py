@@ -3,8 +3,8 @@ stages at the end of a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut again -> values and state move -> the next step
 
-No state is lost: each part of a parameter is sent from the rank that has this part to the rank that
-needs it (stages/piece_exchange.py). This module does NOT search for sizes
+No state is lost: each part of a parameter is sent from the rank that has the part to the rank that
+needs the part (stages/piece_exchange.py). This module does NOT search for sizes
 (stages/protocol/stage_sizes.py) or detect changed speeds (stages/protocol/drift.py).
 """
 
@@ -70,7 +70,7 @@ class StageSizes:
 
     def begin(self, example: MicroBatch) -> None:
         """Measure speeds, choose sizes, and move blocks if the sizes change. Raises BudgetError if
-        no sizes fit in memory (Rule 4), and PeerError."""
+        no sizes fit in memory (Rule 4). Raises PeerError."""
         training, context = self._training, self._training.context
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
@@ -111,9 +111,10 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """If speeds have changed so that moving blocks would pay off, move blocks or, unless
-        `resize_stages` is set, report this. Call this method after each step. passes_s: the result
-        of `own_pass_s` on every rank."""
+        """Check whether speeds have changed so much that other sizes would shorten a step. If so,
+        and if `resize_stages` is set, move blocks. If `resize_stages` is None, only report the
+        better sizes. Call this method after each step. passes_s: the result of `own_pass_s` on
+        every rank."""
         if self._watch is None:
             return
         context = self._training.context
@@ -133,8 +134,8 @@ class StageSizes:
             self._watch.moved(offer)
 
     def _try_move(self, sizes: tuple[int, ...]) -> bool:
-        """Move blocks and return True. If the model cannot be cut into stages of these sizes,
-        report this and return False."""
+        """Move blocks to reach these sizes, and return True. If the model cannot be cut into stages
+        of these sizes, report the reason and return False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
@@ -149,7 +150,8 @@ class StageSizes:
         return tuple(s.stop - s.begin for s in self._training.context.layout.segments)
 
     def _message_bytes(self) -> int:
-        """Return the bytes of the largest message between stages, over all ranks."""
+        """Return the bytes of the largest message between stages that any rank sends or
+        receives."""
         own = max(part.message_nbytes for part in self._training.pipeline.parts)
         return max(self._training.context.control.agree(own, "sizes"))
 
@@ -181,13 +183,14 @@ class StageSizes:
         return float(free + used)
 
     def move(self, sizes: tuple[int, ...]) -> None:
-        """Cut the model into stages of these sizes, and move parameters and state accordingly. If
-        the model cannot be cut into such stages, raises ModelError or ConfigError and changes
-        nothing."""
+        """Cut the model into stages of these sizes, and move parameters and state between the
+        stages. If the model cannot be cut into such stages, raises ModelError or ConfigError and
+        changes nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Return the layout with these sizes. Raises the errors of `move`, on all ranks alike."""
+        """Return the layout with these sizes. Raises the errors of `move`, the same on all
+        ranks."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
@@ -227,7 +230,8 @@ class StageSizes:
 
 
 def check_shared(context: RankContext, layout: StageLayout) -> None:
-    """Raise ConfigError if stages would share parameters for which there is no process group."""
+    """Raise ConfigError if stages of this layout share parameters, but there is no process group
+    for sharing them."""
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(

@@ -49,7 +49,8 @@ class StepResult:
 
 
 class WatchedSizes(Protocol):
-    """The interface of StageSizes (stages/parallel_sizes.py), which moves blocks between stages."""
+    """The part of StageSizes (stages/parallel_sizes.py) that ParallelTraining calls. StageSizes
+    moves blocks between stages."""
 
     def own_pass_s(self, times: StepTimes) -> float: ...
     def step(self, passes_s: Sequence[float]) -> None: ...
@@ -58,7 +59,7 @@ class WatchedSizes(Protocol):
 class ParallelTraining:
     """One process's part of a model that is trained in stages, as returned by `parallelize`.
 
-    Use it as a context manager, or call `close` at the end and `abandon` after an error.
+    Use the object as a context manager, or call `close` at the end and `abandon` after an error.
     `optimizer.param_groups` are the groups of the user's optimizer, so learning-rate schedulers of
     the user's optimizer work.
     """
@@ -101,7 +102,8 @@ class ParallelTraining:
         Args:
             batch: Function from the number of a micro-batch (0 to num_microbatches - 1) to the
                 micro-batch. It is called for the micro-batches of this process only.
-            clip_norm: Maximum global norm of the gradients. If None, gradients are not clipped.
+            clip_norm: Maximum of the norm over all gradients of the job. If None, gradients are not
+                clipped.
             stop: Whether this process requests that the job stops after this step.
                 `StepResult.stop` is True on all processes if any process requests this.
 
@@ -117,9 +119,9 @@ class ParallelTraining:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Guard a collective operation. After an error in an operation, ranks are out of sync: a
-        message of one operation could be mistaken for a message of another. So no further operation
-        may start (Rule 6)."""
+        """Guard a collective operation. After an error, ranks may be in different operations, and
+        could mistake a message of one operation for a message of another. So no further operation
+        may start after an error (Rule 6)."""
         if self._closed:
             raise LoopError("this training is closed")
         if self._failed:
@@ -166,8 +168,8 @@ class ParallelTraining:
         Args:
             directory: Run directory of the snapshots.
             options: Interval and replication of snapshots.
-            mark: Record of the job in the run directory, on the first process. If None, the job has
-                no record.
+            mark: Record of the job's last step in the run directory. Only the first process passes
+                it; None on other processes, or if there is no record.
             report: Called with each line of the log.
 
         Returns:
@@ -224,11 +226,13 @@ class ParallelTraining:
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """Return this stage's buffers of the model. Each stage saves its own."""
+        """Return the blobs of this stage's buffers for a snapshot, by name. Each stage saves its
+        own buffers."""
         return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
-        """Raise StaleError if the ranks are at different steps, which stages with stores can be."""
+        """Raise StaleError if the ranks are at different steps. This can happen if stages have
+        stores."""
         steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
             where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
@@ -275,8 +279,8 @@ class ParallelTraining:
                 module.training = training
 
     def abandon(self) -> None:
-        """End the training after an error, without waiting for other processes. They notice when
-        this process ends. Committed snapshots stay."""
+        """End the training after an error, without waiting for other processes. Other processes
+        notice the error when this process ends. Committed snapshots stay."""
         if not self._closed:
             self._closed = True
             self.stage_model.detach()
@@ -305,7 +309,7 @@ class ParallelTraining:
             self.abandon()
 
     def _gather(self, values: list[float]) -> list[list[float]]:
-        """All-gather a list of floats, in rank order."""
+        """Return the lists of floats that all ranks pass, in rank order. Collective."""
         return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(
@@ -315,8 +319,7 @@ class ParallelTraining:
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        """Let this process continue with another part of the model, beginning with the next
-        step."""
+        """Use another part of the model in this process, beginning with the next step."""
         self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

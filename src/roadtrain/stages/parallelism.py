@@ -18,7 +18,7 @@ groups.
 
 Context-parallel ranks process parts of each sequence with the same parameters, so the d above is dp
 x cp. The ranks of a context group are consecutive in a data group. The ranks of an expert group are
-consecutive, too; together they have every expert once.
+consecutive, too. Together, the ranks of an expert group have every expert once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from roadtrain.options.schema import Count, Whole, refusing, value
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """The position of a rank in the pipeline. `replica`: the rank's index in its stage; every
-    context-parallel rank counts as a replica."""
+    """The position of a rank in the pipeline. `replica`: the index of the rank's replica in the
+    stage. Every context-parallel rank counts as a replica."""
 
     stage: int
     replica: int
@@ -50,7 +50,7 @@ class Parallelism:
     """Degrees of data, tensor, pipeline, context and expert parallelism.
 
     Args:
-        dp: Number of data-parallel ranks of every stage. Leave it out if `widths` is set.
+        dp: Number of data-parallel ranks of every stage. Leave `dp` out if `widths` is set.
         tp: Number of tensor-parallel ranks.
         pp: Number of pipeline stages.
         stages: Number of layers of each pipeline stage or, with virtual stages, of each virtual
@@ -141,12 +141,12 @@ class Parallelism:
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
         """Pairs (stage, next stage) between which activations are sent. With virtual stages, the
-        first stage is also a next stage of the last stage."""
+        pair (last stage, first stage) is included."""
         last = ((self.pp - 1, 0),) if self.virtual_stages > 1 and self.pp > 1 else ()
         return (*itertools.pairwise(range(self.pp)), *last)
 
     def position(self, rank: int) -> RankPosition:
-        """Return the position of a rank. Raises ConfigError if it is out of range."""
+        """Return the position of a rank. Raises ConfigError if there is no such rank."""
         if not 0 <= rank < self.devices:
             raise ConfigError(f"rank {rank} is out of range: {self} has {self.devices} ranks")
         first = self.first_ranks
@@ -157,13 +157,14 @@ class Parallelism:
         return self.first_ranks[at.stage] + at.replica * self.tp + at.tensor
 
     def micro_batches(self, stage: int, replica: int, total: int) -> range:
-        """Return the numbers of the micro-batches that a replica runs, if a step has `total`
-        micro-batches. All ranks of a context group run the same micro-batches."""
+        """Return the numbers of the micro-batches that a replica runs in a step. `total`: the
+        number of micro-batches of the step. All ranks of a context group run the same
+        micro-batches."""
         return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
 
     def check_micro_batches(self, total: int) -> None:
-        """Raise ConfigError if a replica would run none of the `total` micro-batches of a step, or
-        if `total` does not suit interleaved stages."""
+        """Raise ConfigError if a replica would run none of the `total` micro-batches of a step.
+        Also raise ConfigError if virtual stages cannot run `total` micro-batches."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
@@ -195,8 +196,8 @@ class Parallelism:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return every distinct path of a micro-batch through the stages, for each context and
-        tensor rank."""
+        """Return the pipeline groups: every path that micro-batches take through the stages. There
+        is a separate path for each context-parallel and each tensor-parallel rank."""
         turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
         def passed(way: int, context: int, tensor: int) -> list[int]:
@@ -219,10 +220,10 @@ class Parallelism:
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Divide `layers` layers. Return the number of layers of each stage or, with virtual
-        stages, of each virtual stage in the model's order. The first and the last stage may have 0
-        layers: they have only the embedding or the head. Raises ConfigError if `stages` does not
-        add up to `layers`."""
+        """Divide `layers` layers among the stages. Return the number of layers of each stage or,
+        with virtual stages, of each virtual stage in the model's order. The first stage may have 0
+        layers, because it has the embedding; the last stage may have 0 layers, because it has the
+        head. Raises ConfigError if `stages` does not add up to `layers`."""
         count = self.pp * self.virtual_stages
         if not self.stages:
             return even(layers, count)
@@ -257,12 +258,12 @@ def balanced(
     """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
     sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: the weights of
     the code before the first layer and after the last layer. `fits(stage, begin, stop)` returns
-    whether layers [begin, stop) fit in the stage's memory; if they fit, fewer layers must fit, too.
-    Returns the number of layers of each stage, or None if no division fits.
+    whether layers [begin, stop) fit in the stage's memory. If some layers fit, fewer layers must
+    fit, too. Returns the number of layers of each stage, or None if no division fits.
 
-    The result is exact. It is found by dynamic programming over stages and layers, which leaves out
-    stages that are slower than a bound; the bound is raised until there is a solution. If even
-    stages are as fast as the result, they are returned."""
+    The result is exact. It is found by dynamic programming over stages and layers. The search
+    leaves out stages that are slower than a bound, and raises the bound until there is a solution.
+    If stages of equal size are as fast, the result has stages of equal size."""
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 

@@ -60,16 +60,16 @@ def parallelize(
     """Divide `model` into stages and prepare this process's part of the training. Collective.
 
     Args:
-        model: The whole model, preferably built on `meta`. This process keeps the parameters of
-            its own stage only.
+        model: The whole model, preferably built on `meta`. This process keeps only the parameters
+            of its stage.
         optimizer: An optimizer over the model's parameters that has taken no steps.
         options: Degrees of parallelism and other options.
         example: A micro-batch with the shapes and dtypes of all micro-batches.
         loss: Function of the model's result and the micro-batch. It returns the mean loss over the
             micro-batch as a scalar tensor. The default returns the loss that the model itself
             computes.
-        device: Device of this process. "cuda" selects the device of LOCAL_RANK. If None, CUDA is
-            used if it is available, and otherwise the CPU.
+        device: Device of this process. "cuda" selects the CUDA device with the index LOCAL_RANK. If
+            None, CUDA is used if it is available, and otherwise the CPU.
         report: Called with each line of the log on the first process. Lines about another stage
             are printed by the first process of that stage.
 

@@ -1,10 +1,10 @@
 """exchange(): ranks announce the pieces that they have and the pieces that they need, and send
 pieces to each other.
 
-It is used when blocks move between stages after a step, and when a job starts on hosts that each
-have their own disk. It needs memory for one piece, whatever the size of the model. A rank sends
-pieces while it receives, so every rank must exhaust its iterator before it communicates with other
-ranks again.
+An exchange takes place when blocks move between stages after a step. It also takes place when a job
+starts on hosts with separate disks. It needs memory for one piece, whatever the size of the model.
+A rank sends pieces while it receives pieces, so every rank must exhaust its iterator before it
+communicates with other ranks again.
 
 Assumes: the pieces of a rank do not change during the exchange. Does NOT forward received pieces:
 if two ranks need the same elements, the source sends these elements to each of them.
@@ -34,13 +34,13 @@ def exchange(
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
     """Iterate over the pieces of `requested`, cut into pieces of at most `most_elements`. If this
-    rank has a piece, the piece is read locally; otherwise the nearest rank that has it sends it
-    (`ControlLinks.distance`). Collective: when the function returns, the ranks have agreed on a
+    rank has a piece, the piece is read locally. Otherwise the nearest rank that has the piece sends
+    it (`ControlLinks.distance`). Collective: when the function returns, the ranks have agreed on a
     plan, and every rank must exhaust its iterator.
 
-    Raises GoneError for elements that no rank has, DeadlineError and LostError. If a source cannot
-    read a piece, the source raises its error at the end of its iteration, and the receivers of the
-    piece raise a LostError with the same message."""
+    Raises GoneError for elements that no rank has, DeadlineError and LostError. If a rank cannot
+    read a piece that it has to send, this rank raises the error at the end of its iteration. The
+    receivers of the piece raise a LostError with the same message."""
     mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
     every = control.gather(mine, "the pieces that each rank has and needs")
     lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]

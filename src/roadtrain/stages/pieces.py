@@ -1,8 +1,8 @@
 """Pieces: the common form of a stage's parameters and optimizer state, wherever these are stored.
 
 A piece is a contiguous run of one parameter's elements, under the parameter's name in the whole
-model. Because pieces do not depend on stages, data-parallel ranks or placements, these may change
-between two starts of a run.
+model. Pieces do not depend on stages, data-parallel ranks or placements. So stages, ranks and
+placements may change between two starts of a run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Piece:
     """The values and optimizer state of an extent. Raises StoreError if an array's length or dtype
     is wrong.
 
-    arrays: float32 arrays [numel] on the host. The key VALUE has the values; the other keys are
-    torch's names of the rule's state, such as "exp_avg". scalars: the rule's state that exists once
-    per parameter, such as "step".
+    arrays: float32 arrays [numel] on the host. The array with the key VALUE has the values. The
+    other keys are torch's names of the arrays of the optimizer state, such as "exp_avg". scalars:
+    the optimizer state that exists once per parameter, such as "step".
     """
 
     extent: Extent
@@ -56,8 +56,8 @@ class Piece:
                 )
 
     def has_state(self, rule: Rule) -> bool:
-        """Return whether the piece has optimizer state. Raises ForeignError if it is not the state
-        of `rule`."""
+        """Return whether the piece has optimizer state. Raises ForeignError if the piece has the
+        state of another rule than `rule`."""
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
@@ -82,5 +82,5 @@ class PieceSource(Protocol):
         """Return the extents that this source has. They do not overlap."""
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent, which must lie inside one of
+        """Return a copy of the values and state of an extent. The extent must lie inside one of
         `extents`."""

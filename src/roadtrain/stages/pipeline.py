@@ -1,10 +1,10 @@
 """Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
-backwards of the rank's segments, in the order of `protocol.pipeline`, on tensors received from the
-neighbouring stages.
+backwards of the rank's segments, in the order of `protocol.pipeline`. The segments compute with
+tensors that the neighbouring stages send.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
-and gradients are summed over a stage's ranks. This weights all gradients correctly, even if stages
-have different widths. Does NOT update parameters.
+and gradients are summed over a stage's ranks. So all gradients have the correct weights, also if
+stages have different widths. Does NOT update parameters.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Step:
 
 
 class Pipeline:
-    """The pipeline on this rank. parts: the rank's segments; the segment with index k is part k of
-    this stage. seed: the seed of random numbers in forwards (dropout)."""
+    """The pipeline on this rank. parts: the rank's segments; element k is part k of this stage.
+    seed: the seed of random numbers in forwards (dropout)."""
 
     def __init__(
         self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0
@@ -63,12 +63,12 @@ class Pipeline:
         self.times = StepTimes()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
-        """Run this rank's micro-batches of step `number` forward and backward, which adds their
+        """Run this rank's micro-batches of step `number` forward and backward. The backwards add
         gradients to the parameters.
 
-        batch: a function that returns the micro-batch with a number (0 to num_microbatches - 1); it
-        is called only for this rank's micro-batches. Returns the sum of this rank's losses, each
-        divided by num_microbatches. The sum is 0.0 on all stages except the last stage. Raises
+        batch: a function that returns the micro-batch with a given number (0 to num_microbatches -
+        1). It is called only for this rank's micro-batches. Returns the sum of this rank's losses,
+        divided by num_microbatches. On all stages except the last, the result is 0.0. Raises
         PeerError (DeadlineError or LostError).
         """
         self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
@@ -116,8 +116,8 @@ class Pipeline:
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs that the state machine starts. Each run is yielded when its inputs have
-        arrived."""
+        """Yield the runs that the state machine starts. Each run (the forward or backward of a
+        micro-batch) is yielded when its inputs have arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -165,8 +165,8 @@ class Pipeline:
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Copy the outputs of `run` into the buffers of `part`, the next part, which is also on
-        this rank."""
+        """Copy the outputs of `run` into the buffers of `part`: the next part of the model, if this
+        rank has it."""
         buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -174,7 +174,8 @@ class Pipeline:
         step.machine.here[run.what].add((run.micro, part))
 
     def _post(self, step: _Step) -> None:
-        """Post the receives whose buffers are free, in order on each channel."""
+        """Post the receives whose buffers are free. The receives of each channel are posted in the
+        order in which their messages are sent."""
         for waiting in step.due.values():
             while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()

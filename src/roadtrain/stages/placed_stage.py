@@ -7,10 +7,10 @@ memory, or on servers that all ranks of the stage share.
 Servers average gradients over their workers. A stage needs the sum, so its gradients are multiplied
 by the number of ranks. Gradients are sent after each backward; updates begin in `step`.
 
-Note "store commits": the store commits each step on its own, so it may be ahead of or behind the
-job's snapshot. `load` compares the store with the pieces that it loads: a store with the same
-values is kept, any other store is overwritten. If ranks share servers, the stage's first rank
-writes the values to them.
+Note "store commits": the store commits each step independently of the job's snapshots, so the store
+may be ahead of or behind the last snapshot. `load` compares the store with the pieces that it
+loads. A store with the same values is kept; any other store is overwritten. If ranks share servers,
+the stage's first rank writes the values to the servers.
 
 Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
 """
@@ -46,10 +46,10 @@ SUM_ELEMENTS = 1 << 20
 
 
 class PlacedStage:
-    """The StageOptimizer (stages/stage_optimizer.py) of a placed stage. `shared`: for each set of
-    stages that share parameters with this stage, the names of the parameters and the group of their
-    copies. All of these stages must be placed. Raises ConfigError if a shared parameter is in a
-    block."""
+    """The StageOptimizer (stages/stage_optimizer.py) of a placed stage: a stage whose parameters
+    and state are in files, on servers, or in host memory. `shared`: for each set of stages that
+    share parameters with this stage, the names of these parameters and the group of their copies.
+    All of these stages must be placed. Raises ConfigError if a shared parameter is in a block."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class PlacedStage:
             )
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The stage's first rank returns the sum over all ranks of the stage;
-        its other ranks return 0."""
+        """See StageOptimizer. The stage's first rank returns the sum over all ranks of the stage.
+        All other ranks of the stage return 0."""
         self._finish_gradients()
         sums = self.placed.square_sums()
         if self.placed.group.rank:
@@ -140,10 +140,10 @@ class PlacedStage:
         self._finished = True
 
     def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
-        """Sum a shared parameter's gradient over all ranks of all stages that have a copy, in rank
-        order and in fp32. On the first rank of each stage, the gradient becomes the total; on all
-        other ranks it becomes zero. So the servers of every stage receive the same bits. Raises
-        PeerError."""
+        """Sum a shared parameter's gradient over all ranks of all stages that have a copy of the
+        parameter, in rank order and in fp32. On the first rank of each stage, the gradient becomes
+        the sum. On all other ranks, the gradient becomes zero. So the servers of every stage
+        receive the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
         for start in range(0, flat.numel(), SUM_ELEMENTS):
@@ -164,15 +164,16 @@ class PlacedStage:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Every rank can read the whole store, so each rank provides an even
-        share. Waits for the commit of the previous step, in which all ranks take part."""
+        """See StageOptimizer. Every rank can read all of the store, so each rank provides an equal
+        share. Waits for the commit of the previous step. All ranks must call this method, because
+        all of them take part in the commit."""
         self.placed.flush()
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. Only the stage's first rank needs extents, because it writes to the
-        servers for all ranks."""
+        """See StageOptimizer. Only the stage's first rank needs extents, because this rank writes
+        to the servers for all ranks."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
@@ -207,9 +208,9 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and Note "store commits". Raises StaleError if shared servers hold
-        other values of the same step, StoreError if a piece is missing, and LoopError if the store
-        cannot be overwritten."""
+        """See StageOptimizer, and the note "store commits" of the module. Raises StaleError if the
+        servers that ranks share hold other values of the same step, StoreError if a piece is
+        missing, and LoopError if the store cannot be overwritten."""
         placed = self.placed
         placed.flush()
         self._record = None
@@ -229,8 +230,8 @@ class PlacedStage:
 
     def _refuse_other_values(self, steps_done: int) -> None:
         """Raise StaleError if several ranks share servers that are at the same step as the new
-        values. Ranks other than the first compare steps only, so they would not notice that the
-        values change."""
+        values. Only the first rank writes the values. The other ranks only compare steps, so they
+        would not notice that the values change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
                 f"the servers of this stage hold other values for step {steps_done} than the job's"
@@ -252,8 +253,8 @@ class PlacedStage:
 
 class StagedPieces:
     """Values and state that arrive as pieces in any order, and are collected until a store loads
-    them. They are kept in a scratch file (storage/scratch.py), so that a stage larger than memory
-    can be loaded.
+    the values and the state. They are kept in a scratch file (storage/scratch.py), so that a stage
+    larger than memory can be loaded.
 
     `params`: the store's parameters. `rules`: one rule per parameter group. `where`: the directory
     of the scratch file."""
@@ -274,8 +275,8 @@ class StagedPieces:
         self._scalars = dict[int, Mapping[str, float]]()
 
     def add(self, piece: Piece) -> None:
-        """Write a piece to the scratch file. Raises ForeignError if its state is that of another
-        rule."""
+        """Write a piece to the scratch file. Raises ForeignError if the piece has the state of
+        another rule."""
         name, start = piece.extent.name, piece.extent.start
         index = self._index[name]
         spec = self._params[index]
@@ -319,7 +320,7 @@ class StagedPieces:
 
 def for_mean(scale: float, width: int) -> float:
     """Return a float that gives exactly `scale` when it is divided by `width`. If there is no such
-    float, `scale` is first rounded to fp32, so that its product with `width` is exact."""
+    float, round `scale` to fp32 first. The product of the rounded `scale` and `width` is exact."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width

@@ -1,6 +1,7 @@
 """preflight(): test, before process groups are created, that every two hosts of every group can
-reach each other over the network chosen for the group. If two hosts cannot, every rank raises the
-same error within 30 s, which names the host, the card and the reason (Rule 5).
+reach each other over the network that was chosen for the group. If two hosts cannot reach each
+other, every rank raises the same error within 30 s. The error names the host, the card and the
+reason (Rule 5).
 
     choose networks -> open test ports -> test every link (probes.py) -> report to rank 0
     rank 0: the first problem as one message, or the matrix (findings.py) -> verdict to all
@@ -56,7 +57,7 @@ def preflight(
 
     groups: all groups of the job, the same on every rank. hosts: the host of each rank, after
     `override` has applied the user's statements. say: called on rank 0 with each line of the
-    matrix. Raises the same ConfigError or PeerError on every rank.
+    matrix of results. Raises the same ConfigError or PeerError on every rank.
     """
     networks = choose_networks(groups, hosts)
     chosen, reports = [*networks.values()], dict[str, Report]()
@@ -74,9 +75,9 @@ def preflight(
 
 
 async def _test_host(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Test the links of this host, and answer the tests of other hosts until the verdict arrives.
-    Returns the reports of all hosts on rank 0, and an empty dictionary on other ranks. Raises the
-    first problem on every rank."""
+    """Test the links of this host, and answer the tests of other hosts until rank 0's verdict
+    arrives. Returns the reports of all hosts on rank 0, and an empty dictionary on other ranks. If
+    there is a problem, raises the same error on every rank."""
     own = [link for link in links if link.source == me]
     async with AsyncExitStack() as until_verdict:
         try:
@@ -98,8 +99,8 @@ def _ports_of(meeting: RankMeeting, me: str, host: str, until: float) -> ProbePo
 
 
 def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Wait for the verdict of rank 0. On rank 0, collect the reports of all hosts, publish the
-    verdict, and return the reports."""
+    """On rank 0, collect the reports of all hosts, publish the verdict, and return the reports. On
+    other ranks, wait for the verdict, and return an empty dictionary."""
     if meeting.rank:
         _verdict(meeting, me).check()
         return {}

@@ -1,10 +1,10 @@
 """probe(): test the links of one host to other hosts over the addresses that training will use.
 
-For each link, it tests a connection, a reply, and a payload in each direction that is larger than
-any frame, to find networks that drop large frames. It also measures the difference of the clocks.
-After these tests, it measures a rough rate of each link, one link at a time. It uses one asyncio
-loop, and plain sockets that are bound to the chosen addresses. A client must send a token that only
-ranks of this start know (Rule 8).
+For each link, `probe` tests a connection and a reply. Then it tests a payload in each direction.
+The payload is larger than any frame, to find networks that drop large frames. `probe` also measures
+the difference of the clocks. After these tests, it measures a rough rate of each link, one link at
+a time. It uses one asyncio loop, and plain sockets that are bound to the chosen addresses. A client
+must send a token that only ranks of this start know (Rule 8).
 
 Does NOT interpret the results (findings.py).
 """
@@ -44,7 +44,7 @@ PIECE = bytes(64 * KIB)
 
 @dataclass(frozen=True)
 class ProbePorts:
-    """The test ports of a host, and the token that its clients must send."""
+    """The ports on which a host answers tests, and the token that clients must send."""
 
     token: str  # hex
     ports: dict[str, int]  # address -> port
@@ -52,8 +52,8 @@ class ProbePorts:
 
 @contextlib.asynccontextmanager
 async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
-    """Answer the tests of other hosts inside this context. Raises OSError for an address that this
-    host does not have."""
+    """Answer the tests of other hosts while this context is active. Raises OSError for an address
+    that this host does not have."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,8 +86,8 @@ async def probe(
     ports: ProbePorts, targets: Mapping[CardLink, ProbePorts]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """Test all links of this host. ports: the ports of this host. targets: for each link, the ports
-    of the host at its other end, which must be open. Returns the findings, and the addresses from
-    which packets arrived although no connection could be completed."""
+    of the host at the other end; these ports must be open. Returns the findings, and the addresses
+    that sent packets to this host but could not complete a connection."""
     unanswered: set[str] = set()
     listening = asyncio.create_task(_watch_half_open(ports, unanswered))
     findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
@@ -116,8 +116,8 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
-    """Read length-prefixed pieces until an empty piece arrives, and return the rate in bytes/s
-    after the first FIRST bytes."""
+    """Read length-prefixed pieces until an empty piece arrives. Return the rate in bytes/s, without
+    the first FIRST bytes."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)
@@ -163,9 +163,9 @@ async def _test(link: CardLink, ports: ProbePorts) -> Finding:
 
 
 async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
-    """Return the finding with the link's rate, or unchanged if the measurement fails. A failure is
-    no error: the link has passed its tests, and a host that was lost after them is found because it
-    sends no report."""
+    """Measure the link's rate, and return the finding with this rate. If the measurement fails,
+    return the finding unchanged. A failure is no error, because the link has passed its tests. If
+    the other host was lost after the tests, its report will be missing."""
     begin = time.monotonic()
     try:
         async with _connected(finding.link, ports) as (reader, writer), asyncio.timeout(STEP_S):
@@ -183,8 +183,8 @@ async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """Return the round-trip time in seconds, and the seconds by which the other host's clock is
-    ahead."""
+    """Return two numbers of seconds: the round-trip time, and the time by which the other host's
+    clock is ahead of this host's clock."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))

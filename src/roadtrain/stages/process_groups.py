@@ -59,8 +59,8 @@ class NcclNetwork:
 def start_processes(
     network: GroupNetwork, store: dist.Store, rank: int, world_size: int, deadline_s: float
 ) -> None:
-    """Create the default process group of all ranks with gloo over `network`. Raises LostError if
-    the ranks do not connect in time."""
+    """Create the default process group, which has all ranks, with gloo over `network`. Raises
+    LostError if the ranks do not connect in time."""
     _register_gloo()
     with _connecting(network, deadline_s):
         dist.init_process_group(
@@ -84,10 +84,10 @@ def make_process_groups(
     """Create all groups, in order. Collective over all ranks of the default process group, which
     must exist (created by `start_processes` or by the user).
 
-    networks: the network of each group by the group's name, including CONTROL for all ranks; the
-    same on every rank. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say:
-    called with a warning for each group that may use another card than was chosen. Raises LostError
-    if a group's ranks do not connect within the deadline.
+    networks: the network of each group by the group's name, including CONTROL, the group of all
+    ranks; the same on every rank. device_type: "cpu" (all groups use gloo) or "cuda" (all groups
+    use NCCL, except CONTROL, which uses gloo). say: called with a warning for each group that may
+    not use the chosen card. Raises LostError if a group's ranks do not connect within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
@@ -109,8 +109,8 @@ def make_process_groups(
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
-    """Return the NCCL settings of a group. They have no warning if `rank` is not a member of the
-    group. environment: the process's environment variables."""
+    """Return the NCCL settings of a group. If `rank` is not a member of the group, the settings
+    contain no warning. environment: the environment variables of the process."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (
@@ -171,8 +171,8 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(options: Any, address: str) -> Any:
-    """Create a gloo backend that is bound to `address`. options: torch's options for any backend,
-    such as the store, the ranks and the timeout."""
+    """Create a gloo backend that is bound to `address`. options: the options that torch passes to
+    every backend: the store, the ranks, the timeout and others."""
     gloo = dist.ProcessGroupGloo
     own: Any = gloo._Options()  # type: ignore[attr-defined]
     own._devices = [gloo.create_device(hostname=address)]

@@ -1,7 +1,7 @@
-"""Groups: a value that describes which ranks of a job work together. It derives the data, tensor
-and boundary groups from the host, cluster, stage, replica and tensor index of every rank.
+"""Groups: a value that describes which ranks of a job work together. The data, tensor and boundary
+groups are derived from the host, cluster, stage, replica and tensor index of every rank.
 
-Each rank derives the same value from the same job, so all ranks create the same process groups in
+Each rank computes the same Groups from the same job, so all ranks create the same process groups in
 the same order. Does NOT create process groups or choose their networks.
 """
 
@@ -50,10 +50,10 @@ class Groups:
         blocks: int | None = None,
         data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
     ) -> Groups:
-        """Create the groups. hosts: (host name, cluster name, number of devices) in rank order.
-        blocks: the number of blocks of the model, which are divided into stages. Raises ConfigError
-        if the parallelism does not fit the hosts or the blocks; the error names the first mismatch
-        and both numbers."""
+        """Create the groups. hosts: (host name, cluster name, number of devices) for each host, in
+        rank order. blocks: the number of blocks of the model. Raises ConfigError if the parallelism
+        does not fit the hosts or the number of blocks; the error names the first mismatch and both
+        numbers."""
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
@@ -94,9 +94,9 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """For each boundary, two groups of all ranks of its two stages: one for activations, then
-        one for their gradients. Each direction has its own group, so that messages never wait for
-        messages in the opposite direction."""
+        """The boundary groups. For each boundary between two stages, there are two groups of all
+        ranks of these stages: one for activations, then one for their gradients. Each direction has
+        its own group, so that messages never wait for messages in the opposite direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))
@@ -109,10 +109,11 @@ class Groups:
 
     @property
     def to_create(self) -> tuple[RankGroup, ...]:
-        """The groups that need a process group, in the order in which all ranks create them. A
-        whole pipeline needs no group, because its stages communicate over their boundaries."""
+        """The groups that need a process group, in the order in which all ranks create the process
+        groups. There is no group for a complete pipeline, because stages communicate over
+        boundaries."""
         return (*self.data, *self.tensor, *self.boundaries)
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
-        """Return the group of `rank` of this kind, which is TENSOR or DATA."""
+        """Return the tensor group (kind TENSOR) or the data group (kind DATA) of `rank`."""
         return next(g for g in self.to_create if g.kind is kind and rank in g.ranks)

@@ -4,14 +4,14 @@ reason why the start failed.
 All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
 nothing is unpickled (Rule 8). Rank 0 collects the first messages (hellos) of the other ranks, and
 answers all ranks at the same time. So if a rank is missing or has another job, all ranks that
-arrived end with the same error (Rule 5). A rank that cannot reach the store reports only its own
-error.
+arrived end with the same error (Rule 5). If a rank cannot reach the store, it reports this error
+and no other.
 
-Note "restarts": if torchrun's agent owns the store, the store outlives a start. The agents' counts
-of restarts do not identify a start: an agent whose ranks failed increases its count, but an agent
-that only joins a restart does not. So ranks are numbered in the order of arrival, and rank 0 reads
-each hello once. Rank 0 tells each rank the number of its meeting, which is the arrival number of
-rank 0.
+Note "restarts": if torchrun's agent owns the store, the store exists longer than a start. The
+agents count restarts, but these counts do not identify a start: an agent whose ranks failed
+increases its count, but an agent that only joins a restart does not. So ranks are numbered in the
+order of arrival, and rank 0 reads each hello once. A meeting has the arrival number of rank 0 as
+its number, and rank 0 tells each rank this number.
 
 Does NOT create process groups or test their networks (preflight.py).
 """
@@ -57,7 +57,7 @@ TRY_S = 3.0  # the timeout of one attempt to connect to the store
 @dataclass(frozen=True)
 class RankHello:
     """The first message of a rank. `job`: lines of text that must be the same on all ranks.
-    `needed`: the number of ranks of the job's parallelism; 0 if there is none."""
+    `needed`: the number of ranks that the job's parallelism needs; 0 if the job states none."""
 
     rank: int
     world_size: int
@@ -80,7 +80,7 @@ class MeetingAnswer:
     hint: str = ""
 
     def check(self) -> None:
-        """Raise the error in the answer, if it has one."""
+        """If the answer is an error, raise this error."""
         if self.refused:
             errors: dict[str, type[RoadtrainError]] = {
                 kind.__name__: kind for kind in (ConfigError, DeadlineError, PeerError)
@@ -97,7 +97,7 @@ def refusal(error: RoadtrainError) -> MeetingAnswer:
 
 @dataclass(frozen=True)
 class RankMeeting:
-    """The result of a meeting."""
+    """The result of a meeting: the hosts of all ranks, and the store through which they met."""
 
     launch: Launch
     store: dist.Store  # this meeting's part of the store; it exists as long as rank 0 or its agent
@@ -113,16 +113,16 @@ class RankMeeting:
         return len(self.hosts)
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
-        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts with the same
-        fast fabric are a cluster. hosts: the host of each rank, after `override` has applied the
-        user's statements; the default is `self.hosts`."""
+        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
+        cards are on the same fabric are a cluster. hosts: the host of each rank, after `override`
+        has applied the user's statements; if empty, `self.hosts`."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
-    """Return the name of the host's cluster: the fabric of its fastest kind of card, or "ethernet"
-    if it only has Ethernet."""
+    """Return the name of the host's cluster: the fabric of the host's fastest kind of card. Return
+    "ethernet" if the host only has Ethernet cards."""
     card = min(host.cards, key=lambda c: (KINDS.index(c.kind), c.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
@@ -141,10 +141,10 @@ def meet(
     """Wait for all ranks, at most `deadline_s` seconds, and return their meeting. Collective.
 
     job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits. Other ranks
-    need this time to notice that the rank's previous process ended. host: this host; it is detected
-    if None. Raises ConfigError if ranks do not fit together, DeadlineError if ranks do not arrive
-    (it names the missing ranks and the hosts of the ranks that arrived), and PeerError if the store
-    cannot be reached.
+    need this time to notice that the rank's previous process ended. host: this host; if None, the
+    host is detected. Raises ConfigError if ranks do not fit together, and PeerError if the store
+    cannot be reached. Raises DeadlineError if ranks do not arrive; this error names the missing
+    ranks, and the hosts of the ranks that arrived.
     """
     if launch.attempt != "0":
         deadline_s += notice_s
@@ -167,7 +167,7 @@ def meet(
 
 
 def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
-    """Wait until rank 0 has published the number of the meeting of this rank, and return it.
+    """Return the number of this rank's meeting, after waiting until rank 0 has published it.
     number: this rank's arrival number."""
     try:
         return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
@@ -179,8 +179,8 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
-    """Publish a value from rank 0. Because the store may end with rank 0, wait until the value has
-    been read `readers` times, at most GRACE_S seconds."""
+    """Publish a value from rank 0. Then wait until the value has been read `readers` times, but at
+    most GRACE_S seconds, because the store may end with rank 0."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -206,8 +206,8 @@ def put(store: dist.Store, key: str, value: object) -> None:
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
-    """Wait for a value in the store, and return it. Raises DeadlineError, LostError or WireError,
-    whose messages begin with `waiting`."""
+    """Wait for a value in the store, and return the value. Raises DeadlineError, LostError or
+    WireError. waiting: the beginning of the error's message."""
     try:
         store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
         data = store.get(key)
@@ -249,9 +249,9 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
 
 
 def _unanswered(address: str, port: int, patience_s: float) -> str:
-    """Try to connect to the store for `patience_s` seconds. Return "" on success, otherwise the
-    reason. torch's own client does not make this attempt, because it exceeds its timeout and prints
-    its attempts."""
+    """Try for `patience_s` seconds to connect to the store. Return "" on success, and otherwise the
+    reason of the failure. The client of torch is not used for this, because it exceeds its timeout
+    and prints its attempts."""
     until, why = time.monotonic() + patience_s, ""
     while (left := until - time.monotonic()) > 0:
         try:
@@ -291,9 +291,9 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 
 class _Arrivals:
-    """Rank 0's side of a meeting. It reads the hellos of ranks in the order of arrival until the
-    time `until`, and answers all of them in `own`, the part of the store for the meeting
-    `number`."""
+    """Rank 0's side of a meeting. Rank 0 reads the hellos of ranks in the order of arrival until
+    the time `until`, and answers all of these ranks. `number`: the number of the meeting. `own`:
+    the part of the store for this meeting."""
 
     def __init__(
         self,
@@ -309,9 +309,8 @@ class _Arrivals:
         self.first = self.seen = _count_seen(store)
 
     def answer_all(self) -> MeetingAnswer:
-        """Answer all ranks. Return the answer when they have read it, or when their time for this
-        is over.
-        """
+        """Answer all ranks. Return the answer when all ranks have read it, or after GRACE_S
+        seconds."""
         answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))
@@ -349,7 +348,8 @@ class _Arrivals:
         return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Return the next hello whose sender still waits. Raises DeadlineError and WireError."""
+        """Return the next hello. Skip a hello if its sender no longer waits. Raises DeadlineError
+        and WireError."""
         while True:
             key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
@@ -372,8 +372,9 @@ def _count_seen(store: dist.Store) -> int:
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError if a rank's hello does not fit `mine`, the hello of rank 0, or `found`, the
-    hellos so far. The error names the first difference."""
+    """Raise ConfigError if a rank's hello does not fit the earlier hellos. The error names the
+    first difference. mine: the hello of rank 0. found: the earlier hellos by rank. hello: the new
+    hello."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
@@ -418,7 +419,8 @@ def _too_many(hello: RankHello, world_size: int) -> ConfigError:
 
 
 def late_error(meeting: RankMeeting) -> RoadtrainError | None:
-    """Return an error if any rank arrived after the meeting was complete, otherwise None."""
+    """Return an error if any rank arrived after the meeting was complete. Otherwise return
+    None."""
     store = meeting.arrivals
     for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):
         with suppress(DeadlineError):
@@ -429,8 +431,8 @@ def late_error(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """Return the hosts with unique names. If several hosts have the same name, an address that only
-    this host has is appended to each name."""
+    """Return the hosts with unique names. If several hosts have the same name, an address is
+    appended to the name of each of these hosts. No other host has this address."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host
@@ -468,8 +470,8 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
 
 
 def half_open(*ports: int) -> set[str]:
-    """Return the addresses that try to connect to `ports`, but do not receive this host's
-    replies."""
+    """Return the addresses that try to connect to `ports` of this host, but do not receive the
+    replies of this host."""
     return {
         link.raddr.ip.removeprefix("::ffff:")
         for link in psutil.net_connections("tcp")

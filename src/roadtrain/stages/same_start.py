@@ -1,9 +1,9 @@
-"""Give all ranks of a stage the same initial values, and so all stages that have copies of a
-parameter.
+"""Give all ranks of a stage the same initial values. Also give the same initial values to all
+stages that have a copy of a parameter.
 
-Ranks with different layouts of their parameters are refused, because sums over them would be
+Ranks with different layouts of their parameters are refused, because sums over these ranks would be
 meaningless. If values differ, all ranks get the values of the first rank, as in torch's DDP, and
-the difference is reported. For copies of a parameter, the first rank of the first stage is used.
+the difference is reported. For copies of a parameter, this is the first rank of the first stage.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ def digest_of(values: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor as bytes, or a copy if the tensor is not contiguous."""
+    """Return the bytes of the tensor: as a view if the tensor is contiguous, otherwise as a
+    copy."""
     return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pair(*digests: int) -> torch.Tensor:
-    """Return an int64 tensor [digests, 2] of each digest and its negative. The maximum of this
-    tensor over all ranks shows whether all ranks have the same digest (`differ`)."""
+    """Return an int64 tensor [digests, 2] with each digest and the negative of the digest. The
+    maximum of this tensor over all ranks shows whether all ranks have the same digests
+    (`differ`)."""
     return torch.tensor([[value, -value] for value in digests], dtype=torch.int64)
 
 
 def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
-    """Return, for each digest, whether it differs between ranks. largest: the maximum of the result
-    of `pair` over all ranks."""
+    """Return, for each digest, whether ranks have different values of the digest. largest: the
+    maximum over all ranks of the tensor that `pair` returns."""
     return [value != -negative for value, negative in largest]
 
 
@@ -56,9 +58,10 @@ def sync_start(
     values: Sequence[torch.Tensor],
     report: Callable[[str], None],
 ) -> None:
-    """Check that all ranks of `group` have the same `layout`, and overwrite their `values` by those
-    of the first rank. Collective. who: the group's name in messages. layout: a description of how
-    the rank arranges `values`. Raises ModelError if layouts differ, and PeerError."""
+    """Check that all ranks of `group` have the same `layout`, and overwrite the `values` of all
+    ranks by the values of the first rank. Collective. who: the group's name in messages. layout: a
+    description of how the rank arranges `values`. Raises ModelError if layouts differ. Raises
+    PeerError."""
 
     def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
         try:

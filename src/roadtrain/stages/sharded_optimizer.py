@@ -1,22 +1,22 @@
-"""ShardedOptimizer: a stage's optimizer whose state is sharded over the stage's data-parallel
-ranks, and whose communication overlaps with computation (ZeRO stage 1; Rajbhandari et al., 2020;
-Yang et al. (Holmes), section 4.1).
+"""ShardedOptimizer: an optimizer of a stage. Its state is sharded: each data-parallel rank of the
+stage has a part. Its communication overlaps with computation (ZeRO stage 1; Rajbhandari et al.,
+2020; Yang et al. (Holmes), section 4.1).
 
     optimizer = ShardedOptimizer(stage_model, torch.optim.AdamW(...), group)
     optimizer.begin_step(backwards=4)      # then four forwards and backwards
     optimizer.step(scale)                  # the next forward may begin at once
 
 Backward accumulates gradients in flat fp32 memory; `p.grad` is None between backwards. When the
-last backward has completed a bucket, its reduce-scatter begins. After `step`, each rank updates its
-shard with the rules that roadtrain's servers also use, and the all-gather of the new values begins.
-A block of the next forward only waits for its own parameters. In the first step, sums do not
-overlap with backward, because this step counts how often a backward adds to each parameter. As in
-torch, a parameter that has no gradient on any rank is not updated.
+last backward has completed a bucket, the reduce-scatter of the bucket begins. After `step`, each
+rank updates its shard with the rules that roadtrain's servers also use, and the all-gather of the
+new values begins. A block of the next forward only waits for its own parameters. In the first step,
+sums do not overlap with backward, because this step counts how often a backward adds to each
+parameter. As in torch, a parameter that has no gradient on any rank is not updated.
 
-With `sums`, a summation service sums gradients, and every rank receives the whole sum of a bucket.
-Each rank keeps the whole state and updates all parameters, so there is no all-gather (placement
-`summation`, which the simulator models in the same way). In norms and snapshots, each rank
-nevertheless reports only its shard, so norms and snapshots are equal, bit for bit, to those without
+With `sums`, a summation service sums gradients, and every rank receives the complete sum of a
+bucket. Each rank keeps the state of all parameters and updates all parameters, so there is no
+all-gather (placement `summation`; the simulator models it in the same way). In norms and snapshots,
+each rank reports only its shard. So norms and snapshots are the same, bit for bit, as without
 `sums`.
 
 Without overlap, the same operations run inside `step`, with the same results to the bit. On the
@@ -58,8 +58,8 @@ class ShardedOptions:
     """The options of a ShardedOptimizer. `bucket_bytes`: bytes of fp32 gradients per collective
     operation. `overlap`: whether communication overlaps with computation; if not, all communication
     runs inside `step`. `label`: this stage's name in errors. `split`: the tensor parallelism of the
-    layers, if there is any. `sums`: the service that sums gradients; if None, the ranks of the
-    group sum them."""
+    layers; None if tp is 1. `sums`: the service that sums gradients; if None, the ranks of the
+    group sum the gradients."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
@@ -71,16 +71,16 @@ class ShardedOptions:
 class ShardedOptimizer:
     """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the device.
 
-    model: the stage, whose parameters have their names in the whole model. optimizer: the user's
-    optimizer over this stage's parameters. Its groups are read at each step, but its own `step`
+    model: the stage. Its parameters have the same names as in the whole model. optimizer: the
+    user's optimizer over this stage's parameters. Its groups are read at each step, but its `step`
     never runs. group: the stage's data-parallel ranks; None for a single rank. shared: for each set
-    of stages that share parameters with this stage, the parameters' names and the group of their
-    copies, in the same order on all ranks. blocks: modules that wait for all of their parameters at
-    once. masters: parameter name -> fp32 values, for parameters of a narrower dtype.
+    of stages that share parameters with this stage, the names of these parameters and the group of
+    their copies. The order is the same on all ranks. blocks: modules that wait for all of their
+    parameters at once. masters: parameter name -> fp32 values, for parameters of a narrower dtype.
 
-    Collective over the group. Raises RuleError for an optimizer that is not elementwise, ModelError
-    for parameters that are unsupported or differ between ranks, and ConfigError for an unsupported
-    group.
+    Collective over the group. Raises RuleError if the optimizer does not update each element on its
+    own, ModelError if parameters are unsupported or differ between ranks, and ConfigError for an
+    unsupported group.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class ShardedOptimizer:
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
     ) -> None:
-        """Allocate the values, the gradients, the receive buffers and the state of this rank's
-        shards."""
+        """Allocate memory for the values, the gradients, the receive buffers, and the state of this
+        rank's shards."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
@@ -168,9 +168,9 @@ class ShardedOptimizer:
         wide: Mapping[str, torch.Tensor],
         report: Callable[[str], None],
     ) -> None:
-        """Make the initial values the same on all ranks of the stage and, for shared parameters, in
-        all stages with a copy. values: the flat memory of each run. wide: parameter name -> fp32
-        values, for parameters of a narrower dtype."""
+        """Make the initial values the same on all ranks of the stage. Make the initial values of
+        shared parameters the same in all stages that have a copy. values: the flat memory of each
+        run. wide: parameter name -> fp32 values, for parameters of a narrower dtype."""
         layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
@@ -184,7 +184,8 @@ class ShardedOptimizer:
             sync_start(copies, who, layout.describe(i), common, report)
 
     def _report_exceptions(self, report: Callable[[str], None]) -> None:
-        """Report if sums or updates do not run as users may expect (Rules 1 and 6)."""
+        """Report gradient sums that are not in rank order, and updates that run on the host because
+        the device has no kernel (Rules 1 and 6)."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
             report(f"{label}: the device's own library determines the order of gradient sums")
@@ -208,9 +209,9 @@ class ShardedOptimizer:
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The sum is computed in float64. Only the first of the stages that
-        share a parameter includes the parameter's gradient. The sum is infinite or NaN if a
-        gradient is."""
+        """See StageOptimizer. The sum is computed in float64. If several stages share a parameter,
+        only the first of these stages includes the parameter's gradient. If a gradient is infinite
+        or NaN, the result is infinite or NaN."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split
@@ -219,7 +220,7 @@ class ShardedOptimizer:
 
     def step(self, scale: float = 1.0) -> None:
         """See StageOptimizer. If an error occurs after this method has returned, the next call that
-        waits for the step's result raises it."""
+        waits for the step's result raises this error."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -249,8 +250,8 @@ class ShardedOptimizer:
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """Wait for all queued operations, and make the calling thread's stream wait for their
-        results."""
+        """Wait for all queued operations. Make the device stream of the calling thread wait for
+        their results."""
         self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
@@ -320,7 +321,8 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
-        """Queue the sum of a bucket by `sums`. Every rank receives the whole sum."""
+        """Queue the sum of a bucket by the service `sums`. Every rank receives the complete
+        sum."""
         grads, made = self.states[index].grads, self.side.mark()
         identity = f"the gradients of bucket {index} of {self.options.label}"
 
@@ -333,8 +335,8 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
-        """Queue the remaining sums, the agreement on which parameters have a gradient, and the
-        exchanges with stages that share parameters."""
+        """Queue the remaining sums. Then queue the agreement between ranks on the parameters that
+        have a gradient, and the exchanges with stages that share parameters."""
         if self._reduced:
             return
         self._reduced = True
@@ -346,9 +348,9 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Queue an update of `has`, which contains, for each parameter, whether it has a gradient
-        on this rank. After the update, it contains whether the parameter has a gradient on any rank
-        of the stage, or of a stage with a copy."""
+        """Queue an update of `has`. Before the update, `has` contains, for each parameter, whether
+        the parameter has a gradient on this rank. After the update, it contains whether the
+        parameter has a gradient on any rank of the stage, or of a stage with a copy."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
@@ -373,8 +375,8 @@ class ShardedOptimizer:
         end: Callable[[list[Any]], None],
         over: RankCollectives | None = None,
     ) -> None:
-        """Queue a call of `end` with the maximum of `values()` over the ranks of `over`. If `over`
-        is None, the ranks are those of the stage's group."""
+        """Queue a call of `end` with the elementwise maximum of `values()` over the ranks of
+        `over`. If `over` is None, the maximum is over the ranks of the stage's group."""
 
         def run() -> Iterator[Pending | None]:
             # allocated here: memory belongs to the stream of the thread that allocates it
@@ -399,8 +401,8 @@ class ShardedOptimizer:
     # updates
 
     def _agree_on_step(self, hypers: Sequence[tuple[float, ...]], scale: float) -> None:
-        """Queue a check that all ranks update with the same hyperparameters and scale. Otherwise
-        their shards would belong to different models."""
+        """Queue a check that all ranks update with the same hyperparameters and scale. If they were
+        different, the shards of the ranks would belong to different models."""
         step, own = self._step, digest(repr((hypers, scale)).encode())
 
         def end(largest: list[list[int]]) -> None:
@@ -415,8 +417,8 @@ class ShardedOptimizer:
         self._agree(what, lambda: pair(own), end)
 
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
-        """Queue `prepare`, which sets the values of this rank's shard of a bucket, followed by the
-        all-gather of the bucket. made: the event after which `prepare` may run."""
+        """Queue a call of `prepare`, followed by the all-gather of a bucket. prepare: sets the
+        values of this rank's shard of the bucket. made: the event after which `prepare` may run."""
         self.away.add(index)
 
         def run() -> Iterator[Pending | None]:
@@ -444,8 +446,8 @@ class ShardedOptimizer:
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer. The state of elements whose pieces have no state is reset to the
-        initial state. Raises StoreError on all ranks if a piece is missing on any rank."""
+        """See StageOptimizer. If a piece has no state, the state of its elements is reset to the
+        initial state. If a piece is missing on any rank, raises StoreError on all ranks."""
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:
@@ -466,14 +468,15 @@ class ShardedOptimizer:
         self.steps_done = steps_done
 
     def abandon(self) -> None:
-        """See StageOptimizer. The queue's thread ends after its current wait, or with the
-        process."""
+        """See StageOptimizer. The queue's thread ends after the operation for which it currently
+        waits, or with the process."""
         self.hooks.close()
         self.waits.close()
         self.queue.abandon()
 
     def close(self) -> None:
-        """See StageOptimizer. Raises the error of the queue, unless it was raised before."""
+        """See StageOptimizer. If the queue has an error that was not raised before, raises this
+        error."""
         self.hooks.close()
         self.waits.close()
         self.queue.close()

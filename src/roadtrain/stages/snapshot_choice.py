@@ -1,18 +1,18 @@
 """Choose the snapshot from which a start continues, among the snapshots on its hosts. All functions
 are pure.
 
-Note "committed": a rank writes its marker once the parts of all ranks are on disk, so a single
-marker proves that the snapshot was complete at that time. The snapshot is announced once every rank
-has written its marker. A start therefore chooses the newest snapshot that has any marker. If parts
-of this snapshot have been lost, the start is refused, with one exception. If a rank holds a part of
-the snapshot without a marker, the snapshot was never announced; the start reports this, and
-continues from the previous snapshot.
+Note "committed": a rank writes its marker when the parts of all ranks are on disk, so a single
+marker proves that the snapshot was complete at that time. The snapshot is announced when every rank
+has written its marker. So a start chooses the newest snapshot that has any marker. If parts of this
+snapshot have been lost, the start is refused, with one exception: if a rank has a part of the
+snapshot but no marker, the snapshot was never announced. In this case, the start reports the
+incomplete snapshot, and continues from the previous snapshot.
 
 Note "forked": every start that writes a snapshot adds a link to the history of its snapshots. A
 link names the step from which the start continued. Take two snapshots with the histories S and L,
-where S is not longer than L. Normally L begins with S, and the snapshot of S is not later than the
-step from which the first further link of L continued. Otherwise two starts continued from the same
-step independently, and the start is refused (storage/history.py).
+and let S be the shorter one. Normally L begins with S, and L has further links after S. The first
+of these links names a step that is not earlier than the snapshot of S. Otherwise two starts
+continued from the same step independently, and the start is refused (storage/history.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SnapshotKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a snapshot's marker, which is the same on every rank."""
+    """The content of a snapshot's marker. The content is the same on every rank."""
 
     job: str  # uuid
     step: int
@@ -69,7 +69,8 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class SeenSnapshot(msgspec.Struct, frozen=True):
-    """The files of a snapshot that one rank of this start finds in its directory."""
+    """A description of the files of a snapshot that one rank of this start finds in its
+    directory."""
 
     key: SnapshotKey
     marker: Description | None  # the marker of any rank that wrote it; None if there is none
@@ -80,7 +81,8 @@ class SeenSnapshot(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose`."""
+    """The result of `choose`: the chosen snapshot, notes for the log, and other snapshots that the
+    start gives up or keeps."""
 
     snapshot: Description | None  # the start continues from it; if None, the start begins at step 0
     notes: tuple[str, ...] = ()  # messages for the log
@@ -89,9 +91,10 @@ class Choice:
 
 
 def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> Choice:
-    """Choose the snapshot to continue from. `seen`: for each rank of this start, the snapshots that
-    it finds. `go_back`: whether the user has declared the newest snapshot lost. Raises ForeignError
-    for snapshots of two runs, ForkedError and GoneError; see the notes above."""
+    """Choose the snapshot from which this start continues. `seen`: for each rank of this start, the
+    snapshots that it finds. `go_back`: whether the user has declared the newest snapshot lost.
+    Raises ForeignError if the snapshots are of two runs, ForkedError if two starts continued from
+    the same step, and GoneError if the newest snapshot is incomplete."""
     found = [s for rank in seen for s in rank]
     committed = {s.key: s.marker for s in found if s.marker is not None}
     partial = {s.key for s in found} - committed.keys()
@@ -179,8 +182,8 @@ def _check_histories(descriptions: Sequence[Description | None]) -> None:
 
 
 def _lacking(snapshot: Description, found: Sequence[SeenSnapshot]) -> str:
-    """Describe the elements of a snapshot that no host has; return "" if the snapshot is complete.
-    found: for each rank, the files of the snapshot on it."""
+    """Return a description of the elements of a snapshot that no host has, or "" if the snapshot is
+    complete. found: the files of the snapshot that each rank found."""
     missing = uncovered(
         [s.extents for s in found], [Extent(p.name, 0, p.numel) for p in snapshot.params]
     )

@@ -1,9 +1,9 @@
 """The files of one rank's part of a snapshot: the pieces in `rank-R.pieces`, the table of these
-pieces in `rank-R.json`, and the marker `rank-R.committed`, which is written when the parts of all
-ranks are durable.
+pieces in `rank-R.json`, and the marker `rank-R.committed`. The marker is written when the parts of
+all ranks are durable.
 
-Every array, the table and the marker have a checksum, which is verified whenever they are read. At
-most one piece is in memory at a time. Does NOT communicate with other ranks.
+Every array, the table and the marker have a checksum. Each read verifies the checksum. At most one
+piece is in memory at a time. Does NOT communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
-    """A piece in the pieces file: its extent, and the locations of its arrays."""
+    """A piece in the pieces file: the extent of the piece, and the locations of its arrays."""
 
     name: str
     start: int
@@ -61,8 +61,8 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class PartTable(msgspec.Struct, frozen=True):
-    """The table of a rank's part of a snapshot. `blobs`: for each name of further state of the job,
-    the location of its bytes."""
+    """The table of a rank's part of a snapshot. `blobs`: the locations of the further state of the
+    job, by name."""
 
     job: str
     key: SnapshotKey
@@ -74,8 +74,8 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """A writer of the part of `rank` in the directory `home`. The part is durable when `finish` has
-    returned. The writer is a context manager."""
+    """A writer of one rank's part of a snapshot, into the directory `home`. The part is durable
+    when `finish` has returned. The writer is a context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
         self._home, self._about = home, (job, key, rank)
@@ -99,8 +99,8 @@ class PartWriter:
         )
 
     def add_all(self, pieces: Iterable[Piece]) -> None:
-        """Write all pieces. After an error, the iterator is nevertheless exhausted, because it may
-        send pieces for which other ranks wait."""
+        """Write all pieces. Exhaust the iterator even after an error, because other ranks may wait
+        for pieces that the iterator sends."""
         failed: StoreError | None = None
         for piece in pieces:
             try:
@@ -141,8 +141,8 @@ def write_marker(home: Path, rank: int, about: Description) -> None:
 
 
 class PartReader:
-    """The PieceSource of the parts of one snapshot in the directory `home`. `notes`: messages about
-    ignored files."""
+    """The PieceSource that reads the parts of one snapshot in the directory `home`. `notes`:
+    messages about files that are ignored."""
 
     def __init__(self, home: Path, key: SnapshotKey) -> None:
         self.home, self.key, self.notes = home, key, list[str]()
@@ -156,7 +156,7 @@ class PartReader:
             entries.sort(key=lambda entry: entry[:3])
 
     def marker(self) -> Description | None:
-        """Return the content of the first valid marker, or None if there is none."""
+        """Return the content of the first valid marker. Return None if no marker is valid."""
         for path in sorted(self.home.glob(f"rank-*.{MARKER}")):
             try:
                 found = msgspec.json.decode(_unsealed(path), type=Description)
@@ -182,8 +182,8 @@ class PartReader:
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """See PieceSource. Raises DamagedError, which names the file, if a checksum does not
-        match."""
+        """See PieceSource. Raises DamagedError if a checksum does not match; the error names the
+        file."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
@@ -208,7 +208,7 @@ class PartReader:
         return out
 
     def _add_part(self, path: Path) -> None:
-        """Add the part whose table is at `path`, unless it is incomplete."""
+        """Add the part whose table is at `path`. If the part is incomplete, ignore the part."""
         try:
             table = msgspec.json.decode(_unsealed(path), type=PartTable)
             if table.key != self.key or table.format != 1:
@@ -223,8 +223,8 @@ class PartReader:
             self._at.setdefault(piece.name, []).append((piece.start, piece.stop, table.rank, piece))
 
     def _read(self, rank: int, at: StoredArray, what: str) -> np.ndarray:
-        """Read and verify an array. Return it as float32 if its length is a multiple of 4 bytes,
-        and otherwise as uint8."""
+        """Read and verify an array. If its length is a multiple of 4 bytes, return the array as
+        float32, otherwise as uint8."""
         path = self.home / f"rank-{rank}.{PIECES}"
         with typed_errors(path, f"reading {what}"):
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
@@ -248,9 +248,9 @@ def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
 
 
 def remove_snapshot(home: Path) -> None:
-    """Remove a snapshot's files, and its directory if it is empty. Markers are removed first, so
-    that an incomplete snapshot never has a marker, even if the process is killed. Several ranks may
-    call this function at the same time."""
+    """Remove a snapshot's files, and then the snapshot's directory if the directory is empty.
+    Markers are removed first. So if the process is killed, no incomplete snapshot has a marker.
+    Several ranks may call this function at the same time."""
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)
@@ -266,7 +266,7 @@ def remove_snapshot(home: Path) -> None:
 
 
 def set_snapshot_aside(home: Path) -> None:
-    """Rename a snapshot's directory, so that it is ignored but not deleted."""
+    """Rename a snapshot's directory. Later starts ignore the directory, and its files are kept."""
     # the directory is not found if another rank has renamed it
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
@@ -281,8 +281,8 @@ def _key_of(name: str) -> SnapshotKey | None:
 
 
 def _files_of(home: Path) -> list[Path]:
-    """Return a snapshot's files; none if `home` does not exist, or if another rank has removed
-    it."""
+    """Return a snapshot's files. Return an empty list if the directory `home` does not exist, for
+    example because another rank has removed it."""
     try:
         names = os.listdir(home)
     except FileNotFoundError:

@@ -1,18 +1,18 @@
-"""JobSnapshots: snapshots on disk of a job whose ranks hold its state in memory (Rule 3).
+"""JobSnapshots: snapshots on disk of a job that has its state in the memory of its ranks (Rule 3).
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
-Each rank writes its pieces, under the parameters' names, into the directory of its own host. A
-snapshot is committed when every rank's part is durable (snapshot_choice.py), so a kill at any time
-leaves the previous snapshot intact. The two newest snapshots are kept. Later starts of the job may
-read a snapshot with other stages, widths and placements, on hosts that share a directory or have
-directories of their own (piece_exchange.py).
+Each rank writes its pieces, under the parameters' names, into the directory of its host. A snapshot
+is committed when every rank's part is durable (snapshot_choice.py), so a kill at any time leaves
+the previous snapshot intact. The two newest snapshots are kept. Later starts of the job may read a
+snapshot with other stages, widths and placements. Hosts may share a directory or have separate
+directories (piece_exchange.py).
 
 If `replicas` is 2, each part is also written to a host of another cluster (or to another host if
 there is only one cluster), so that the run can continue after the loss of a host with its disks.
 
-Assumes: training waits while a snapshot is written, so no second copy of the state is in memory.
-Does NOT depend on the kind of optimizer: optimizers provide and load pieces.
+Assumes: training waits while a snapshot is written, so no second copy of the state is needed in
+memory. Does NOT depend on the kind of optimizer: optimizers provide and load pieces.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ FOLDER = "snapshots"  # name of the snapshots' directory in the run directory
 @value
 class SnapshotOptions:
     """The options of snapshots. `every`: the number of steps from one snapshot to the next.
-    `replicas`: the number of hosts that store each part. `go_back`: whether a start continues from
-    an older snapshot if the newest snapshot is incomplete. Raises ConfigError for invalid
-    values."""
+    `replicas`: the number of hosts that store each rank's part. `go_back`: whether a start
+    continues from an older snapshot if the newest snapshot is incomplete. Raises ConfigError for
+    invalid values."""
 
     every: Count = 100
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
@@ -74,8 +74,8 @@ class SnapshotOptions:
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot from which a start continues. `blobs`: further state of the job by name, as it
-    was passed to `save`."""
+    """The snapshot from which a start continues. `blobs`: the blobs that were passed to `save`, by
+    name: further state of the job."""
 
     step: int
     blobs: Mapping[str, bytes]
@@ -84,8 +84,8 @@ class FoundSnapshot:
     links: ControlLinks
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
-        """Iterate over the pieces of `requested`. Collective: every rank must exhaust its iterator.
-        Raises GoneError, DamagedError and LostError."""
+        """Iterate over the pieces of the `requested` extents. Collective: every rank must exhaust
+        its iterator. Raises GoneError, DamagedError and LostError."""
         return exchange(self.source, requested, self.links)
 
 
@@ -94,8 +94,9 @@ class JobSnapshots:
     collective, except `describe` and `due`.
 
     `directory`: this host's run directory. `params`: the parameters of this rank's stage. `mark`:
-    on the first rank, the run directory's record of the last step (storage/mark.py). Invariant:
-    `_kept` contains the committed snapshots, at most two, the oldest first."""
+    the record of the last step in the run directory (storage/mark.py), on the first rank; None on
+    other ranks. Invariant: `_kept` contains the committed snapshots, at most two, the oldest
+    first."""
 
     def __init__(
         self,
@@ -120,7 +121,8 @@ class JobSnapshots:
         self._kept = list[SnapshotKey]()
 
     def describe(self) -> str:
-        """Describe, for the log, how safe the state in memory is (Rule 3)."""
+        """Return a line for the log that says how much of the training a crash would lose
+        (Rule 3)."""
         where = "RAM" if in_ram(self.directory) else "files"
         copies = ", each part on two hosts" if self.options.replicas > 1 else ""
         return (
@@ -135,10 +137,11 @@ class JobSnapshots:
     # a start
 
     def find(self) -> FoundSnapshot | None:
-        """Find the snapshot from which this start continues. Return None if there is none, so that
-        the start begins at step 0. All other snapshots but the previous one are removed or set
-        aside. Raises GoneError if the newest snapshot is incomplete, ForkedError, ForeignError for
-        snapshots of another run or model, and StaleError if the mark records a later step."""
+        """Find the snapshot from which this start continues. Return None if there is no snapshot;
+        then the start begins at step 0. The found snapshot and the one before it are kept; all
+        others are removed or set aside. Raises GoneError if the newest snapshot is incomplete,
+        ForkedError if two starts continued from the same step, ForeignError for snapshots of
+        another run or model, and StaleError if the mark records a later step."""
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -160,8 +163,8 @@ class JobSnapshots:
         )
 
     def _list(self) -> dict[SnapshotKey, PartReader]:
-        """Return the snapshots in the directory on this host. Before this, make the directory and
-        the run directory durable."""
+        """Make the snapshots' directory and the run directory durable. Then return the snapshots in
+        the directory on this host."""
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
         return list_snapshots(self.directory)
@@ -176,8 +179,9 @@ class JobSnapshots:
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
         """Remove all snapshots except the chosen snapshot and the previous one. This also frees the
-        space of an incomplete snapshot on a full disk. The marker of the chosen snapshot is written
-        again: if the process that wrote it was killed, the marker may only be in the page cache."""
+        space of an incomplete snapshot on a full disk. Then write the marker of the chosen snapshot
+        again. If a process was killed after it had written the marker, the marker may only be in
+        the page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -212,8 +216,8 @@ class JobSnapshots:
         self._job, self._history = job, (*before, HistoryLink(start, step, members, now))
 
     def _blobs_of(self, reader: PartReader) -> dict[str, bytes]:
-        """Return the blobs of the snapshot. The first rank that has any part reads them for all
-        ranks, because each part contains all blobs."""
+        """Return the blobs of the snapshot. Each part contains all blobs, so the first rank that
+        has any part reads the blobs for all ranks."""
         able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
         source = able.index(True)
         blobs = self._links.together(
@@ -230,11 +234,11 @@ class JobSnapshots:
         this method has returned.
 
         `blobs`: further state of the job by name. If several ranks pass the same name, the blob of
-        the first of these ranks is used. If a rank cannot write, it raises FullError or another
-        StoreError, and all other ranks raise a LostError with the same message; earlier snapshots
-        are not changed. If communication fails, ranks may disagree on whether all parts are
-        durable. In this case the files are kept, and the next start decides whether the snapshot is
-        used."""
+        the first of these ranks is used. If a rank cannot write, this rank raises FullError or
+        another StoreError, and all other ranks raise a LostError with the same message. Earlier
+        snapshots are not changed. If communication fails, some ranks may believe that all parts are
+        durable, and others not. In this case, the files are kept, and the next start decides
+        whether it uses the snapshot."""
         begun = time.monotonic()
         description = Description(
             self._job,
@@ -264,7 +268,7 @@ class JobSnapshots:
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """Return the blobs of all ranks by name. Every part contains all of them."""
+        """Return the blobs of all ranks by name. Every rank stores all blobs in its part."""
         every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for own in every:
@@ -280,8 +284,9 @@ class JobSnapshots:
         blobs: Mapping[str, bytes],
         what: str,
     ) -> int:
-        """Write this rank's part. If `replicas` is 2, it includes copies of other ranks' pieces.
-        When the parts of all ranks are durable, return the bytes of this rank's part."""
+        """Write this rank's part. If `replicas` is 2, the part includes copies of other ranks'
+        pieces. When the parts of all ranks are durable, return the size of this rank's part in
+        bytes."""
         together = self._links.together
         with contextlib.ExitStack() as open_:
             job, rank = self._job, self._links.rank
@@ -302,16 +307,17 @@ class JobSnapshots:
         return exchange(source, needed, self._links)
 
     def _forget(self, key: SnapshotKey) -> None:
-        """Note that all ranks have committed the snapshot `key`, and remove all snapshots except
-        the two newest."""
+        """Record that all ranks have committed the snapshot `key`. Remove all snapshots except the
+        two newest."""
         self._kept.append(key)
         while len(self._kept) > 2:
             remove_snapshot(self.directory / str(self._kept.pop(0)))
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return, for each rank, the rank that stores a copy of its part. It is in the next cluster, or
-    on the next host if there is only one cluster. Raises ConfigError if there is only one host."""
+    """Return, for each rank, the rank that stores a copy of its part. The copy is in the next
+    cluster or, if there is only one cluster, on the next host. Raises ConfigError if there is only
+    one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

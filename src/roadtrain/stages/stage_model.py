@@ -9,7 +9,7 @@ positions) runs on every stage. Modules and parameters keep their names, so opti
 and users find them.
 
 A block's random numbers (dropout) are seeded with the job's seed, the step, the micro-batch and the
-block. So they do not depend on the cuts, or on the replica that runs the micro-batch.
+block. So these numbers do not depend on the cuts, or on the replica that runs the micro-batch.
 
 Assumes: the stage's parameters have values before the first `run`. Does NOT communicate.
 """
@@ -38,8 +38,8 @@ class MicroBatch:
     Args:
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
-        target: The target, which the loss function gets as a part of the micro-batch, together with
-            the model's result.
+        target: The target of the loss. The loss function gets the model's result and this
+            micro-batch.
 
     Raises:
         ConfigError: A field has the wrong type.
@@ -63,8 +63,8 @@ class RandomStart:
     micro: int
 
     def block(self, number: int) -> None:
-        """Seed torch for block `number`, and for the code between the previous block and this
-        block."""
+        """Seed torch for the code between the previous block and block `number`, and for block
+        `number`."""
         key = f"{self.seed} {self.step} {self.micro} {number}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
 
@@ -75,7 +75,7 @@ class RandomStart:
 
 
 class _SegmentEnds(BaseException):
-    """The exception that ends the model's forward after the segment's last block. It is a
+    """The exception that ends the model's forward after the segment's last block. The class is a
     BaseException, so that an `except Exception` in the model's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
@@ -96,8 +96,8 @@ class _Running:
 
 
 class _Stub(nn.Module):
-    """The replacement of a block of another stage. It keeps the block's plain attributes, because
-    models read some of these, such as a layer's kind of attention."""
+    """The replacement of a block of another stage. It has the block's plain attributes, because
+    models read some of them, such as a layer's kind of attention."""
 
     def __init__(self, block: nn.Module, value: Callable[[], Any]) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class _Stub(nn.Module):
 
 
 class StageModel:
-    """A model that is reduced to the segments of this rank. `names`: the names, in the whole model,
-    of the parameters that these segments use."""
+    """A model that is reduced to the segments of this rank. A segment is a range of consecutive
+    blocks. `names`: the names of the parameters that these segments use, as in the whole model."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Reduce `model` to the `segments`, in place. If the model cannot be cut into these
+        """Reduce `model` in place to the `segments`. If the model cannot be cut into these
         segments, raises ModelError and leaves the model unchanged."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
@@ -153,16 +153,16 @@ class StageModel:
 
     def runs_first(self, module: str) -> bool:
         """Return whether this is the first stage that runs the module with the name `module`. The
-        module must be inside a block of this stage, or outside of all blocks. Modules that no
-        forward calls count as run by the first stage."""
+        module must be inside a block of this stage, or outside of all blocks. If no forward calls
+        the module, return whether this is the first stage."""
         if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
             return True
         at, last = self.cuts.blocks_before.get(module, 0), len(self.cuts.blocks)
         return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
 
     def attach(self) -> None:
-        """Replace the forwards of this rank's blocks. Call this method after other functions that
-        wrap forwards, such as `place`."""
+        """Wrap the forwards of this rank's blocks, so that `run` can run a segment. Call this
+        method after other functions that wrap forwards, such as `place`."""
         for number in self.own:
             block = self._blocks[number]
             original = block.forward
@@ -178,7 +178,7 @@ class StageModel:
         self._own_forwards.clear()
 
     def restore(self) -> None:
-        """Put all blocks and parameters back into the model, so that it can be cut again.
+        """Put all blocks and parameters back into the model, so that the model can be cut again.
         Parameters of other stages have no values."""
         self.detach()
         for number, block in self._blocks.items():
@@ -198,8 +198,8 @@ class StageModel:
     ) -> tuple[bool, Any]:
         """Run the forward of `segment`. received: the tensors that crossed the cut before the
         segment, in the model's dtypes. random: the seeds of random numbers; if None, torch is not
-        seeded. Returns (True, the model's result) if the segment is the last segment of the model,
-        and otherwise (False, the result of the segment's last block)."""
+        seeded. If the segment is the last segment of the model, returns (True, the model's result).
+        Otherwise returns (False, the result of the segment's last block)."""
         self._running = _Running(segment, tuple(received), random)
         try:
             self._running.seed(0)
@@ -224,9 +224,9 @@ class StageModel:
         return value
 
     def _before(self, number: int) -> Any:
-        """Return a replacement for the result of block `number`, which is before the running
-        segment. The last block before the segment returns the received tensors; earlier blocks
-        return placeholders."""
+        """Return a replacement for the result of block `number`. This block must be before the
+        segment that runs. For the last block before the segment, return the received tensors. For
+        earlier blocks, return placeholders."""
         running, returned = self._now(), self.cuts.returned[number]
         if number >= running.segment.stop:
             raise ModelError(
@@ -260,7 +260,7 @@ class StageModel:
         setattr(self.model.get_submodule(above), key, module)
 
     def _drop_parameters(self) -> None:
-        """Replace all parameters that no segment of this rank uses by placeholders."""
+        """Put placeholders in place of all parameters that no segment of this rank uses."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for module in self.model.modules():
             for key, p in list(module._parameters.items()):

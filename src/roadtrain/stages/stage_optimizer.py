@@ -1,5 +1,5 @@
-"""StageOptimizer: the interface between the pipeline and the optimizer of a stage. The optimizer is
-either sharded over the stage's data-parallel group, or placed on servers or files."""
+"""StageOptimizer: the interface between the pipeline and the optimizer of a stage. The optimizer's
+state is either divided among the stage's data-parallel ranks, or placed on servers or files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from roadtrain.stages.pieces import Extent, Piece, PieceSource
 
 
 class StageOptimizer(PieceSource, Protocol):
-    """The optimizer of one rank's share of the model. The calls of a step are `begin_step`, the
-    forwards and backwards of the micro-batches, `sum_squares` if gradients are clipped, and `step`.
+    """The optimizer of one rank's share of the model. A step consists of a call of `begin_step`,
+    the forwards and backwards of the micro-batches, a call of `sum_squares` if gradients are
+    clipped, and a call of `step`.
 
     Gradients are summed over the ranks of the stage, never averaged, because the pipeline divides
     each micro-batch's loss by the number of micro-batches of the whole step.
@@ -27,13 +28,14 @@ class StageOptimizer(PieceSource, Protocol):
 
     def begin_step(self, backwards: int) -> None:
         """Begin a step. Parameters of the previous step may still be in flight; each block waits
-        for its own parameters before it runs. backwards: the number of backward passes that this
-        rank makes through each part of the stage in this step. A gradient is complete after this
-        number."""
+        for its own parameters before it runs. backwards: the number of backwards that this rank
+        runs through each part of the stage in this step. After so many backwards, a gradient is
+        complete."""
 
     def sum_squares(self) -> float:
-        """Wait for the summed gradients, and return the sum of squares of this rank's share of
-        them. The sum over all ranks of the job is the square of the global norm."""
+        """Wait for the summed gradients. Return the sum of the squares of the gradients in this
+        rank's share. The sum of the results of all ranks of the job is the square of the global
+        norm."""
 
     def step(self, scale: float = 1.0) -> None:
         """Update the parameters with `scale` times the gradients, and clear the gradients. The
@@ -54,11 +56,12 @@ class StageOptimizer(PieceSource, Protocol):
         """Return the extents that `load` must receive on this rank."""
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace values and state by those of `pieces`. Collective over the stage's ranks."""
+        """Replace values and state by the values and state in `pieces`. Collective over the stage's
+        ranks. steps_done: the number of steps that the job has taken with these values."""
 
     def abandon(self) -> None:
-        """After an error, drop all pending work without waiting for it. No method may be called
-        afterwards."""
+        """Drop all pending work after an error, without waiting for its end. No method may be
+        called afterwards."""
 
     def close(self) -> None:
         """Wait for pending work and end the threads. The model's parameters are not changed."""

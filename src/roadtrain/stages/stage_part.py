@@ -2,9 +2,9 @@
 the segment to the tensors that cross the cut after the segment, or to the loss. It holds each
 micro-batch from its forward to its backward.
 
-The order of runs is that of `protocol.pipeline`, which the simulator also uses (Rule 7). The number
-of slots is the most micro-batches that this order holds at once. The buffers of a slot receive the
-messages of the neighbouring stages, and are reused (Rule 4).
+`protocol.pipeline` decides the order of runs, also in the simulator (Rule 7). There is one slot for
+each micro-batch that this order holds at the same time. The buffers of a slot receive the messages
+of the neighbouring stages, and are reused (Rule 4).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # (the model's result,
 
 @dataclass
 class _Slot:
-    """The memory of one micro-batch. The buffers are reused."""
+    """The buffers and results of one micro-batch. A later micro-batch reuses the buffers."""
 
     arriving: list[torch.Tensor]  # buffers for the tensors that cross the cut before the segment
     gradients: list[torch.Tensor]  # buffers for the gradients of results that require them
@@ -36,9 +36,9 @@ class _Slot:
 
 class StagePart:
     """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
-    wider activations and their gradients are sent; if None, they are sent unchanged. A dtype of 16
-    bits is lossy, so the user must choose it (Rule 2). slots: the number of micro-batches that are
-    held at once."""
+    wider activations and their gradients are sent. If None, activations and gradients are sent
+    unchanged. A dtype of 16 bits is lossy, so only the user may choose such a dtype (Rule 2).
+    slots: the number of micro-batches that are held at once."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class StagePart:
 
     @property
     def message_nbytes(self) -> int:
-        """The bytes of a micro-batch's tensors that cross the cut before or the cut after the
-        segment, whichever are more."""
+        """The bytes of the larger of two messages of a micro-batch: the tensors that cross the cut
+        before the segment, and the tensors that cross the cut after the segment."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
@@ -85,18 +85,18 @@ class StagePart:
         return micro in self._held
 
     def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
-        """Return the receive buffers of a micro-batch, and reserve its slot. For FORWARD, the
-        buffers are for the tensors that cross the cut before the segment. For BACKWARD, they are
-        for gradients of the tensors that crossed the cut after the segment, if these require
-        gradients."""
+        """Reserve a slot for a micro-batch, and return its receive buffers. For FORWARD, they
+        receive the tensors that cross the cut before the segment. For BACKWARD, they receive the
+        gradients of the tensors that crossed the cut after the segment. Tensors that do not require
+        gradients have no such buffer."""
         slot = self._slot(micro)
         return slot.arriving if what == FORWARD else slot.gradients
 
     def run_forward(
         self, micro: int, batch: MicroBatch, random: RandomStart | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Run the forward. Returns the tensors that cross the cut after the segment; the last
-        segment returns the loss. random: as in `StageModel.run`."""
+        """Run the forward. Returns the loss if this is the last segment of the model. Otherwise
+        returns the tensors that cross the cut after the segment. random: as in `StageModel.run`."""
         slot = self._slot(micro)
         own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
         ended, value = self._stage_model.run(self.segment, own, batch, random)
@@ -112,8 +112,8 @@ class StagePart:
 
     def run_backward(self, micro: int, loss: torch.Tensor | None) -> list[torch.Tensor]:
         """Run the backward, and free the slot. Returns the gradients of the tensors that crossed
-        the cut before the segment. loss: the micro-batch's loss for the last segment, and None for
-        other segments."""
+        the cut before the segment. loss: the micro-batch's loss if this is the last segment of the
+        model, otherwise None."""
         slot = self._held.pop(micro)
         if loss is None:
             leaving = zip(slot.results, self._leaves, strict=True)
@@ -157,7 +157,8 @@ class StagePart:
         return wire
 
     def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ModelError if the results do not fit the buffers of the next stage."""
+        """Raise ModelError if the shapes or dtypes of the results differ from those of the example
+        micro-batch, for which the next stage has buffers."""
         found, recorded = (
             ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
             for many in (tensors, self._leaves)
@@ -170,7 +171,7 @@ class StagePart:
             )
 
     def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Raise ModelError if the segment should be trained, but none of `tensors` has a
+        """Raise ModelError if the segment has parameters to train, but none of `tensors` has a
         gradient."""
         if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
             raise ModelError(
@@ -180,7 +181,8 @@ class StagePart:
 
 
 def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the loss in the model's result, which transformers' models compute themselves."""
+    """Return the loss that is in the model's result. Models of transformers compute the loss
+    themselves."""
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
         loss = result

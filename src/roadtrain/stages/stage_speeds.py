@@ -28,7 +28,8 @@ Channels = dict[tuple[int, str], float]  # (boundary, FORWARD or BACKWARD) -> se
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """One rank's measurements of its own speed and of the messages that it receives."""
+    """One rank's measurements: its own speed, the times of the messages that it receives, and its
+    free memory."""
 
     times: RankTimes
     messages: Channels
@@ -38,9 +39,9 @@ class MeasuredRank:
 def measure_messages(
     links: StageLinks, shape: PipelineShape, nbytes: int, device: torch.device
 ) -> Channels:
-    """Measure the seconds in which a message of `nbytes` arrives at this rank, for each boundary
-    and direction in which this rank receives. All replicas send at the same time, as in a step.
-    `links` must be idle. Raises PeerError (Rule 5)."""
+    """Measure the seconds in which a message of `nbytes` arrives at this rank. There is one
+    measurement for each boundary and direction in which this rank receives messages. All replicas
+    send at the same time, as in a step. `links` must be idle. Raises PeerError (Rule 5)."""
     found: Channels = {}
     stages = shape.stages
     wraps = shape.virtual_stages > 1 and stages > 1
@@ -68,15 +69,16 @@ def _messages(
 
 
 def _request(message: Transfer) -> Transfer:
-    """Return the request for a message: one byte in the opposite direction, which the receiver of
-    the message sends when it is ready."""
+    """Return the request for a message: a message of one byte in the opposite direction. The
+    receiver of the message sends the request when it is ready."""
     other = BACKWARD if message.what == FORWARD else FORWARD
     return Transfer(other, message.micro, message.boundary, message.receiver, message.sender)
 
 
 def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """Request the messages `mine` several times, and return the shortest time from the requests to
-    the arrival of the last message. Runs on the receiver."""
+    """Request the messages `mine` several times. Measure, each time, the seconds from the requests
+    to the arrival of the last message, and return the shortest of these times. Runs on the
+    receiver."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
@@ -115,9 +117,9 @@ def measured_work(
     num_microbatches: int,
     weights: Sequence[float],
 ) -> StepWork:
-    """Return the work of a step, with the slowest rank of each stage and the slowest message of
-    each boundary and direction. measured: the measurements of each rank. weights: the weight of
-    each block."""
+    """Return the work of a step. The slowest rank of a stage determines the stage's speed, and the
+    slowest message of each boundary and direction determines the time of messages there. measured:
+    the measurements of each rank. weights: the weight of each block."""
     parallelism = groups.parallelism
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
@@ -152,9 +154,9 @@ def measured_memory(
     parameters: Mapping[str, int],
     **nbytes: float,
 ) -> StageMemory:
-    """Return the memory model of the stages, with the smallest device of each stage. parameters:
-    the number of elements of each parameter of the whole model, by name. nbytes: the fields
-    `..._bytes` of StageMemory.
+    """Return the memory model of the stages. The device with the least free memory determines the
+    memory of a stage. parameters: the number of elements of each parameter of the whole model, by
+    name. nbytes: the fields of StageMemory whose names end with `_bytes`.
     """
     blocks, ends = block_memories(cuts, parameters, [m.times for m in measured])
     rooms = [

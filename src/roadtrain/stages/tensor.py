@@ -5,10 +5,10 @@
     loss = model(tokens, labels=tokens).loss          # as before, and equal on both ranks
     whole = split.whole_value("lm_head.weight", model.lm_head.weight)
 
-Each rank's parameters are plain tensors under the model's own names. A rank has its part of each
-split parameter, and the whole of every other parameter. Parameters stay the same Python objects, so
-optimizers and stages need no changes. Parameters that are not split (norms, positions, biases of
-Row layers) have equal gradients on all ranks of the group.
+Each rank's parameters are plain tensors under the model's own names. If a parameter is split, a
+rank has a part of the parameter; otherwise the rank has all of it. Parameters stay the same Python
+objects, so optimizers and stages need no changes. Parameters that are not split (norms, positions,
+biases of Row layers) have equal gradients on all ranks of the group.
 
 Assumes: all ranks of the group get the same micro-batch. The values and the random state of tensor
 rank 0 are copied to the other ranks. Does NOT split the sequence, and does NOT split layers over
@@ -48,9 +48,9 @@ TensorPlan = Mapping[str, ParallelStyle]
 class TensorParallel:
     """The splits of a model's parameters over a tensor group.
 
-    mesh: the group's device mesh. shapes: the shapes of all whole parameters, by name. splits: the
-    splits of the parameters that are split, by name; every rank has the whole of all other
-    parameters."""
+    mesh: the group's device mesh. shapes: the shape of each parameter before the split, by name.
+    splits: the split of each parameter that is split, by name. Every rank has all elements of the
+    other parameters."""
 
     mesh: DeviceMesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -74,13 +74,14 @@ class TensorParallel:
         )
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank includes the gradient of parameter `name` in a norm over all
-        ranks. Only the first rank includes parameters that all ranks have."""
+        """Return whether this rank includes the gradient of the parameter `name` in a norm over all
+        ranks. If all ranks have the complete parameter, only the first rank includes its
+        gradient."""
         return name in self.splits or self.rank == 0
 
     def local_value(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's part of `whole`, which is the whole parameter `name` or a
-        tensor of the same shape. Raises ConfigError if it has another shape."""
+        """Return a copy of this rank's part of `whole`. whole: the complete parameter `name`, or a
+        tensor of the same shape. Raises ConfigError if `whole` has another shape."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
                 f"{name} is {tuple(whole.shape)}, but the whole parameter is {self.shapes[name]}"
@@ -89,8 +90,8 @@ class TensorParallel:
         return whole.clone() if split is None else split.local_value(whole, self.rank)
 
     def whole_value(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Gather the whole of parameter `name`, or of its gradient, of which `local` is this rank's
-        part. Collective over the group, on the mesh's device."""
+        """Gather the parts of all ranks, and return the complete parameter `name` or its complete
+        gradient. local: this rank's part. Collective over the group, on the mesh's device."""
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
@@ -100,9 +101,9 @@ class TensorParallel:
         return split.whole_value(found).to(local.device)
 
     def check_random_state(self) -> None:
-        """Raise DifferError if the ranks of the group would draw different random numbers. Dropout
-        would then differ in activations that must be the same on all ranks. Collective over the
-        group."""
+        """Raise DifferError if the ranks of the group would draw different random numbers. With
+        different random numbers, dropout would change activations that must be the same on all
+        ranks. Collective over the group."""
         device = device_of(self.mesh)
         states = map(random_state, _random_devices(device))
         digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in states))
@@ -126,13 +127,14 @@ def tensor_parallel(
     """Split `model` in place over the ranks of the one-dimensional `mesh`. Collective.
 
     blocks: the names of this stage's blocks, if the model is cut into stages. plan: pattern of
-    layer names -> style. Each part of a pattern matches one part of a name (`layers.*.attn.out`),
-    and layers that match no pattern are not split. If None, the table of architectures is used.
+    layer names -> style. Each part of a pattern matches one part of a name (`layers.*.attn.out`).
+    Layers that match no pattern are not split. If `plan` is None, the table of architectures is
+    used.
 
     Raises ModelError for an unknown architecture, for a layer that cannot be split, and for a block
-    without any split layer; ConfigError for heads or widths that tp does not divide, and for
-    patterns that match nothing; LoopError if a parameter has a gradient. The model is unchanged
-    after an error.
+    without any split layer. Raises ConfigError if tp does not divide a number of heads or a width,
+    and for patterns that match nothing. Raises LoopError if a parameter has a gradient. After an
+    error, the model is unchanged.
     """
     group = TensorGroup(mesh)
     styles = (
@@ -155,9 +157,9 @@ def tensor_parallel(
 def _named_styles(
     model: nn.Module, plan: TensorPlan, *, whole: bool
 ) -> Iterator[tuple[str, TensorStyle]]:
-    """Yield each layer that a pattern of the plan matches, with the style of the first pattern that
-    matches. If `whole`, the whole model is on this rank, and a pattern without a match raises
-    ConfigError."""
+    """Yield the name and the style of each layer that a pattern of the plan matches. If several
+    patterns match, the first of them gives the style. whole: whether all layers of the model are on
+    this rank. If they are, raise ConfigError for a pattern that matches nothing."""
     modules = dict(model.named_modules())
     unused = set(plan)
     for name, module in modules.items():
@@ -179,7 +181,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Return whether the layer's parameters are on this stage. Layers of other stages are not
+    """Return whether this stage has the layer's parameters. Layers of other stages are not
     split."""
     own = [p for p in module._parameters.values() if p is not None]
     return bool(own) or not hasattr(module, "weight")
@@ -206,8 +208,9 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
 def _splits(
     model: nn.Module, styles: Mapping[str, TensorStyle], degree: int
 ) -> dict[nn.Parameter, TensorSplit]:
-    """Return the split of each parameter that is split. Raises the errors of the styles, and
-    ModelError if layers that share a parameter split it differently."""
+    """Return the split of each parameter that is split. Raises the errors of the styles. Raises
+    ModelError if several layers share a parameter, and their styles split this parameter in
+    different ways."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for inside, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -247,7 +250,7 @@ def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return rank 0's `value`, on the same device as this rank's `value`. Collective."""
+    """Return the `value` that rank 0 passes, on the device of this rank's `value`. Collective."""
     sent = value.to(device_of(mesh), copy=True).contiguous()
     first = int(mesh.mesh.flatten()[0])
     # as bytes, because not every backend supports every dtype
@@ -261,7 +264,7 @@ def _random_devices(device: torch.device) -> list[torch.device]:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of the mesh's type."""
+    """Return this rank's device: the current device of the mesh's device type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()

@@ -1,8 +1,8 @@
-"""The table of architectures that tensor parallelism knows. It contains, for each architecture, the
-layers that are split over a tensor group, and how each of them is split.
+"""The table of architectures that tensor parallelism knows. For each architecture, the table has
+the layers that are split over a tensor group, and the style of splitting each of these layers.
 
-Each family maps types of modules to the names and styles of layers inside them. The blocks of other
-stages are not on this rank, so they are not matched.
+A family of architectures maps classes of modules to the names and styles of layers inside these
+modules. The blocks of other stages are not on this rank, so nothing matches them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Styles = Mapping[str, TensorStyle]
 
 @dataclass(frozen=True)
 class SplitFamily:
-    """A family of architectures. models: the names of classes that identify the family. layers:
-    name of a module's class -> name of a layer inside the module -> style of the layer. counts: key
-    of the model's config whose value tp must divide -> a description of the value for messages.
-    Classes are those of transformers; a subclass matches, too."""
+    """A family of architectures. models: the names of the models' classes. layers: name of a
+    module's class -> name of a layer inside the module -> style of the layer. counts: key of the
+    model's config -> a description of its value for messages; tp must divide this value. All
+    classes are from transformers. A subclass matches, too."""
 
     name: str
     models: tuple[str, ...]
@@ -40,8 +40,8 @@ _GROUPED_HEADS = {
 
 
 def _gated(name: str, prefix: str, more: Styles | None = None) -> SplitFamily:
-    """Return the family of an architecture with Llama's layer names. `more`: further layers of each
-    block."""
+    """Return the family of an architecture with the layer names of Llama. `more`: further layers of
+    each block, and their styles."""
     layer = {
         "self_attn.q_proj": Column(),
         "self_attn.k_proj": Column(),
@@ -110,9 +110,10 @@ FAMILIES = (
 
 
 def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
-    """Return the style of each layer of `model` on this rank that is split, by the layer's name.
-    Raises ModelError for an unknown architecture or unexpected layer names, and ConfigError if
-    `degree` does not divide a number in the config, such as that of heads."""
+    """Return the styles of all layers of `model` that are split, by the layer's name. Layers of
+    other stages are left out. Raises ModelError for an unknown architecture or unexpected layer
+    names. Raises ConfigError if `degree` does not divide a number in the model's config, such as
+    the number of heads."""
     found = _family(model)
     if found is None:
         raise ModelError(

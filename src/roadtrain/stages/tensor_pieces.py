@@ -1,12 +1,12 @@
 """TensorPieces: convert pieces of one tensor rank's parameters to pieces of whole parameters, and
 vice versa.
 
-A tensor rank's optimizer works with the flat elements of the rank's own part of each parameter.
+A tensor rank's optimizer works with the flat elements of the rank's part of each parameter.
 TensorPieces gives these elements their positions in the whole parameter. So snapshots and exchanges
-do not depend on tensor parallelism, and its degree may change between two starts.
+do not depend on tensor parallelism, and the degree may change between two starts.
 
-If a layer is split by columns, each rank has a short run of each row. Each of these runs is a
-piece, so no communication is needed.
+If a layer is split by columns, each rank has a short run of elements of each row. Each of these
+runs is a piece, so no communication is needed.
 
 Parameters that all t tensor ranks have (norms) are divided among the ranks: the first rank provides
 the first 1/t of the elements, and so on.
@@ -27,15 +27,16 @@ CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner sour
 
 
 class LocalPieces(PieceSource, Protocol):
-    """A source and destination of one tensor rank's pieces."""
+    """A source of one tensor rank's pieces that also loads such pieces."""
 
     def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
-    """The pieces of `inner`, which has the parameters of one tensor rank, as pieces of whole
-    parameters. Pieces of parameters that are not split are passed through."""
+    """The pieces of `inner`, converted to pieces of whole parameters. inner: the source of the
+    pieces of one tensor rank's parameters. If a parameter is not split, its pieces are passed
+    through unchanged."""
 
     def __init__(
         self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
@@ -45,14 +46,14 @@ class TensorPieces:
         self._read: Piece | None = None
 
     def extents(self) -> list[Extent]:
-        """Return the runs of the whole parameters that this rank provides. For a layer that is
-        split by columns, there is one run per row. This method also clears the cache, so that
-        `piece` returns current values."""
+        """Return the ranges of elements of the whole parameters that this rank provides. For a
+        layer that is split by columns, there is one range per row. This method also clears the
+        cache, so that `piece` returns current values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent, which must lie inside one of
+        """Return a copy of the values and state of an extent. The extent must lie inside one of
         `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
@@ -63,8 +64,9 @@ class TensorPieces:
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
     def needed(self) -> list[Extent]:
-        """Return runs of the whole parameters that include all elements of this rank. For a layer
-        that is split by columns, they also include the columns of other ranks."""
+        """Return ranges of elements of the whole parameters that include all elements of this rank.
+        For a layer that is split by columns, these ranges also include the columns of other
+        ranks."""
         return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
@@ -72,8 +74,8 @@ class TensorPieces:
         self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
-        """Yield the runs of the whole parameter that this rank provides from the elements of
-        `local`, an extent of `inner`."""
+        """Yield the ranges of elements of the whole parameter that this rank provides. local: the
+        extent of `inner` that has these elements."""
         name, rank, degree = local.name, self.split.rank, self.split.degree
         split = self.split.splits.get(name)
         if split is None:
@@ -91,16 +93,17 @@ class TensorPieces:
             at = following
 
     def _local(self, split: TensorSplit, extent: Extent) -> Extent:
-        """Return the extent, in `inner`, of this rank's elements inside a run of the whole
-        parameter."""
+        """Return the extent of `inner` that has this rank's elements of `extent`, a range of
+        elements of the whole parameter."""
         rank = self.split.rank
         return Extent(
             extent.name, split.before(rank, extent.start), split.before(rank, extent.stop)
         )
 
     def _around(self, local: Extent) -> Piece:
-        """Return a piece of `inner` that contains `local`: the cached piece or a newly read one,
-        which is at most a chunk long unless `local` is longer."""
+        """Return a piece of `inner` that contains the extent `local`. If the cached piece does not
+        contain it, read a new piece, which is at most `chunk_elements` long (or as long as
+        `local`)."""
         read = self._read
         if read is None or not _inside(local, read.extent):
             home = next(e for e in self.inner.extents() if _inside(local, e))
@@ -109,8 +112,9 @@ class TensorPieces:
         return read
 
     def _around_whole(self, local: Extent) -> Iterator[Extent]:
-        """Yield the run of the whole parameter from the first element of `local` to the last
-        element that is not padding. Yield nothing if all of `local` is padding."""
+        """Yield one extent of the whole parameter: from the position of the first element of
+        `local` to the position of its last element that is not padding. Yield nothing if all of
+        `local` is padding."""
         rank, split = self.split.rank, self.split.splits.get(local.name)
         if split is None:
             yield local

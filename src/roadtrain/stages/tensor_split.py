@@ -2,11 +2,13 @@
 
 The whole parameter is viewed as [outer, parts, degree, width, inner]. The split dimension consists
 of `parts` equal parts (such as queries, keys and values in one matrix); each rank has `width`
-indices of each part. A rank's elements keep the order that they have in the whole. So the elements
-of a rank inside a run of the flattened whole are a run of the rank's elements.
+indices of each part. A rank's elements keep the order that they have in the whole parameter. So the
+elements of a rank that lie in a range of the flattened parameter are also a range of the rank's
+elements.
 
-The degree need not divide the rows of a vocabulary. In this case every rank has as many rows as the
-first rank; rows beyond the vocabulary are padding of zeros, which no token looks up.
+The degree need not divide the number of rows of a vocabulary. In this case, every rank has as many
+rows as the first rank. Rows beyond the vocabulary are padding: they are zero, and no token looks
+them up.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Place = TypeVar("Place", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """The split of a parameter of `shape` in dimension `dim` over `degree` ranks. Raises
-    ConfigError if the dimension cannot be divided."""
+    """The split of a parameter with the shape `shape` in its dimension `dim` over `degree` ranks.
+    Raises ConfigError if the dimension cannot be divided."""
 
     shape: tuple[int, ...]
     dim: int
@@ -68,12 +70,14 @@ class TensorSplit:
 
     @property
     def row(self) -> int:
-        """The number of elements of the whole parameter for each index of `outer`."""
+        """The number of elements of the whole parameter for each index of the dimensions before
+        `dim`."""
         return self.size * self.inner
 
     @property
     def local_row(self) -> int:
-        """The number of a rank's elements for each index of `outer`, including padding."""
+        """The number of a rank's elements for each index of the dimensions before `dim`, including
+        padding."""
         return self.parts * self.width * self.inner
 
     @property
@@ -81,14 +85,14 @@ class TensorSplit:
         return (*self.shape[: self.dim], self.parts * self.width, *self.shape[self.dim + 1 :])
 
     def real(self, rank: int) -> int:
-        """Return the number of elements of `rank` that are not padding. Padding follows these
-        elements."""
+        """Return the number of elements of `rank` that are not padding. The padding comes after
+        these elements."""
         rows = min(max(self.size - rank * self.width, 0), self.width) if self.padded else None
         return self.outer * self.local_row if rows is None else rows * self.inner
 
     def local_value(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return a copy of the part of `rank` from `whole`, with the shape `local_shape`. Padding
-        is 0."""
+        """Return a copy of the part of the tensor `whole` that `rank` has, with the shape
+        `local_shape`. Padding is 0."""
         assert tuple(whole.shape) == self.shape
         if self.padded:
             own = whole[rank * self.width : (rank + 1) * self.width]
@@ -106,8 +110,9 @@ class TensorSplit:
         return torch.stack(rows, dim=2).reshape(self.shape)
 
     def before(self, rank: int, position: int) -> int:
-        """Return the number of elements of `rank` before `position` in the flattened whole. This is
-        the index, among the elements of `rank`, of the first element at or after `position`."""
+        """Return how many elements of `rank` lie before `position` in the flattened whole
+        parameter. The first element of `rank` at or after `position` has this number as its index
+        among the elements of `rank`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
@@ -115,14 +120,14 @@ class TensorSplit:
         return min(rows * self.local_row + parts * own + inside, self.real(rank))
 
     def positions(self, rank: int, start: int, stop: int) -> torch.Tensor:
-        """Return the positions of `rank`'s elements [start, stop) in the flattened whole, as int64
-        [stop - start], ascending. The range must not include padding."""
+        """Return the positions of `rank`'s elements [start, stop) in the flattened whole parameter,
+        as int64 [stop - start], ascending. The range [start, stop) must not include padding."""
         assert 0 <= start <= stop <= self.real(rank)
         return self.position(rank, torch.arange(start, stop))
 
     def position(self, rank: int, place: Place) -> Place:
-        """Return the position of `rank`'s element `place` (an index or a tensor of indices) in the
-        flattened whole."""
+        """Return the position in the flattened whole parameter of `rank`'s element with the index
+        `place`. If `place` is a tensor of indices, return a tensor of positions."""
         own = self.width * self.inner
         rows, part, inside = place // self.local_row, place // own % self.parts, place % own
         return rows * self.row + part * (self.row // self.parts) + rank * own + inside

@@ -4,9 +4,10 @@
     Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
     Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
                 sums the results.
-    Summed      keeps a layer between a Column and a Row whole. The layer only sees the heads of its
-                rank, so its gradients are summed over the group.
-    LocalHeads  divides attributes of a module that count heads, or their width, by the degree.
+    Summed      does not split a layer between a Column and a Row. The layer only sees the heads of
+                its rank, so its gradients are summed over the group.
+    LocalHeads  divides attributes of a module by the degree: numbers of heads, or the total width
+                of the heads.
 
 Parameters stay plain tensors under their own names. Each rank has its part of a split parameter
 (TensorSplit), so optimizers need no changes. Activations cross the group as DTensors. As in Shoeybi
@@ -16,8 +17,8 @@ Columns before it.
 Note "random numbers": where all ranks of a group have the same activations, they draw the same
 random numbers. Between a Column and a Row, each rank has its own activations, and draws random
 numbers (attention dropout) with its own seed. Each rank's seed is drawn from the random state that
-all ranks have in common. So activation checkpointing, which repeats a forward from the same random
-state, gets the same numbers.
+all ranks have in common. Activation checkpointing repeats a forward from the same random state, so
+the repeated forward draws the same numbers.
 
 Assumes: all ranks of the group get the same input of a layer, except for the input of a Row. Does
 NOT split the sequence.
@@ -44,8 +45,8 @@ _SEEDS = 1 << 62
 class TensorGroup:
     """The ranks that share the layers of one replica. Its methods communicate between these ranks.
 
-    mesh: a one-dimensional device mesh. cut: the parameters that have been cut to this rank's part,
-    so that a parameter of two layers (tied embeddings) is cut only once."""
+    mesh: a one-dimensional device mesh. `cut`: the parameters that have already been cut to this
+    rank's part. With this set, a parameter of two layers (tied embeddings) is cut only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -56,8 +57,9 @@ class TensorGroup:
         self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x, whose gradient backward sums over the group. Consecutive calls with the same x
-        (for queries, keys and values) return the same tensor, so that backward sums only once."""
+        """Return x such that backward sums the gradient of x over the group. Consecutive calls with
+        the same x (for queries, keys and values) return the same tensor, so that backward sums only
+        once."""
         if self._copied is not None and self._copied[0] is x:
             return self._copied[1]
         out = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
@@ -70,13 +72,13 @@ class TensorGroup:
         self._copied = None
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of x over the group; backward passes the gradient through unchanged."""
+        """Return the sum of x over the group. Backward passes the gradient through unchanged."""
         partial = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
         return partial.redistribute(placements=[Replicate()]).to_local()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the concatenation of the x of all ranks in the last dimension. Backward returns
-        this rank's part of the gradient."""
+        """Concatenate the tensors x of all ranks in the last dimension, and return the result.
+        Backward returns this rank's part of the gradient."""
         local = DTensor.from_local(x, self.mesh, [Shard(-1)], run_check=False)
         return local.redistribute(placements=[Replicate()]).to_local()
 
@@ -106,8 +108,8 @@ class TensorGroup:
         set_random_state(state, device)
 
     def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
-        """Replace the values of p by this rank's part of them. p stays the same object, because
-        optimizers refer to it."""
+        """Replace the values of p by this rank's part of the values. The object p stays the same,
+        because optimizers refer to it."""
         if p not in self.cut:
             self.cut.add(p)
             p.data = split.local_value(p.data, self.rank)
@@ -129,7 +131,8 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 class SplitLayer(nn.Module):
-    """The base of the three classes below. `_become` mixes one of them into a layer's own class."""
+    """The base class of ColumnLayer, RowLayer and VocabularyLayer. `_become` changes the class of a
+    layer to a subclass of one of these and of the layer's own class."""
 
     group: TensorGroup  # the ranks that share the layer
     weight: nn.Parameter
@@ -141,7 +144,8 @@ class SplitLayer(nn.Module):
 
 
 class ColumnLayer(SplitLayer):
-    """A linear layer that computes this rank's outputs, or gathers the outputs of all ranks."""
+    """A linear layer that computes this rank's outputs. If `outputs` is set, the layer also gathers
+    the outputs of all ranks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = self.group.copied(x)
@@ -184,8 +188,8 @@ class VocabularyLayer(SplitLayer):
 
 
 class TensorStyle(ParallelStyle):
-    """The base of the styles. A style is a plain value; `within` returns a copy that is bound to a
-    group, which torch can apply."""
+    """The base class of the styles. A style is a plain value. `within` returns a copy of the style
+    for a group of ranks; torch can apply this copy to a layer."""
 
     group: TensorGroup
 
@@ -195,9 +199,10 @@ class TensorStyle(ParallelStyle):
         return bound
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
-        """Return the splits of the module's parameters, by their names in the module; parameters
-        that are not returned stay whole. Does not change the module. Raises ModelError if the style
-        cannot split such a layer, and ConfigError if `degree` does not divide the layer."""
+        """Return the splits of the module's parameters, by the parameter's name in the module.
+        Parameters without a split in the result are not split. Does not change the module. Raises
+        ModelError if the style cannot split such a layer, and ConfigError if `degree` does not
+        divide the layer."""
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -207,15 +212,15 @@ class TensorStyle(ParallelStyle):
         return module
 
     def change(self, module: Any) -> None:
-        """Adapt `module` to its parameters, which have been cut to the rank's part."""
+        """Adapt `module` after its parameters have been cut to this rank's parts."""
         raise NotImplementedError
 
 
 class Column(TensorStyle):
     """A style that splits the outputs of a linear layer. parts: the number of matrices that the
     layer concatenates (3 for queries, keys and values); each matrix is split separately. gather:
-    whether all outputs are gathered on all ranks, as for logits; in this case, the degree need not
-    divide the number of outputs."""
+    whether all ranks gather all outputs, as for logits. If they do, the degree need not divide the
+    number of outputs."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -242,7 +247,8 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """A style that splits the inputs of a linear layer. Every rank has the whole bias."""
+    """A style that splits the inputs of a linear layer. The bias is not split: every rank has all
+    of it."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -259,7 +265,8 @@ class Vocabulary(TensorStyle):
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
             raise ModelError(
-                f"a {type(module).__name__} has no vocabulary", hint="use it for an nn.Embedding"
+                f"a {type(module).__name__} has no vocabulary",
+                hint="use style Vocabulary for an nn.Embedding",
             )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise ModelError(
@@ -273,7 +280,8 @@ class Vocabulary(TensorStyle):
 
 
 class Summed(TensorStyle):
-    """A style that keeps a layer whole, and sums the gradients of its parameters over the group."""
+    """A style that does not split a layer, and sums the gradients of the layer's parameters over
+    the group."""
 
     def change(self, module: Any) -> None:
         for p in module.parameters():
@@ -282,7 +290,8 @@ class Summed(TensorStyle):
 
 
 class LocalHeads(TensorStyle):
-    """A style that divides the module's integer attributes `names` by the degree."""
+    """A style that divides integer attributes of a module by the degree. names: the names of the
+    attributes."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -303,8 +312,8 @@ class LocalHeads(TensorStyle):
 
 
 def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
-    """Return the style in this module that is equivalent to `style`, which may be one of torch's,
-    for the layer `module`. Raises ModelError if there is none."""
+    """Return the TensorStyle that is equivalent to `style` for the layer `module`. `style` may be a
+    TensorStyle or a style of torch. Raises ModelError if there is no equivalent style."""
     if isinstance(style, TensorStyle):
         return style
     plain = (Shard(-1),), (Replicate(),)
@@ -325,8 +334,8 @@ def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Return whether the layer's weight is [inputs, outputs]. Raises ModelError if it is not a
-    linear layer."""
+    """Return whether the layer's weight has the shape [inputs, outputs]. Raises ModelError if the
+    layer is not linear."""
     if isinstance(module, SplitLayer):
         raise ModelError(
             "the layer is split already", hint="match it by one pattern, call tensor_parallel once"
@@ -342,8 +351,8 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _become(module: nn.Module, kind: type[SplitLayer], group: TensorGroup, **more: Any) -> None:
-    """Change the module's class to a subclass of `kind` and its own class, with the same name as
-    its own class, and set the attributes `more`."""
+    """Change the class of the module to a subclass of `kind` and of the module's own class. The new
+    class has the name of the old class. Also set the attributes `group` and `more`."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in {"group": group, **more}.items():

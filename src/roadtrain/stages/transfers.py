@@ -1,11 +1,12 @@
 """Plan the transfers that bring every rank the pieces that it needs. This module only computes.
 
-If a rank itself has the elements that it needs, it uses these. Otherwise the cheapest source sends
-them. Of equally cheap sources, the source with the fewest elements to send so far is chosen, and of
-these the lowest rank. Transfers are cut to a maximum size, and interleaved over the targets, so
-that many pairs of ranks are busy at once. All ranks compute the same plan, and run their transfers
-in its order. No deadlock is possible: for the first unfinished transfer of the plan, both ranks
-have finished all of their earlier transfers, so both can run it.
+If a rank itself has the elements that it needs, it uses these elements. Otherwise the cheapest
+source sends the elements. If several sources are equally cheap, the plan takes the source that has
+the fewest elements to send so far; if these are equal, too, the lowest rank. Transfers are cut to a
+maximum size, and interleaved over the targets, so that many pairs of ranks are busy at once. All
+ranks compute the same plan, and run their transfers in the order of the plan. No deadlock is
+possible: both ranks of the first unfinished transfer have finished all of their earlier transfers,
+so they can run this transfer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Cost = Callable[[int, int], float]  # (source, target) -> cost per element
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """Elements that rank `source` sends to rank `target`, which may be the same rank."""
+    """A transfer of elements from rank `source` to rank `target`. Both may be the same rank."""
 
     extent: Extent
     source: int
@@ -32,8 +33,8 @@ class PieceTransfer:
 
 
 class _Holders:
-    """An index of the ranks that hold each element. For each parameter, it has the bounds of all
-    extents, and the ranks that hold the elements between each two neighbouring bounds."""
+    """An index of the ranks that hold each element. For each parameter, the index has the bounds of
+    all extents. Between each two neighbouring bounds, it has the ranks that hold these elements."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
         found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -47,8 +48,8 @@ class _Holders:
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """Cut `needed` at the bounds of all extents, and yield each part with the ranks that hold
-        it."""
+        """Cut `needed` at the bounds of all extents. Yield each part, together with the ranks that
+        hold this part."""
         cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
         at = needed.start
         while at < needed.stop:
@@ -63,8 +64,8 @@ class _Holders:
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the sorted bounds of `spans`, which are (start, stop, rank), and the ranks of the
-    spans between each two neighbouring bounds."""
+    """Return the sorted bounds of all spans and, for each two neighbouring bounds, the ranks whose
+    spans cover the elements between these bounds. spans: (start, stop, rank) of each span."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -87,8 +88,9 @@ def plan_transfers(
     most_elements: int,
 ) -> list[PieceTransfer]:
     """Return the planned transfers. `haves`: for each rank, the extents that it has. `wants`: for
-    each rank, the extents that it needs. `most_elements`: the most elements of one transfer. Raises
-    GoneError if no rank has some of the needed elements."""
+    each rank, the extents that it needs. `cost`: the cost of sending from one rank to another.
+    `most_elements`: the most elements of one transfer. Raises GoneError if a rank needs elements
+    that no rank has."""
     holders, load = _Holders(haves), defaultdict[int, int](int)
     of_target = list[list[PieceTransfer]]()
     for target, needed in enumerate(wants):

@@ -1,11 +1,11 @@
 """DriftWatch: propose new sizes of stages (numbers of blocks) when devices have become slower or
 faster, for example because of heat or other load.
 
-It receives the seconds of every stage after each step. A stage's speed is the median of its last
-steps, so single slow steps have no effect. If other sizes would have shortened each of several
-consecutive steps by more than a threshold, it offers these sizes. After an offer, it makes no offer
-for a while. Pure: the same seconds give the same offers on every rank. Does NOT measure times or
-move blocks.
+DriftWatch receives the seconds of every stage after each step. A stage's speed is the median over
+its last steps, so single slow steps have no effect. If other sizes would have shortened each of
+several consecutive steps by more than a threshold, DriftWatch offers these sizes. After an offer,
+it makes no offer for a while. Pure: the same seconds give the same offers on every rank. Does NOT
+measure times or move blocks.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """A watch over the speeds of stages. work: the work of a step, with the speeds for which
-    `sizes` were chosen. fits: as in `best_sizes`. gain: the smallest fraction of a step that other
-    sizes must save."""
+    """A watch over the speeds of stages. work: the work of a step, with the speeds at which `sizes`
+    were chosen. sizes: the current sizes. fits: as in `best_sizes`. gain: other sizes are offered
+    if they shorten a step by more than this fraction."""
 
     work: StepWork
     sizes: tuple[int, ...]
@@ -84,9 +84,9 @@ class DriftWatch:
         self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
-        """Record a step, and return an offer, or None if the sizes should not change. passes_s: for
-        each stage, the seconds in which its slowest replica ran one micro-batch forward and
-        backward through a block of weight 1."""
+        """Record the speeds in a step. Return an offer of other sizes, or None if the sizes should
+        not change. passes_s: for each stage, the seconds in which its slowest replica ran one
+        micro-batch forward and backward through a block of weight 1."""
         for seen, pass_s in zip(self._seen, passes_s, strict=True):
             seen.append(pass_s)
         if self._resting:
@@ -102,14 +102,15 @@ class DriftWatch:
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
-        """Note that stages have the sizes of `offer` as of the next step."""
+        """Record that stages have the sizes of `offer` from the next step on."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
         self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Return an offer of the best sizes at these speeds, or None if they do not save enough."""
+        """Return an offer of the best sizes at these speeds. Return None if the best sizes do not
+        shorten a step enough."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
         if key not in self._cache:
@@ -127,8 +128,8 @@ class DriftWatch:
         return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
-        """Return the work with each stage's forward and backward scaled to the stage's new speed;
-        their ratio is kept."""
+        """Return the work at new speeds. The forward and the backward of a stage are scaled by the
+        same factor."""
         stages = tuple(
             replace(
                 stage,

@@ -43,8 +43,8 @@ SPARE_SLOTS = 1  # number of micro-batches that may arrive before the order need
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """The action of running the blocks of the stage's `part` for micro-batch `micro`. `last`:
-    whether the blocks' gradients are complete after this run."""
+    """The action of running the blocks of the stage's `part` forward or backward for micro-batch
+    `micro`. `last`: whether the gradients of these blocks are complete after this run."""
 
     what: str
     micro: int
@@ -53,7 +53,8 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A sender or receiver of messages: a replica of a stage, and one of the stage's parts."""
+    """A sender or receiver of messages: a replica of a stage, and the number of one of the parts of
+    the model that this stage has."""
 
     stage: int
     part: int
@@ -74,9 +75,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """A replica of a stage in a step of the pipeline.
+    """The position of one replica of a stage in the pipeline, and the size of a step.
 
-    widths: the number of replicas of each stage. virtual_stages: the number of parts of each stage.
+    widths: the number of replicas of each stage. virtual_stages: the number of parts of the model
+    that each stage has.
     num_microbatches: the number of micro-batches of the step, over all replicas.
     """
 
@@ -97,7 +99,7 @@ class PipelineShape:
 
     @property
     def first_forwards(self) -> int:
-        """The number of forwards before forwards and backwards alternate."""
+        """The number of forwards that run before forwards and backwards alternate."""
         if self.virtual_stages > 1:
             warm = 2 * (self.stages - 1 - self.stage) + (self.virtual_stages - 1) * self.stages
         else:
@@ -108,17 +110,19 @@ class PipelineShape:
 
     @property
     def ahead(self) -> int:
-        """The most forwards, over all parts, whose activations this rank holds at once."""
+        """The most forwards whose activations this rank holds at once, counted over all of its
+        parts of the model."""
         return min(len(self.own) * self.virtual_stages, self.first_forwards + 1)
 
     @property
     def slots(self) -> int:
-        """The number of micro-batches per part for which a rank has buffers."""
+        """The number of micro-batches for which a rank has buffers in each of its parts of the
+        model."""
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
-        """Return all runs of the step on this rank, in order. Raises ConfigError if the number of
-        micro-batches does not suit interleaved parts."""
+        """Return all runs of the step on this rank, in order. Raises ConfigError if the interleaved
+        schedule cannot run this number of micro-batches."""
         own, parts = self.own, range(self.virtual_stages)
         if len(parts) > 1 and self.num_microbatches % (self.stages * self.widths[0]):
             raise ConfigError(
@@ -145,9 +149,9 @@ class PipelineShape:
 
 
 class StageStateMachine:
-    """The state machine of one replica of a stage in one step. Invariants (`check`): at most
-    `ahead` more forwards have begun than backwards have ended; each run happens once, after its
-    inputs have arrived."""
+    """The state machine of one replica of a stage in one step. Invariants (`check`): the number of
+    begun forwards minus the number of ended backwards is at most `ahead`; each run happens once,
+    after its inputs have arrived."""
 
     def __init__(self, shape: PipelineShape) -> None:
         """Prepare the step. Raises ConfigError as `PipelineShape.order` does."""
@@ -163,8 +167,8 @@ class StageStateMachine:
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Note that the input (FORWARD) or the gradient of the output (BACKWARD) of `part` has
-        arrived for micro-batch `micro`. Returns the runs that begin."""
+        """Record an arrival for micro-batch `micro`: of the input of `part` (FORWARD), or of the
+        gradient of the output of `part` (BACKWARD). Return the runs that begin."""
         self.here[what].add((micro, part))
         return self._next()
 
@@ -172,12 +176,13 @@ class StageStateMachine:
         return self._next()
 
     def consumer(self, run: RunBlocks) -> Peer | None:
-        """Return the receiver of the result of `run`. Return None if there is none: the loss stays
-        on this rank, and the gradient of the model's input is not needed."""
+        """Return the receiver of the result of `run`. Return None if the result is not sent: the
+        loss stays on this rank, and the gradient of the model's input is not needed."""
         return self._beside(run, 1 if run.what == FORWARD else -1)
 
     def producer(self, run: RunBlocks) -> Peer | None:
-        """Return the sender of the input of `run`; None if its input is the batch or the loss."""
+        """Return the sender of the input of `run`. Return None if the input is the batch or the
+        loss."""
         return self._beside(run, -1 if run.what == FORWARD else 1)
 
     def _beside(self, run: RunBlocks, step: int) -> Peer | None:
@@ -193,17 +198,18 @@ class StageStateMachine:
 
     def receives(self) -> list[Transfer]:
         """Return the messages from other ranks in this step, in the order in which this rank needs
-        them, so that receives can be posted ahead. For each sender, boundary and direction, this is
-        also the order of the sender's `sends`."""
+        the messages. So receives can be posted ahead. For each sender, boundary and direction, the
+        messages are in the same order as in the sender's `sends`."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
-        """Return the message that sends the result of `run` to another rank, or None if there is
-        none."""
+        """Return the message that sends the result of `run` to another rank. Return None if the
+        result is not sent to another rank."""
         return _between(run, self._own(run), self.consumer(run))
 
     def arrival(self, run: RunBlocks) -> Transfer | None:
-        """Return the message from another rank that `run` needs, or None if there is none."""
+        """Return the message from another rank that `run` needs. Return None if `run` needs no
+        message."""
         return _between(run, self.producer(run), self._own(run))
 
     def _own(self, run: RunBlocks) -> Peer:
@@ -233,7 +239,7 @@ class StageStateMachine:
         return self.at == len(self.order) and self.running is None
 
     def check(self) -> None:
-        """Assert every invariant."""
+        """Assert the invariants of the class."""
         begun = sum(run.what == FORWARD for run in self.order[: self.at])
         assert 0 <= begun - self.ran[BACKWARD] <= self.shape.ahead
         assert all(
@@ -243,8 +249,8 @@ class StageStateMachine:
 
 
 def _between(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer | None:
-    """Return the message from `sender` to `receiver`. Return None if either is None, or if both are
-    on the same rank."""
+    """Return the message from `sender` to `receiver`. Return None if `sender` or `receiver` is
+    None, or if both are on the same rank."""
     if sender is None or receiver is None:
         return None
     if (sender.stage, sender.replica) == (receiver.stage, receiver.replica):

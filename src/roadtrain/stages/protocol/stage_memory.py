@@ -1,6 +1,6 @@
 """Compute the device memory that a pipeline stage needs, and whether the stage fits.
 
-Each replica has all parameters and gradients of the stage; the optimizer's state is sharded over
+Each replica has all parameters and gradients of the stage. The optimizer's state is divided among
 the replicas. A stage holds the activations of at most `PipelineShape.ahead` forwards at a time.
 This module only computes; it does NOT measure memory.
 """
@@ -30,7 +30,8 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A memory model of a pipeline's stages. `fits` is passed to `best_sizes`."""
+    """A model of the device memory that a pipeline's stages need. The method `fits` is passed to
+    `best_sizes`."""
 
     work: StepWork
     rooms: tuple[float, ...]  # for each stage, the free bytes of its smallest device
@@ -47,8 +48,9 @@ class StageMemory:
         return len(self.rooms)
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
-        """Return the bytes that a stage needs on each device. blocks: the blocks of each of its
-        parts. They may lack the last parts, for a lower bound."""
+        """Return the bytes that a stage needs on each device. blocks: the blocks of each part of
+        the model that the stage has. If `blocks` lacks the last parts, the result is a lower
+        bound."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
@@ -60,8 +62,8 @@ class StageMemory:
         return self.need(stage, blocks) <= self.rooms[stage]
 
     def refusal(self) -> BudgetError:
-        """Return the error for the case that no sizes fit. It reports the sizes that lack the
-        fewest bytes."""
+        """Return the error for the case that no sizes fit in memory. The error reports the sizes
+        that lack the fewest bytes."""
         sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
@@ -76,7 +78,7 @@ class StageMemory:
         )
 
     def _least_lacking(self) -> float:
-        """Return the least number of additional bytes per device with which some sizes fit."""
+        """Return how many more bytes each device would need at least, so that some sizes fit."""
         total = range(len(self.blocks))
         low, high = 0.0, max(self.need(s, (total,)) for s in range(self.stages))
         for _ in range(HALVINGS):
@@ -85,8 +87,8 @@ class StageMemory:
         return high
 
     def _with_more(self, nbytes: float) -> tuple[int, ...] | None:
-        """Return sizes that fit if each device has `nbytes` more, or None. Beginning with the first
-        part, each part gets as many blocks as fit."""
+        """Return sizes that would fit if each device had `nbytes` more memory, or None. Beginning
+        with the first part, each part gets as many blocks as fit."""
         sizes: list[int] = []
         for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)

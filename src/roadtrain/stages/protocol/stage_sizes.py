@@ -1,22 +1,22 @@
 """Choose the sizes of pipeline stages: the number of blocks of each stage. There are three ways: an
-exact search for the shortest step, the formula of a paper, and even sizes.
+exact search for the shortest step, the formula of a paper, and equal sizes ("even").
 
-The exact search starts from good sizes: even sizes and the caller's candidates, improved by moving
-single blocks between parts while this shortens the step. It continues with a best-first branch and
-bound: it extends partial sizes in the order of their lower bounds, and evaluates complete sizes
-with the step model, until no bound is below the best step. If this takes too long (deep pipelines
-over slow links, many interleaved parts), the search stops early; its result then has a lower bound
-on the step of all sizes. A pass of a stage is the forward and backward of one micro-batch. A step
-takes at least as long as each of these:
+The exact search starts from good sizes: equal sizes and the caller's candidates. They are improved
+by moving single blocks between parts of the model while this shortens the step. The search
+continues with a best-first branch and bound: it extends partial sizes in the order of their lower
+bounds, and evaluates complete sizes with the step model, until no bound is below the best step. If
+this takes too long (deep pipelines over slow links, many interleaved parts), the search stops
+early. In this case, its result has a lower bound on the step of all sizes. A pass of a stage is the
+forward and backward of one micro-batch. A step takes at least as long as each of these:
 
     the time until the first micro-batch reaches a stage, plus all passes of the stage's busiest
     replica, plus the time of the last micro-batch's return
     the same travel time, plus one round trip from the stage to the last stage and back for each
-    time that its activation slots are reused
+    time that the stage's activation slots are used
 
-For the stages that partial sizes leave open, the bound uses the smallest value over all sizes of
-the remaining blocks. These values are computed from the last stage to the first. This module only
-computes.
+If partial sizes do not contain all stages, the bound uses the smallest value over all ways to
+divide the remaining blocks among the remaining stages. These values are computed from the last
+stage to the first. This module only computes.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def best_sizes(
     candidates: Sequence[Sequence[int]] = (),
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
-    """Return the sizes with the shortest step among the sizes that fit; None if no sizes fit. Even
-    sizes are returned if no others are better. candidates: sizes to try first. The result is at
-    least as good as each candidate that fits."""
+    """Return the sizes with the shortest step among the sizes that fit, or None if no sizes fit. If
+    no other sizes are better, all parts have an equal number of blocks. candidates: sizes to try
+    first. The result is at least as good as each candidate that fits. most_looked_at: the limit of
+    the search, in partial sizes."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
@@ -100,8 +101,8 @@ class _Prefix:
 
 
 class _SizeSearch:
-    """The exact search for the sizes with the shortest step. `best`: the seconds of the best step
-    so far and its sizes; None until sizes that fit are found."""
+    """The exact search for the sizes with the shortest step. `best`: the best result so far, as a
+    pair of the seconds of a step and the sizes; None until the search finds sizes that fit."""
 
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
@@ -129,9 +130,9 @@ class _SizeSearch:
         return FoundSizes(sizes, step_s, min(step_s, left_s))
 
     def _search(self, most_looked_at: int) -> float:
-        """Search by branch and bound, until no bound is better than the best step. If sizes that
-        fit have been found, stop after `most_looked_at` partial sizes. Return the lower bound of
-        the sizes that were not examined."""
+        """Search by branch and bound, until no bound is better than the best step. If the search
+        has found sizes that fit, stop after `most_looked_at` partial sizes. Return a lower bound on
+        the step with any of the sizes that were not examined."""
         numbers = itertools.count()
         start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
@@ -183,8 +184,9 @@ class _SizeSearch:
                     self.best = step_s, sizes
 
     def _longer(self, prefix: _Prefix) -> Iterator[_Prefix]:
-        """Yield each extension of a prefix by one part. The part has every size that fits and that
-        leaves at least one block for each remaining part.
+        """Yield the prefixes that have one part more than `prefix`, one prefix for each possible
+        size of the additional part. A size is possible if it fits, and if it leaves at least one
+        block for each remaining part.
         """
         part = len(prefix.sizes)
         left = self.parts - part - 1
@@ -207,15 +209,15 @@ class _SizeSearch:
         return self.work.weight(part, begin, stop) * speed.pass_s
 
     def _link_s(self, part: int) -> float:
-        """Return the seconds in which a micro-batch crosses the boundary after a part, forward and
-        back."""
+        """Return the seconds in which a micro-batch crosses the boundary after a part in both
+        directions: its activations forward, and their gradients back."""
         if part == self.parts - 1 or self.stages == 1:
             return 0.0
         speed = self.work.boundaries[part % self.stages]
         return speed.activations_s + speed.gradients_s
 
     def _bound(self, prefix: _Prefix) -> float:
-        """Return a lower bound on the step of all sizes that begin with `prefix`."""
+        """Return a lower bound on the seconds of a step with any sizes that begin with `prefix`."""
         done = len(prefix.sizes)
         after = prefix.ways[-1]
         bound = after + self.ends[done][prefix.stop]
@@ -230,11 +232,11 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute `ends[part][block]` and `rests[part][block]`: bounds for the case that the parts
-        beginning with `part` have the blocks beginning with `block`. `ends` has the least seconds
-        from the first forward of these parts to their last backward. `rests` has the least seconds
-        of a micro-batch's way through these parts and back. Both are minima over all sizes of which
-        each fits its stage."""
+        """Compute the bounds `ends[part][block]` and `rests[part][block]`. They hold if `part` and
+        all later parts have exactly `block` and all later blocks. `ends` has the least seconds from
+        the first forward of these parts to their last backward. `rests` has the least seconds in
+        which one micro-batch goes through these parts and back. Both are minima over all sizes that
+        fit."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]
@@ -261,11 +263,12 @@ def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
     """Return the sizes of Yang et al. (Holmes), section 3.3. The number of blocks of a cluster is
-    proportional to its speed, multiplied by `alpha` if the cluster is faster than the mean, and
-    rounded down; the last cluster gets the remaining blocks. Inside a cluster the sizes are even.
-    If the memory of a cluster is too small, it gives blocks to the last cluster; the last cluster
-    gives blocks to the first cluster with enough memory. Return None if no sizes fit in this way,
-    and for interleaved stages, which the paper does not cover.
+    proportional to the cluster's speed. It is multiplied by `alpha` if the cluster is faster than
+    the mean, and rounded down. The last cluster gets the remaining blocks. Inside a cluster, the
+    sizes are equal. If the memory of a cluster is too small, this cluster gives blocks to the last
+    cluster. If the memory of the last cluster is too small, it gives blocks to the first cluster
+    with enough memory. Return None if no sizes fit in this way. Also return None for interleaved
+    stages, because the paper does not cover them.
 
     clusters: the cluster of each stage. The stages of a cluster must be adjacent.
     """
@@ -298,7 +301,7 @@ def _by_formula(
     work: StepWork, clusters: Sequence[str], names: Sequence[str], alpha: float
 ) -> list[int]:
     """Return the number of blocks of each cluster by the paper's formula. The speed of a cluster is
-    the sum of the speeds of all of its replicas of stages."""
+    the sum of the speeds of all stage replicas in the cluster."""
     speed = dict.fromkeys(names, 0.0)
     for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s
@@ -325,9 +328,8 @@ def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizesTable:
-    """A comparison of the exact search (`best`) with the paper's formula and even stages. others:
-    for each of these, by name, the sizes and the seconds of a step; None if the sizes do not
-    fit."""
+    """A comparison of the exact search (`best`) with the paper's formula and equal sizes. others:
+    for "paper" and "even", the sizes and the seconds of a step; None if the sizes do not fit."""
 
     best: FoundSizes
     others: Mapping[str, tuple[tuple[int, ...], float] | None]
@@ -356,8 +358,8 @@ def compare_sizes(
     fits: Fits = always,
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
-    """Compare the ways to choose sizes. Return None if no sizes fit. clusters: the cluster of each
-    stage."""
+    """Compare the three ways to choose sizes: exact, paper and even. Return None if no sizes fit in
+    memory. clusters: the cluster of each stage."""
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
     if work.virtual_stages == 1:

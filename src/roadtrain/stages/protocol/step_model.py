@@ -1,12 +1,12 @@
-"""Compute the time of a pipeline step for given sizes of the stages. The order of runs and messages
-is that of the state machines of `pipeline`; their durations are given.
+"""Compute the time of a pipeline step for given sizes of the stages. The state machines of
+`pipeline` decide the order of runs and messages. The durations of runs and messages are given.
 
 Each replica runs in the order of its state machine. A replica's messages over one boundary and
 direction are sent one after another, while the replica continues to compute. The step ends with the
-last backward. The order of runs does not depend on durations, so it is computed once and used for
-many sizes. In this model, messages of different senders, boundaries or directions do not slow each
-other down. If a network card carries several such messages and is the bottleneck, a real step takes
-longer.
+last backward. The order of runs does not depend on durations, so the order is computed once and
+used for many sizes. In this model, messages of different senders, boundaries or directions do not
+slow each other down. If a network card carries several such messages and is the bottleneck, a real
+step takes longer.
 
 Pure arithmetic. Does NOT measure durations.
 """
@@ -59,7 +59,7 @@ class BoundarySpeed:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Everything that determines the time of a step, except the sizes of the stages."""
+    """The values that determine the time of a step, except the sizes of the stages."""
 
     stages: tuple[StageSpeed, ...]
     weights: tuple[float, ...]  # for each block, its work relative to an ordinary block
@@ -78,8 +78,8 @@ class StepWork:
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """For each block, the total weight of the blocks before it, followed by the weight of all
-        blocks."""
+        """For each block, the total weight of all blocks before this block. The last element is the
+        weight of all blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
@@ -90,9 +90,9 @@ class StepWork:
 
 @dataclass(slots=True)
 class _Order:
-    """The runs and messages of a step, each after its dependencies. The table of their durations
-    has one row for the forwards of each part, then one for the backwards of each part, then one for
-    the activations of each boundary, and then one for the gradients of each boundary.
+    """The runs and messages of a step, each after its dependencies. A table has the durations of
+    all runs and messages. Its rows are, in this order: the forwards of each part, the backwards of
+    each part, the activations of each boundary, and the gradients of each boundary.
     """
 
     # for each run or message, its row in the table of durations
@@ -120,8 +120,8 @@ class StepModel:
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Return the seconds of a step for each element of `many`, which are sizes as in
-        `seconds`."""
+        """Return the seconds of a step for each element of `many`. An element has the form of
+        `sizes` in `seconds`."""
         sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
@@ -154,7 +154,7 @@ class StepModel:
 
 
 def _ordered(work: StepWork) -> _Order:
-    """Return the order, found by driving the state machines."""
+    """Run the state machines, and return the order in which their runs and messages happen."""
     stages, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
