@@ -231,8 +231,8 @@ class ShardedOptimizer:
             update = partial(state.update, hypers[state.bucket.group], scale, has_gradient)
             self._gather(index, began, update)
         self.steps_done += 1
-        # type: ignore[attr-defined]  # schedulers read this attribute
-        self.optimizer._opt_called = True
+        # schedulers read this attribute
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.hooks.forget()
         self._reduced = False
         self.waits.learn()
