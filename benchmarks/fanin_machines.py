@@ -131,7 +131,8 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 @dataclass(frozen=True)
 class SwitchStep:
     """The step function of a switch. A step outputs the packet or heartbeat that the switch sends
-    up. It also outputs the number whose slot a greater number took, -1 if there is none.
+    up. If a packet with a greater
+    number takes the slot of a smaller number, it also outputs the smaller number, else -1.
     """
 
     machine: type[SwitchStateMachine]

@@ -134,7 +134,7 @@ def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
 
 
 def stuck() -> tuple[int, int]:
-    """Measure the memory of a switch with STUCK numbers that never get a packet of one child. Such
+    """Measure the memory of a switch while one child sends no packets for STUCK numbers. Such
     numbers fill the slots of the table again and again.
 
     Returns (bytes by which the memory of the process grew, bytes of the table).

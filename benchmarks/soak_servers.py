@@ -62,7 +62,7 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
     link.flip(max(0, moment - link.nbytes[fault.way]), fault.way, fault.choice % 8)
     sentences = scene.wait_workers()
     if not link.flipped:
-        raise Wrong("no bit was flipped")
+        raise Wrong("the fault found no bit to flip")
     if sentences:
         scene.finish()
     return sentences

@@ -18,9 +18,8 @@ Every rate is for one direction, in bytes or bits per second. An SSD has three l
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
 SSDs of a host share. NICs that name no switch are connected to one switch for each kind of NIC. If
 the file leaves out a value, a typical value is filled in, and the key is listed in `assumed`
-(`guesses` returns these values). Keys of measured values are listed in `measured`. This module only
-does arithmetic.
-"""
+(`guesses` returns these values). Keys of measured values are listed in `measured`. This module
+performs no I/O."""
 
 from __future__ import annotations
 
@@ -336,7 +335,8 @@ class Cluster(Section):
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Return the slowest of the routes between any two switches of the cards (see `route`).
+        """Return the slowest route between any two switches to which the cards are connected (see
+        `route`).
         Returns None if all cards are on one switch, or if links do not connect all of the
         switches."""
         ends = sorted({self.switch_of(nic) for nic in nics})

@@ -101,8 +101,9 @@ class ModelShape:
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
         """Return the number of FLOPs of one sample's forward and backward. With activation
-        checkpointing, the forward runs twice for every block but two: for the first block and the
-        output layer, it runs once (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
+        checkpointing, the forward of the first block and of the output layer runs once, and that of
+        every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
+        16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 

@@ -86,7 +86,7 @@ class GradientSums:
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
-                f"{self.names[p]} was computed {self.seen[p]} times before step()",
+                f"{self.names[p]}  has received {self.seen[p]} gradients since the last step()",
                 hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
         # begin_all begins the sums of other dtypes, in the same order on all workers
@@ -424,9 +424,9 @@ def distribute(
 ) -> Distributed:
     """Replace an optimizer's class by a subclass of Distributed.
 
-    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: the model
-    whose forwards take the steps; None if step() takes them. `num_steps`: number of the last step,
-    which is not deferred even with `model` (0: unknown). Raises ConfigError."""
+    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: if given,
+    each step is deferred to the next forward of this model. `num_steps`: number of the last step,
+    which is never deferred (0: unknown). Raises ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(

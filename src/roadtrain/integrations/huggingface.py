@@ -116,9 +116,9 @@ def _of_trainer(frame: FrameType, name: str) -> Any:
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made. (The Trainer itself passes these
-    groups only to classes of torch.) Returns None if there are no groups, or if the groups do not
-    cover the model."""
+    """Return the parameter groups that the Trainer has just made. The Trainer passes them on only
+    if the optimizer is a class of torch. Returns None if there are no groups, or if the groups do
+    not cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(

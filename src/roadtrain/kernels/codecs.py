@@ -36,7 +36,7 @@ class Codec:
     def __init__(self, argument: str) -> None:
         """Parse the argument. Raises ValueError if it is invalid."""
         if argument:
-            raise ValueError("takes no argument")
+            raise ValueError("this format takes no argument")
 
     def nbytes(self, n: int) -> int:
         """Return the number of bytes that encode n values. The number never decreases when n

@@ -233,8 +233,8 @@ class TorchRule(Rule):
 
 @contextmanager
 def _runs(cls: type, where: str) -> Iterator[None]:
-    """Turn any exception of the user's class into a RuleError. `where`: the input of the class,
-    for the message."""
+    """Turn any exception of the user's class into a RuleError. `where`: text for the message that
+    describes the input."""
     try:
         yield
     except RuleError:

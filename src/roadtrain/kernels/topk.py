@@ -172,7 +172,9 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
     """Set all of `out` to 0, then out[idx] to val. idx: uint32 [k], ascending. val and out have the
     same dtype."""
     if idx.size != val.size or val.dtype != out.dtype:
-        raise RuleError(f"cannot set {idx.size} {out.dtype} elements to {val.size} {val.dtype}")
+        raise RuleError(
+            f"cannot scatter {val.size} values of {val.dtype} to {idx.size} indices of {out.dtype}"
+        )
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
     _scatter(idx, val, out)

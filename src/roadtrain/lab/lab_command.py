@@ -2,10 +2,9 @@
 removes it when the process ends.
 
 This process describes the lab in the file `lab.json`, in a directory of kind `up` (see
-resource.py). `run` and `down` read this file. A lab is identified by its file (`LabFile`). Unknown
-keys and wrong types in the file raise ConfigError; rates and sizes are checked but kept as written,
-for display. Starts nothing on the hosts.
-"""
+resource.py). `run` and `down` read this file. The path of the file that describes a lab (`LabFile`)
+identifies the lab. Unknown keys and wrong types in that file raise ConfigError; rates and sizes are
+checked but kept as written, for display. Starts nothing on the hosts."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ part's name identifies the process that made the part.
 
 Note "names". Directories and groups are called `roadtrain-lab-PID-START-KIND-...`. START is the
 time at which the kernel started the process PID, so that a later process with the same PID is not
-mistaken for the maker. From the content of its directory, any process can remove a resource whose
-maker is dead.
+mistaken for the maker. If the maker of a resource is dead, any process can
+remove the resource with the information in its directory.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is miss
 direct I/O only, because buffered writes bypass blkio. Latency is not emulated. Devices and groups
 are removed when their context ends, also after an error, or when the process ends; `sweep()`
 removes those that a SIGKILL has left. The directory of a LoopDevice has a directory `mount/` and a
-file `backing` with the path of the image. If the image is kept, the file is called `kept`.
-"""
+file `backing` with the path of the image. If the image is not deleted afterwards, this file is
+named `kept` instead of `backing`."""
 
 from __future__ import annotations
 

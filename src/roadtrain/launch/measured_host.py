@@ -1,10 +1,10 @@
 """`python -m roadtrain.launch.measured_host`: measure the links between a run's hosts, and
 summarize the metrics of a host's workers.
 
-    ADDRESS:PORT TOKEN_FILE   with these arguments, a process of a LaunchEngine: answers probes
-                              until it is ended
-    (no arguments)            a command of `LaunchEngine.ask`: probes the listening hosts; reads
-                              their addresses and the token from stdin (Rule 8)
+    ADDRESS:PORT TOKEN_FILE   started by a LaunchEngine as a process: answers probes until
+                                  it is ended
+    (no arguments)            started by `LaunchEngine.ask` as a command: probes the listening
+                                  hosts; reads their addresses and the token from stdin (Rule 8)
 
 The probing host makes each host measure its link to every other host, one link at a time, like
 `roadtrain probe --hosts`. No workers run during the measurement, because their traffic would slow

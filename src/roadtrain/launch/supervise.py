@@ -81,8 +81,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start has passed the checks. If True, services
-    may still be running, and an error does not mean that the launch is refused."""
+    """Return True if an earlier supervisor of this start got past the checks before the start.
+    Services may then still be running, and an error does not mean that the launch is refused."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:

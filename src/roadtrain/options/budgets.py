@@ -231,7 +231,7 @@ def derive(
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
-            f"{slots} of {compute} blocks of {show_bytes(size.slot)} fit in memory from forward to"
+            f"only {slots} of {compute} blocks of {show_bytes(size.slot)} fit from forward to"
             f" backward, the budget is {show_bytes(host_bytes)}",
             hint="buffering='auto' keeps as many as fit (with staleness 0 or 1)",
         )

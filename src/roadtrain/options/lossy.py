@@ -68,9 +68,10 @@ class Downcast:
 class Delay:
     """Let the parameters of a step lack some of the latest updates.
 
-    If `steps` is 1, each step computes with the parameters from before the last update, which runs
-    at the same time. If `steps` is larger, each step computes with the newest parameters available.
-    A slow worker then does not immediately hold up other workers, but runs are not reproducible.
+    If `steps` is 1, each step computes with the parameters from before the last update, and
+    the last update runs at the same time. If `steps` is larger, each step computes with the newest
+    parameters available. A slow worker then does not immediately hold up other workers, but runs
+    are not reproducible.
 
     Args:
         steps: The largest number of missing updates. If None, the only limit is that a server

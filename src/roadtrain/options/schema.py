@@ -5,8 +5,8 @@ instances too. Each field of the class declares a key with its type, unit, limit
 `docs/reference` is generated from these fields. `checked` builds an instance from a table. Every
 mistake raises a ConfigError that names the file and the key. For an invalid value, the error also
 has the value and the expected values. For an unknown key, it has the nearest valid key. Text that
-looks like a number, and true or false, are never converted to a number. The files with the keys are
-in other packages.
+looks like a number, and true or false, are never converted to a number. The keys themselves are
+    declared in other packages.
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ class CommittedState:
 
         Args:
             drawn: The result of `_draws` at the end of the step. If None, `_draws` is called now.
-            at_forward: Whether the next step's forward is about to begin. If True, a run that
-                resumes this step sets the random generators to their current states before its
-                first forward.
+            at_forward: Whether the next step's forward is about to begin. If True, the encoded
+                state says that a resumed run must restore the random generators before its first
+                forward.
 
         Raises:
             ConfigError: A state cannot be written as plain data (streaming/plain.py).

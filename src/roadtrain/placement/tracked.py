@@ -65,8 +65,8 @@ def trackable(
         name: The user's name of the object, for messages.
         thing: The object that the user tracks.
         before_batch: A function that is called before a DataLoader draws a batch.
-        settle: A function that sets the process's generators to their states at the end of the
-            resumed step.
+        settle: A function that restores the random number generators of the process to their
+            states at the end of the resumed step.
 
     Raises:
         ConfigError: The state of `thing` cannot be saved or restored.

@@ -163,8 +163,9 @@ def measure(address: str, options: TcpOptions) -> tuple[float, float]:
 
 def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
     """Request a report from the host that listens at `address`, and return it. `kind`: DESCRIBE for
-    a description of the listening host, MEASURE for the link from the listening host to the address
-    `words`, or BACK for the link from the listening host to this host. Raises PeerError."""
+    a description of the listening host, MEASURE for a measurement of the link from the listening
+    host to the host at address `words`, or BACK for one of the link from the listening host to this
+    host. Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:

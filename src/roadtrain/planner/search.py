@@ -500,7 +500,8 @@ def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
     """Return the most common reason why placements have no plan, and what to change. Return None if
-    a plan lacks only memory, or if there is no reason."""
+    there
+    is no such reason, or if a plan would fit with more memory."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

@@ -123,7 +123,7 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 class ServerChannel(IntermediarySession):
     """The traffic between the workers of this host and one server.
 
-    To the workers, a ServerChannel is the session. To the link to the server, it is the Receiver.
+    It is the session of the workers, and the Receiver of the link to the server.
     The rank of a worker counts only the workers of this host.
     """
 
@@ -199,7 +199,8 @@ class ServerChannel(IntermediarySession):
             self.post(messages.PeerLost(rank, str(error)))
 
     def ended(self, error: BaseException) -> None:
-        """Send the reason to the remaining workers. The server only sees a lost connection."""
+        """Tell the remaining workers why the session has ended. The server only sees a lost
+        connection."""
         self.dismiss(error)
         if self._connected.is_set():
             self._up.close()

@@ -39,8 +39,9 @@ class PushedGradients:
         tier: The files of the server, which contain the spill file. None if there are no files.
         buffers: Number of scratch buffers of `scratch_bytes`, at least two. A sum, a spilled
             gradient and an expanded sparse gradient take a buffer each.
-        workers: Number of workers, or of relays if `local` is negative.
-        local: Number of workers per host. Negative if each push is the fp32 sum of a host.
+        workers: Number of workers. If `local` is negative, the number of relays.
+        local: Number of workers per host. Negative if each push comes from a relay, as the fp32
+            sum of the gradients of its host.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Return the prefix of the hello of a route that has an end at the server."""
+    """Return the first bytes of a worker's hello, by which the server finds the route `name`."""
     return f"roadtrain {name} ".encode()
 
 

@@ -145,7 +145,7 @@ def _check_switch(
     if switch and extra:
         raise ConfigError(
             f"--switch cannot be combined with {', '.join(extra)}",
-            hint="a switch keeps no state, and its memory is --memory; run servers with --store or"
+            hint="a switch keeps no state, --memory limits its memory; run servers with --store or"
             " --sum as separate commands",
         )
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]

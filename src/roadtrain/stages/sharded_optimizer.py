@@ -271,7 +271,7 @@ class ShardedOptimizer:
             raise LoopError(
                 f"{self._step}: the optimizer's groups have {now} parameters, but had"
                 f" {self._group_sizes} when training began",
-                hint="pass all parameters to the optimizer at the start, and freeze some of them",
+                hint="pass all parameters at the start; freeze those that train later",
             )
         for name, p in self.parameters.late.items():
             if p.grad is not None:

@@ -57,12 +57,12 @@ class MarkRecord(msgspec.Struct, frozen=True):
 
 
 class Mark:
-    """The mark of a run directory.
+    """The file `mark.json` of a run directory, which records the store of the run.
 
     Attributes:
         record: The content of the mark, as read when the mark was opened, or as written last.
-        fresh: Whether `check` has accepted another store than the store that metrics.jsonl
-            describes.
+        fresh: Whether the run has a new store, so that the lines in metrics.jsonl describe
+            another store. `check` sets it.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 

@@ -125,8 +125,8 @@ def materialize(
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     """Yield each module of a part once, children before their parents.
 
-    `seen` must contain the ids of the modules of all other parts. The root part thus has the
-    modules outside all blocks.
+    `seen` must contain the ids of the modules of all other parts. So the root part
+    consists of the modules outside all blocks.
     """
     if id(module) in seen:
         return

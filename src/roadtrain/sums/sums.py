@@ -131,7 +131,9 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
     address does not resolve."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
-        raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="give each one")
+        raise ConfigError(
+            f"{len(rates)} rates for {setup.workers} workers", hint="give one rate for each worker"
+        )
     spares = spare_hosts.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
     try:

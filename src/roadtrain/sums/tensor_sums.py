@@ -28,8 +28,8 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """A sum of a tensor that is in progress. `ticket`: The operation for this sum, of the Agreement
-    `agreement`."""
+    """A sum of a tensor that is in progress. `ticket`: The ticket of
+    this sum's operation in `agreement`."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket

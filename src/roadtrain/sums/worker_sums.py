@@ -380,7 +380,9 @@ class WorkerSums:
             if key in self._given_up:
                 return
             if self._owed.pop(owed, True):
-                raise WireError(f"unexpected notice that all have round {number} of tensor {key}")
+                raise WireError(
+                    f"unexpected notice that round {number} of tensor {key} has reached all workers"
+                )
             if (entry := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, entry)
             posts = self._next() if self.error is None else []

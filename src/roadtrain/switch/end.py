@@ -102,7 +102,9 @@ class FanInConnection(ParameterConnection):
             case switch_frames.ANNOUNCE:
                 chunk = self.session.chunk(fields.chunk)
                 if not chunk.trainable:
-                    raise WireError(f"announced a gradient of chunk {chunk.id}, which is frozen")
+                    raise WireError(
+                        f"a worker announced a gradient of chunk {chunk.id}, which is frozen"
+                    )
                 self.session.post(Announce(chunk.id, fields.fresh, self.rank))
             case switch_frames.TRIAL_RESULT:
                 self.session.trial_answered(self.rank, fields.trial)

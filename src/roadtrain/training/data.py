@@ -1,11 +1,10 @@
 """Tokens: batches of tokens from text files.
 
-A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over all
-workers) and the row's index. Therefore a run sees the same data after it is resumed, and with any
-number of workers. The text is divided into PIECES. The end of each piece is held out, so that
+A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
+all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
+any number of workers. The text is divided into PIECES. The end of each piece is held out, so that
 held-out text resembles the training text. All tokens are kept in memory, in the narrowest integer
-type that fits the vocabulary. This module downloads nothing.
-"""
+type that fits the vocabulary. This module downloads nothing."""
 
 # B = rows of a batch, T = seq_len
 

@@ -36,7 +36,7 @@ class Metrics:
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line can be kept: the file is renamed, and `aside` is
+        If `fresh` is True or `done` is 0, no line is kept. The file is renamed, and `aside` is
         its new name. Otherwise `aside` is None, and `dropped` is the number of lines that were
         moved to the file `uncommitted`.
 

@@ -122,7 +122,7 @@ def _agent(device: str) -> Any:
 def _used(written: int, read: int) -> int:
     used = written - read
     if not 0 <= used <= RING:
-        raise WireError(f"the ring's counters imply {used} used bytes of {RING}")
+        raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING}")
     return used
 
 

@@ -89,7 +89,7 @@ class _Trial:
 
     def _acknowledge(self) -> None:
         """Sometimes, at random, advance `base` beyond the sums that are complete. In half of these
-        cases, give the acknowledgement to both tables."""
+        cases, both tables receive the acknowledgement."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)

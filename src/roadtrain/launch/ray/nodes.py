@@ -149,9 +149,9 @@ class HostMap:
         return events
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if a node that joined under its own name should be this host of the plan. A
-        matching address counts only if no other node has the same address, because a machine may
-        run several nodes."""
+        """Return True if `node`, which joined under its own name before this host was known, is the
+        host of the plan. A matching address counts only if no other node has the same address,
+        because a machine may run several nodes."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
         if _by_label(host, node) or _by_name(host, node):

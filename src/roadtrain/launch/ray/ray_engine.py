@@ -193,7 +193,8 @@ class RayEngine:
                 self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
-            f"unknown verb `{' '.join(words)}`", hint="use leaves HOST SECONDS, or comes HOST"
+            f"unknown verb `{' '.join(words)}`",
+            hint="the verbs are `leaves HOST SECONDS` and `comes HOST`",
         )
 
     def start(self, process: Process) -> None:

@@ -172,7 +172,8 @@ class CommitStateMachine:
         return out
 
     def missing(self) -> str:
-        """Return a text that names the servers for which the oldest uncommitted step waits."""
+        """Return a text that names the servers whose answers the oldest uncommitted step still
+        lacks."""
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late

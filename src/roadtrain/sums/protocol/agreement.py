@@ -98,12 +98,10 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training: there they wait only in operations with `each`.
+            training: there they wait only in operations that are begun with `each=True`.
 
-    Invariants (`check`): the workers that have begun an operation in `begun` are not all workers,
-    and they gave the operation the same signature; `lacks` is empty for workers that are not
-    blocked.
-    """
+    Invariants (`check`): for each operation in `begun`, at least one worker has not begun it, and
+    all others gave it the same signature. `lacks` is empty for workers that are not blocked."""
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
