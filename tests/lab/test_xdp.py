@@ -435,7 +435,7 @@ def test_what_lacks_is_said_in_one_line(
         BpfObject(source)
     endless = PASS.replace("{ return 2; }", '{ for (;;) asm volatile(""); return 2; }')
     source.write_text(endless)
-    with pytest.raises(BpfError, match="the kernel refuses to load"):
+    with pytest.raises(BpfError, match="the kernel refused to load"):
         BpfObject(source)
     assert shutil.which("clang")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -186,7 +186,7 @@ def test_what_it_does_not_do_is_said(tmp_path):
     for wrong in (-1, 1.5, "all"):
         with pytest.raises(ConfigError, match="`steps` cannot be"):
             Delay(wrong)
-    with pytest.raises(ConfigError, match="may change between forward and backward"):
+    with pytest.raises(ConfigError, match="these may change in between"):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),

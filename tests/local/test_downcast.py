@@ -200,7 +200,7 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
 
 def test_a_downcast_without_servers_is_refused():
     model, optimizer = build(PLAIN)
-    words = r"Downcast\('bf16'\) without servers"
+    words = r"Downcast\('bf16'\) has no effect without servers"
     with pytest.raises(ConfigError, match=words) as caught:
         roadtrain.place(model, optimizer, report=lambda _: None, compress=Downcast("bf16"))
     assert "hint: " in str(caught.value)

@@ -84,7 +84,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path):
     train(tmp_path / "s", 2)
     for path in slot_files(tmp_path / "s"):  # whichever of the two holds the committed bytes
         flip(path, 4096 + 17)
-    with pytest.raises(DamagedError, match=r"slot\d\.bin: chunk \d+.*checksum.*step 2"):
+    with pytest.raises(DamagedError, match=r"slot\d\.bin: chunk \d+.*written at step 2.*checksum"):
         train(tmp_path / "s", 4)
     for path in slot_files(tmp_path / "s"):
         flip(path, 4096 + 17)
@@ -462,7 +462,7 @@ def test_an_optimizer_that_has_trained():
     """Its state would be lost: it is refused rather than begun anew in silence."""
     model, optimizer = build(Case())
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)
-    with pytest.raises(ConfigError, match="has already taken steps: their state would be lost"):
+    with pytest.raises(ConfigError, match="has already taken steps: its state would be lost"):
         roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET)
     optimizer.state.clear()
     roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET).close()

@@ -70,7 +70,7 @@ def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
     two.lose(1, keep=True)
     two.back(0)
     error = refused(two, 6, retry_s=2, run=run["run"])
-    assert "the run's last session was with server 1 (" in error and "server 0 (" in error, error
+    assert "the run's last session included server 1 (" in error and "server 0 (" in error, error
     two.back(1)
     running = two.train(6, **run)
     assert any("server 0" in n and "being refilled at step 4" in n for n in running.notes()), (

@@ -227,7 +227,7 @@ def test_a_forked_child_is_refused_at_once(name, taken, tmp_path):
         os.close(write)
         said = answer(child, read)
         assert said.startswith(
-            f"LoopError: the model was placed in process {os.getpid()}, but this is process {child}"
+            f"LoopError: the model was placed in process {os.getpid()}, but this is its forked child {child}"
         ), said
         assert "DataLoader's workers" in said
         losses += run(CASE, model, placed, scaler, 3 if taken else 1, 5)

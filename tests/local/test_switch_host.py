@@ -462,7 +462,7 @@ def test_packets_that_belong_elsewhere_change_nothing(switches, peers):
         elsewhere.bind(("127.0.0.2", 0))
         elsewhere.sendto(end.packets(range(1)).tobytes(), (HOST, end.port))
     assert pumped([end, *workers], lambda: one.counters.refused == 3)
-    words = f"from 127.0.0.2, the address of the parent is {HOST}"
+    words = f"from 127.0.0.2, because the address of the parent is {HOST}"
     assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))  # Rule 6
     assert one.counters.copied == 0 or not workers[0].got
     run(end, workers, 100)
@@ -502,7 +502,7 @@ def test_what_goes_wrong_with_one_job_ends_that_job_alone(switches, peers, monke
     assert "ZeroDivisionError: of this job" in broken.links[0][1].failed
     assert [one.name for one in switch.jobs] == ["job7"]
     assert switch.quota.used_slots == WINDOW
-    words = "job8 is over: this switch failed: ZeroDivision"
+    words = "job job8 has ended: this switch failed: ZeroDivision"
     assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))
     run(end, workers, 100)
 

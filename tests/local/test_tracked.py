@@ -94,7 +94,7 @@ def test_a_scheduler_that_is_not_tracked_is_said(tmp_path):
     _, said, _ = script(tmp_path / "s", steps=3, tracked=False)
     assert not any("schedule starts" in line for line in said)
     _, said, _ = script(tmp_path / "s", steps=5, tracked=False)
-    assert sum("schedule starts from the beginning" in line for line in said) == 1
+    assert sum("schedule starts from its beginning" in line for line in said) == 1
     _, said, _ = script(tmp_path / "s", steps=7)
     assert sum("has no state of 'scheduler' at step 5" in line for line in said) == 1
 
@@ -171,7 +171,7 @@ def test_only_what_has_a_state_is_tracked(tmp_path):
         placed.track(generator=generator)
         assert torch.equal(torch.rand(3, generator=generator), drawn)
         one_step(Case(), model, placed, new_scaler(Case()), 1)
-        with pytest.raises(LoopError, match="after step 2, but the state of step 1"):
+        with pytest.raises(LoopError, match="after step 2, but this run resumed step 1"):
             placed.track(more=generator)
 
 

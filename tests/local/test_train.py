@@ -162,7 +162,7 @@ def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
         (job.run_dir / "mark.json").unlink()
     before = contents(job.run_dir)
     with pytest.raises(
-        StaleError, match=f"at step 1, this run has committed step {5 if marked else 3}"
+        StaleError, match=f"at step 1, but this run has committed step {5 if marked else 3}"
     ):
         train(job, quiet)
     with pytest.raises(StaleError):
@@ -182,7 +182,7 @@ def test_another_store_is_refused(path: Path) -> None:
     shutil.rmtree(job.run_dir / "store")
     shutil.copytree(other.run_dir / "store", job.run_dir / "store")
     with pytest.raises(
-        ForeignError, match=r"holds step 2 of store .*, this run has committed step 2 of store"
+        ForeignError, match=r"has step 2 of store .*, but this run has committed step 2 of store"
     ):
         train(job, quiet)
     train(job_of(path, run__new_store=True), quiet)
@@ -547,7 +547,7 @@ def test_an_imported_model_of_few_positions_gets_shorter_rows(
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "short")
     more = ["--data.paths", str(tmp_path / "text"), "--run.dir", str(tmp_path / "run")]
     assert cli.main(["import", str(tmp_path / "short"), *more]) == 0
-    assert "data.seq_len is 24, not 256" in capsys.readouterr().out
+    assert "data.seq_len is lowered to 24" in capsys.readouterr().out
     assert load_job(tmp_path / "run" / "job.toml").data.seq_len == 24
     more[3] += "2"
     assert cli.main(["import", str(tmp_path / "short"), *more, "--data.seq_len", "25"]) == 2

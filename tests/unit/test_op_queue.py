@@ -45,5 +45,5 @@ def test_jobs_that_are_abandoned_while_one_begins():
     queue.abandon()
     go.set()
     queue.close()
-    with pytest.raises(LoopError, match="stage 1: one more after close"):
+    with pytest.raises(LoopError, match="stage 1: one more was queued after close"):
         queue.put(job("one more"))

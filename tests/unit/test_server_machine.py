@@ -496,7 +496,7 @@ def test_workers_that_differ_are_told():
         agreed([a, replace(a, hyper=(0.2,), worker=1)])
     with pytest.raises(LoopError, match="2 and 1 parameters"):
         agreed([a, replace(a, scales=[1.0], worker=1)])
-    with pytest.raises(LoopError, match=r"by 1.0 and 0.5"):
+    with pytest.raises(LoopError, match=r"factors, 1.0 and 0.5"):
         agreed([a, replace(a, scales=[0.5, None], worker=1)])
 
 

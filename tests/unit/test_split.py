@@ -82,7 +82,7 @@ def test_named():
     assert names(split(model, "model.layers.3.a")) == ["model.layers.3.a"]
     with pytest.raises(ConfigError, match=r"hint: did you mean `model.layers.0`"):
         split(model, ["model.layer.0"])
-    with pytest.raises(ConfigError, match=r"name its items: model.layers.\*"):
+    with pytest.raises(ConfigError, match=r"name the items of the block instead: model.layers.\*"):
         split(model, ["model.layers"])
     with pytest.raises(ConfigError, match=r"'model.layers.0.a' is inside block 'model.layers.0'"):
         split(model, ["model.layers.0", "model.layers.0.a"])

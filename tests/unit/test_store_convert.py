@@ -278,7 +278,7 @@ def test_refusals(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match=r"there is no parameter named 'x'"):
         read_param(old, "x")
-    with pytest.raises(ConfigError, match=r"'scalar' has no 'm'"):
+    with pytest.raises(ConfigError, match=r"'scalar' has no array 'm'"):
         read_param(old, "scalar", "m")
     old.close()
 

@@ -618,7 +618,10 @@ def test_filled_cache_is_refused():
     # transformers 5.24 has another name for it.
     name = "cache" if "cache" in out else "past_key_values"
     assert out[name].get_seq_length() == IDS.shape[1]
-    with pytest.raises(ModelError, match=r"filled DynamicCache\nhint: pass use_cache=False"):
+    with pytest.raises(
+        ModelError,
+        match=r"a DynamicCache that is not empty during training\nhint: pass use_cache=False",
+    ):
         s.model(IDS, **{name: out[name]})
 
 

@@ -60,7 +60,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A, B], replicas=2, give_up=["x:1"]), "give_up = .*x:1"),
         (
             lambda: Servers([A, B], replicas=2, relay="1GiB"),
-            "which of 2 replicas of a server is missing",
+            "a relay cannot be combined with replicas = 2",
         ),
         (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
         (lambda: Servers([A], residuals=Files(["a", "b"])), "but 2 are named"),
@@ -144,14 +144,14 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"store": Servers([A], fan_in=TREE), "group": WorkerIdentity(workers=3)},
-            r"the switches list workers \[0, 1\], the job has workers 0 to 2",
+            r"the switches list workers \[0, 1\], but the job has workers 0 to 2",
         ),
         (
             {
                 "store": Servers([A], fan_in=TREE, relay="1GiB"),
                 "group": WorkerIdentity(workers=2, local=2),
             },
-            r"the switches list workers \[0, 1\], the job has workers 0 to 0",
+            r"the switches list workers \[0, 1\], but the job has workers 0 to 0",
         ),
         (
             {"store": Servers([A], fan_in=[B]), "group": WorkerIdentity(workers=65)},
