@@ -149,10 +149,8 @@ class Server:
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _allocate_resident(self) -> dict[int, memoryview]:
-        """Allocate one buffer for the resident parts of all records.
-
-        Returns a dict from the number of each chunk to the chunk's view of the buffer.
-        """
+        """Allocate one buffer for the resident parts of all records. Returns a dict from the number
+        of each chunk to the chunk's view of the buffer."""
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
@@ -184,9 +182,7 @@ class Server:
 
     def send(self, message: Any) -> None:
         """Receive a message of the worker in this process, which uses the Server as a MessageLink.
-
-        Raises LostError if the server is stopped.
-        """
+        Raises LostError if the server is stopped."""
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
@@ -199,21 +195,17 @@ class Server:
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """Return the waiting pulls and the missing messages; see ServerStateMachine.waits.
-
-        Raises DeadlineError if the loop thread does not answer in time.
-        """
+        """Return the waiting pulls and the missing messages; see ServerStateMachine.waits. Raises
+        DeadlineError if the loop thread does not answer in time."""
         return self._in_loop(
             self.machine.waits, LOOK_S, f"{self.config.name} did not report within {LOOK_S:.0f} s"
         )
 
     def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
-        """Continue at `step` with the records of `tier`.
-
-        If `tier` is None, the server continues with the records in memory. Call this method only
-        between steps, when nothing is in progress. Raises StoreError if the files are damaged, and
-        DeadlineError if reading them takes too long.
-        """
+        """Continue at `step` with the records of `tier`. If `tier` is None, the server continues
+        with the records in memory. Call this method only between steps, when nothing is in
+        progress. Raises StoreError if the files are damaged, and DeadlineError if reading them
+        takes too long."""
 
         def change() -> None:
             self.config = replace(self.config, meta=meta, tier=tier)
@@ -226,11 +218,9 @@ class Server:
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """Run `call` in the loop thread between two events, and return its result.
-
-        An exception in `call` is raised here and ends the server. Raises DeadlineError with the
-        message `late` after `wait_s`.
-        """
+        """Run `call` in the loop thread between two events, and return its result. An exception in
+        `call` is raised here and ends the server. Raises DeadlineError with the message `late`
+        after `wait_s`."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -247,11 +237,9 @@ class Server:
         return done.result()
 
     def stop(self, deadline_s: float) -> list[str]:
-        """End all threads without waiting for unfinished steps.
-
-        Returns the names of threads that have not ended within the deadline. These threads keep
-        their memory until they end. The caller must close the tier.
-        """
+        """End all threads without waiting for unfinished steps. Returns the names of threads that
+        have not ended within the deadline. These threads keep their memory until they end. The
+        caller must close the tier."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -397,10 +385,8 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """Read the weights part of a record from the file.
-
-        If the file has no weights part, or if `newest` is set, read the master and cast the master.
-        """
+        """Read the weights part of a record from the file. If the file has no weights part, or if
+        `newest` is set, read the master and cast the master."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:
@@ -498,11 +484,8 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Return the checksum of an updated record.
-
-        The checksum covers the state and the parameters that a pull returns. It does not cover the
-        padding after a 16-bit copy.
-        """
+        """Return the checksum of an updated record. The checksum covers the state and the
+        parameters that a pull returns. It does not cover the padding after a 16-bit copy."""
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -518,10 +501,8 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """Return the name of the part of a record that is written, and its byte offset.
-
-        A resident 16-bit copy is not written, because the copy can be cast from the master.
-        """
+        """Return the name of the part of a record that is written, and its byte offset. A resident
+        16-bit copy is not written, because the copy can be cast from the master."""
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
         )
@@ -566,11 +547,9 @@ def apply_rule(
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Apply `rule` to every span of `record` that has a gradient.
-
-    Adjacent spans with equal scalars and scale are processed as one range, including the padding
-    between them. If `public` is not None, the 16-bit copy of the new values is written to `public`.
-    """
+    """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
+    and scale are processed as one range, including the padding between them. If `public` is not
+    None, the 16-bit copy of the new values is written to `public`."""
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
     copy = None if public is None else array_in(public, chunk.dtype, 0, n)
