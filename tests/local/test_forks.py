@@ -114,7 +114,7 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     two.lose(0, keep=True)
     two.back(1)
     running = two.train(5, give_up=[two.where[0]], **ONE)  # a person says that server 0 is lost
-    assert any("given up: contents of server 0 (" in n for n in running.notes()), running.notes()
+    assert any("discarded: contents of server 0 (" in n for n in running.notes()), running.notes()
     two.back(0)
     error = refused(two, 6)
     for number, step in ((0, 4), (1, 5)):

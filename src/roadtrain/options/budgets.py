@@ -231,8 +231,8 @@ def derive(
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
-            f"only {slots} of {compute} blocks of {show_bytes(size.slot)} fit from forward to"
-            f" backward, the budget is {show_bytes(host_bytes)}",
+            f"{slots} of {compute} blocks ({show_bytes(size.slot)} each) fit in memory from forward"
+            f" to backward, but all must fit in the budget of {show_bytes(host_bytes)}",
             hint="buffering='auto' keeps as many as fit (with staleness 0 or 1)",
         )
     resident, public, kept = frozenset(records), frozenset[int](), in_ram
