@@ -211,7 +211,7 @@ class RemoteServers:
         error = LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
             hint=(doubt.hint if isinstance(doubt, Unclear) else "")
-            or "start these servers; a new store needs all servers, an old one half of each pair",
+            or "start these servers; a new store needs all, an existing store one of each pair",
         )
         error.__cause__ = why
         return error
