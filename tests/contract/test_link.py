@@ -1675,7 +1675,7 @@ def test_counts_that_lie_are_a_wire_error(counts, folder):
     # whoever looks at his ring sees it, and that may be at once
     with contextlib.suppress(LostError):
         ends.b.send(1, b"", [memoryview(bytes(MIB))])
-    with pytest.raises(WireError, match="used bytes of 4194304"):
+    with pytest.raises(WireError, match="used bytes of a ring of 4194304"):
         raise ends.got_b.wait_lost()
     ends.close()
 
