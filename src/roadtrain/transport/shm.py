@@ -253,7 +253,7 @@ class _Ring:
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
-            raise WireError(f"the ring's counters imply {used} used bytes of {RING_BYTES}")
+            raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING_BYTES}")
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
