@@ -197,7 +197,7 @@ def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
     cluster, job = files("[store]\nfiles = []")
     Path(job).write_text(Path(job).read_text().replace("hidden_size = 192", "hidden_size = 65536"))
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
-    assert re.search(r"take [\d.]+ TiB, [\d.]+ GiB are free", capsys.readouterr().err)
+    assert re.search(r"need [\d.]+ TiB of memory, but [\d.]+ GiB are free", capsys.readouterr().err)
 
 
 def test_what_a_failed_worker_said_is_told(files, capsys):

@@ -287,7 +287,7 @@ def test_an_error_inside_and_one_while_making_leave_nothing(
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match="closes a cycle"):
         Network({"a": [LabNic(1)]}, {("x", "y"): 1, ("y", "z"): 1, ("x", "z"): 1})
     for name in ("../a", "+switch", ""):
         with pytest.raises(ConfigError, match="name of letters"):
