@@ -456,7 +456,7 @@ def test_nothing_works_before_init():
         lambda: hvd.broadcast_parameters({}, 0),
         lambda: hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)),
     ):
-        with pytest.raises(ConfigError, match=r"not initialized[\s\S]*init\(\) comes first"):
+        with pytest.raises(ConfigError, match=r"not initialized[\s\S]*call init\(\) first"):
             call()
     hvd.shutdown()  # nothing to end
 
@@ -477,7 +477,7 @@ def test_what_a_loop_must_not_do(alone):
         optimizer.zero_grad()
     with pytest.raises(LoopError, match="skip_synchronize"), optimizer.skip_synchronize():
         optimizer.step()
-    with pytest.raises(LoopError, match=r"came 2 times[\s\S]*is 1"):
+    with pytest.raises(LoopError, match=r"received 2 gradients[\s\S]*after 1"):
         backward(model)
     hvd.shutdown()
     hvd.init(budget="64MiB")
@@ -525,7 +525,7 @@ def test_what_cannot_be_distributed(alone):
         "lacks 1 of the optimizer's 2": lambda: hvd.DistributedOptimizer(
             torch.optim.SGD(other.parameters(), lr=1), [("weight", other.weight)]
         ),
-        "a name twice": lambda: small(named_parameters=[("weight", other.weight)] * 2),
+        "repeats a name": lambda: small(named_parameters=[("weight", other.weight)] * 2),
         "staleness": lambda: small(staleness=1),
         "op='median'": lambda: small(op="median"),
         "gradient_predivide_factor": lambda: small(op=hvd.Sum, gradient_predivide_factor=2.0),

@@ -86,7 +86,7 @@ class GradientSums:
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
-                f"{self.names[p]}  has received {self.seen[p]} gradients since the last step()",
+                f"{self.names[p]} has received {self.seen[p]} gradients since the last step()",
                 hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
         # begin_all begins the sums of other dtypes, in the same order on all workers
