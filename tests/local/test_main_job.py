@@ -55,7 +55,7 @@ def test_the_table_says_what_was_needed_used_moved_and_what_limited(
         r"[\d.]+ \w+: computing [\d.]+ \w+, waiting [\d.]+ \w+; limited by (computing|files|updates)",
         rows["a step took"],
     )
-    assert rows["to go on"] == f"bin/roadtrain train {job.run_dir}/job.toml --run.steps 4"
+    assert rows["to continue"] == f"bin/roadtrain train {job.run_dir}/job.toml --run.steps 4"
     assert f"rm -r {job.run_dir} removes it" in rows["on disk"]
     assert load_job(job.run_dir / "job.toml").run.memory_limit == "64GiB"
 
@@ -89,4 +89,4 @@ def test_plain_training_within_and_beyond_the_limit(
     )
     assert done.returncode == 3, done.stderr
     assert "stopped by the limit while making the model" in done.stdout
-    assert "800.0 MiB are allowed" in done.stdout
+    assert "the limit is 800.0 MiB" in done.stdout

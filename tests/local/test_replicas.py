@@ -207,9 +207,8 @@ def test_two_dead_servers_are_refused_and_named(cluster):
         three.back(number)
     running = three.start(4)
     assert set(running.join()) == {3}
-    assert "held by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
-        running.errors()
-    )
+    error = running.errors()[0]
+    assert "the rest, on server 0 (" in error and "server 1 (" in error, error
 
 
 def test_another_number_of_replicas_is_refused(cluster):

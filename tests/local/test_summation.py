@@ -576,7 +576,7 @@ def test_spare_hosts_are_named_rightly(tmp_path):
         (["nowhere"], None),
         (str(tmp_path / "none"), None),
     ):
-        with pytest.raises(ConfigError, match=r"spare host|no address"):
+        with pytest.raises(ConfigError, match=r"spare host|not an address"):
             SpareHosts(spares, rates, None).now()
     (tmp_path / "file").write_text("# ours\n10.0.0.1:7000\n\n10.0.0.2:7000 0.25 # slow\n")
     assert SpareHosts(str(tmp_path / "file"), None, None).now() == {
