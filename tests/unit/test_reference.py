@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -74,6 +75,33 @@ def test_code_does_not_scroll_sideways(page):
         if code and not fence:
             lines.append(line)
     assert not [line for line in lines if len(line) > 78]
+
+
+CODE = [
+    path
+    for d in ("src", "plugins", "benchmarks", "tests", "docs")
+    for path in ROOT.glob(f"{d}/**/*.py")
+]
+
+
+def test_files_and_members_that_pages_name_exist():
+    members: dict[str, set[str]] = {}
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                inside = members.setdefault(node.name, set())
+                inside |= {getattr(x, "name", getattr(x, "attr", "")) for x in ast.walk(node)}
+                inside |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+    wrong = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"`([\w/]+\.py)`", text):
+            if not any(f"/{path}".endswith(f"/{name}") for path in CODE) and "paced" not in name:
+                wrong.append(f"{page.name}: {name}")  # the exercise in CONTRIBUTING makes `paced`
+        for owner, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)[`(]", text):
+            if member not in members.get(owner, ()):
+                wrong.append(f"{page.name}: {owner}.{member}")
+    assert not wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
