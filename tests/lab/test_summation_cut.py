@@ -77,7 +77,12 @@ def test_a_host_that_vanishes(tmp_path):
             wait(lambda: all(len(one) > 5 for one in rounds(tmp_path)))
             begin = time.monotonic()
             assert alone.run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0
-            wait(lambda: all(len(one) > 20 for one in rounds(tmp_path, begin)) and said("left out"))
+            wait(
+                lambda: (
+                    all(len(one) > 20 for one in rounds(tmp_path, begin))
+                    and said("not used any more")
+                )
+            )
             gaps = [b - a for one in rounds(tmp_path) for a, b in pairwise(one) if b > begin]
             assert max(gaps) < 5.5, max(gaps)  # 5 s and a round
             assert alone.run(["ip", "link", "set", "eth0", "up"]).wait(10) == 0

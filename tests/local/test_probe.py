@@ -221,7 +221,7 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
 
 
 def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
-    with pytest.raises(ConfigError, match="without a token"):
+    with pytest.raises(ConfigError, match="needs a token"):
         listening("0.0.0.0:0", TcpOptions(), one("x"))
     guarded = listening("127.0.0.1:0", TcpOptions(token=b"a secret of the job"), one("x"))
     try:
@@ -258,12 +258,12 @@ def test_wrong_words(
         return said.err
 
     assert f"{tmp_path}/none is not a directory" in told("--dirs", f"{tmp_path}/none")
-    assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
+    assert f"{tmp_path}/none is not a directory" in told("--out", f"{tmp_path}/none/cluster.toml")
     assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1", code=3)
     assert "'nowhere' is not an address" in told("--hosts", "nowhere")
     assert "give only one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
-    assert "without a token" in told("--listen", "0.0.0.0:0")
+    assert "needs a token" in told("--listen", "0.0.0.0:0")
     assert "cannot read the token" in told(
         "--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none"
     )
