@@ -19,8 +19,8 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """An unnamed file of `nbytes` in `directory`. Parts that were never written take no space.
-    Raises FullError."""
+    """An unnamed file of `nbytes` in `directory`. Ranges of the file that were never written take
+    no space on the disk. Raises FullError if the disk is full."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
