@@ -1,7 +1,8 @@
 """The job state: the part of a step's state that is neither parameters nor optimizer state.
 
-It consists of random generators, the model's buffers, the parameter groups, and the objects that
-the user tracks. It is committed with each step as plain data without code (streaming/plain.py).
+The job state consists of the states of the random generators, the model's buffers, the parameter
+groups, and the states of the objects that the user tracks. The job state is committed with each
+step as plain data without code (streaming/plain.py).
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class CommittedState:
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """Send the job state of the last step, which is now final, to the servers for the commit.
+        """Send the final job state of the last step to the servers for the commit.
 
         `at_forward`: Whether the next step's forward is about to begin; see `encode`.
         """
@@ -154,7 +155,8 @@ class CommittedState:
         """Encode the job state as plain data.
 
         Args:
-            drawn: The result of `_draws` at the end of the step. If None, `_draws` is called now.
+            drawn: The states of random generators and data sources at the end of the step, as
+                `_draws` returns them. If None, `_draws` is called now.
             at_forward: Whether the next step's forward is about to begin. If True, the encoded
                 state says that a resumed run must restore the random generators before its first
                 forward.
@@ -251,9 +253,10 @@ class CommittedState:
             )
 
     def check_tracked(self) -> None:
-        """Report the states of the resumed step that no tracked object has taken over.
+        """Report each state of the resumed step that was not restored, because no object is tracked
+        under its name.
 
-        Called before each forward, but acts only before the first one. It also sets the random
+        Called before each forward, but acts only before the first forward. Also sets the random
         generators and checks the step of a Lightning Trainer.
         """
         if self._resumed is None or self._checked:
@@ -284,8 +287,8 @@ class CommittedState:
     def check_lightning(self, *modules: Any) -> None:
         """Raise LoopError if a step was resumed and a Lightning Trainer is at a different step.
 
-        The progress of a Trainer is saved only in the Trainer's checkpoints. `modules`: Modules
-        whose Trainer is checked.
+        A Trainer's progress is not part of the job state, so a resumed Trainer must load one of its
+        own checkpoints. `modules`: Modules whose Trainer is checked.
         """
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
@@ -308,7 +311,7 @@ def decode(blob: bytes, step: int) -> dict[str, Any]:
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise ForeignError(
             f"the data committed with step {step} is not a job state: expected a dict with the keys"
-            f" {', '.join(sorted(KEYS))}, found a {type(state).__name__} that lacks some or all"
+            f" {', '.join(sorted(KEYS))}, found a {type(state).__name__} without some of these keys"
         )
     return state
 

@@ -106,8 +106,8 @@ def place(
             used, as with `Memory()`.
         compress: The compression of gradients, `TopK` or `Downcast`. If None, gradients are not
             compressed.
-        delay: A `Delay`, which allows the parameters of a step to lack updates. If None, no updates
-            are missing.
+        delay: A `Delay`: a step may compute with parameters in which the latest updates are still
+            missing. If None, each step computes with all earlier updates.
         host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
             as "900MiB". If None, half of the free memory is used.
         device_budget: Accelerator memory for fetched parameters and their gradients in bytes. It
@@ -274,7 +274,8 @@ def _fill(
     initial: Mapping[str, Tensor],
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Write the initial values to a new store block by block, and release them from the model.
+    """Write the initial values to a new store block by block, and release the memory of the model's
+    parameters.
 
     A model on `meta` is thus never in memory as a whole. Values that are not in `initial` come from
     the model. For a model on `meta`, these values come from `init`, or from the modules' own
@@ -333,7 +334,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Report where the training state is kept, and the step at which it is."""
+    """Report where the training state is kept, and the step of the state."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():

@@ -3,9 +3,9 @@
 Saving: every module that has placed parameters adds values of the store to the state dict. If such
 a module creates the dict, the dict is a StateDict, whose tensors are read on first access. The
 tensors are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may
-be larger than memory. The values are those after the last step() before the dict was made. Before
-the next step changes the values in the store, all tensors of the dict that were not accessed yet
-are read.
+be larger than memory. The dict has the values after the last step() before the dict was made:
+before the next step changes the values in the store, all tensors of the dict that were not accessed
+yet are read.
 
 Loading: values that differ from the store's values are staged in a scratch file. The next use of
 the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
@@ -50,7 +50,8 @@ _MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooke
 
 
 class ValueSource(Protocol):
-    """The owner of the values: PlacedOptimizer."""
+    """The interface through which this module reads and writes the store. PlacedOptimizer
+    implements it."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
         """Return a context manager that gives access to the values after the last step().
@@ -85,7 +86,8 @@ class Values:
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Return the tensor of parameter `index`.
 
-        If the tensor does not exist any more, it is created and filled from `pieces`.
+        If no tensor that an earlier call returned is still in use, a tensor is created in the
+        scratch file and filled from `pieces`.
         """
         if (tensor := self._live.get(index)) is not None:
             return tensor
@@ -400,9 +402,10 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Replace `_apply`, which model.to(), half() and cuda() call.
+        """Replacement of Module._apply, the method that model.to(), half() and cuda() call.
 
-        This version changes only buffers. Placed parameters keep their dtype and device.
+        The replacement changes only buffers. Placed parameters keep their dtype and device. Raises
+        LoopError if the call would change the dtype of placed parameters.
         """
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:

@@ -230,7 +230,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The reference to the store and its current step, which a state dict contains."""
+        """The "roadtrain" entry of a state dict in the reference form. The entry names the store
+        and the store's current step."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -306,9 +307,9 @@ class StoredOptimizer(torch.optim.Optimizer):
                 optimizer.
 
         Raises:
-            LoopError: The state dict does not fit this optimizer, its store or its step. The store
-                was not changed. If the model's load_state_dict() was called before, its values are
-                discarded.
+            LoopError: The state dict does not fit this optimizer, the store or the store's step.
+                The store was not changed. Values that the model's load_state_dict() has loaded, but
+                that were not written yet, are discarded.
         """
         with undone_on_error(self._states.discard):
             self._load(state_dict)
@@ -401,7 +402,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """Write these values to the store and commit them; the store is then at `step`.
+        """Write `values` and `state` to the store and commit them. The store is then at `step`.
 
         With servers, all workers must call this method, and the values of worker 0 are used.
 
@@ -476,7 +477,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         self._check_replaceable()
         if self.session.store_plan.staleness or self._worker.residual_block:
             raise LoopError(
-                "new values cannot be loaded into servers with a delay or with error feedback",
+                "new values cannot be loaded into servers if the job has a delay or error feedback",
                 hint="leave out delay and error feedback, or place this stage on files of its host",
             )
 
