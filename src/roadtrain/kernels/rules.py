@@ -47,7 +47,8 @@ class _Native(Rule):
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the sign of the gradient, and the formula's scalars."""
+        that the rule does not keep), the factor 1 or -1 for the gradient (-1 to maximize), and the
+        formula's scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float

@@ -118,7 +118,9 @@ def compiled(source: Path, into: Path) -> None:
     """Compile the C file `source` into the object file `into`. Raises BpfError with the compiler's
     first error."""
     if sys.byteorder != "little":
-        raise BpfError("the program needs a little-endian machine, but this one is big-endian")
+        raise BpfError(
+            "the BPF program needs a little-endian machine, but this machine is big-endian"
+        )
     words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
     words.append(
         f"-I/usr/include/{platform.machine()}-linux-gnu"

@@ -1,6 +1,6 @@
 """Lookup of the hardware address to which a network device sends packets for a host.
 
-The address is read from the kernel's tables of routes and neighbours, in the network namespace of
+The address is read from the kernel's tables of routes and neighbors, in the network namespace of
 the calling thread. This module sends no packets: the kernel resolves the address when other packets
 are sent to the host.
 """
@@ -48,7 +48,7 @@ def next_hop(host: str, device: str) -> str | None:
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Return the hardware address of the neighbour with the IP address `address`. Returns None if
+    """Return the hardware address of the neighbor with the IP address `address`. Returns None if
     this host has not resolved the address yet."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
