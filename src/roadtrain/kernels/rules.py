@@ -146,7 +146,7 @@ class AdamRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
             hint = "keep amsgrad as it was at the start"
-            raise RuleError("amsgrad changed after training began", hint=hint)
+            raise RuleError("the option amsgrad changed after training began", hint=hint)
         floats = _floats(group, "lr", "weight_decay", "eps", "maximize")
         return (*floats, *map(float, group["betas"]))
 
@@ -206,7 +206,9 @@ class RmspropRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
             hint = "keep both as they were at the start"
-            raise RuleError("centered or momentum changed after training began", hint=hint)
+            raise RuleError(
+                "the option centered or momentum changed after training began", hint=hint
+            )
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:

@@ -41,7 +41,8 @@ _closing: set[PlacedOptimizer] = set()
 
 
 class PlacedOptimizer(StoredOptimizer):
-    """The optimizer that `place` returns. As a context manager, it calls close() at the end.
+    """The optimizer that `place` returns. As a context manager, the optimizer calls close() at the
+    end of the `with` statement.
 
     Args:
         model: The placed model.

@@ -246,7 +246,7 @@ class ModelStates:
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """Add the parameters of `module` to `destination`.
+        """Add the parameters of `module` to the state dict `destination`.
 
         Torch calls this method as a state-dict hook of the module.
         """

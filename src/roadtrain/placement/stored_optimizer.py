@@ -173,7 +173,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Return the seconds and bytes of each stage of the steps, summed since the last call.
+        """Return the seconds and bytes of each stage of a step (such as "Fetch", "Forward" or
+        "Commit"), summed since the last call.
 
         Returns:
             A dict from the name of a stage to its totals.

@@ -84,7 +84,8 @@ class RecordView:
         return self.array(what)[at.start : at.stop]
 
     def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
-        """Fill the record from `source`, then cast the weights part from the master."""
+        """Fill the record with the values that `source` returns, then cast the weights part from
+        the master."""
         for i, span in enumerate(self.chunk.spans):
             for what in self.names:
                 values = source(

@@ -58,9 +58,9 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """The part that this generation holds, as (job's id, index). In a local store, `index` is
-        the index of this directory. In a store on servers, `index` is the index of the server that
-        owns the part. None if the description is unreadable."""
+        """The part of a store that this generation holds, as (job's id, index). In a local store,
+        `index` is the index of this directory. In a store on servers, `index` is the index of the
+        server that owns the part. None if the description is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:

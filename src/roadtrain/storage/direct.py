@@ -63,7 +63,7 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
     """Return the error for a full device. If `nbytes` is 0, the operation writes only a file name
-    or a file size, and needs at most one block."""
+    or a file size, and needs at most one block of the file system."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"

@@ -333,7 +333,7 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
 def open_part(
     directory: str | Path, step: int | None = None, *, direct: bool = True, read_only: bool = False
 ) -> FileTier | None:
-    """Open a server's part of a store that is spread over hosts.
+    """Open one server's part of a store that is spread over hosts.
 
     Args:
         step: The step at which to open the part. None stands for the newest step.
@@ -373,7 +373,7 @@ def create_part(
     anew: bool = False,
     keep: bool = False,
 ) -> FileTier:
-    """Create empty files for the chunks of server `meta.index`.
+    """Create a new part of a store: empty files for the chunks of server `meta.index`.
 
     The directory may hold an existing part of the same job and server, or an existing part at step
     0. When `publish_part` is called, the new part replaces the existing part. Until then the
@@ -485,7 +485,8 @@ def _roots(named: Iterable[Path]) -> list[Generation]:
 
 
 def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
-    """Return the directory among `named` that holds directory `index` of the store."""
+    """Return the directory among `named` that has the number `index` in the store. Raises GoneError
+    if there is none."""
     name = f"gen-{meta.generation}"
     for path in named:
         if not (path / name).is_dir():

@@ -1,5 +1,5 @@
-"""History: the sessions that have trained a store on servers. This module decides whether training
-may continue from the steps that the servers hold. It does no I/O.
+"""History: the sessions that have trained a store on servers. This module decides whether a start
+(the beginning of a training run) may continue from the steps that the servers hold. It does no I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
 takes part in the session stores the link durably before the session's first commit. A step is
@@ -66,7 +66,7 @@ class ServerHoldings:
 @dataclass(frozen=True)
 class Witness:
     """A run directory's record of two sessions: the last session that this run began, and the
-    session before that one in the store's history."""
+    preceding session in the store's history."""
 
     before: str  # id of the session before `last`; "" if there was none
     last: str  # id of the last session that this run began

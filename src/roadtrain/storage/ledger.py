@@ -70,8 +70,8 @@ def digest(view: memoryview | bytes) -> int:
 
 
 def pack(blobs: Sequence[bytes]) -> bytes:
-    """Pack the blobs that several workers commit with a step. A single blob is returned
-    unchanged."""
+    """Pack the blobs (opaque bytes) that several workers commit with a step. A single blob is
+    returned unchanged."""
     if len(blobs) <= 1:
         return b"".join(blobs)
     lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))

@@ -106,11 +106,11 @@ class Mark:
             job: The store's uuid.
             step: The store's last committed step; -1 if there is no store.
             where: The store's location, for messages.
-            session: The session that trained this step; "" if the store names no session. If None,
-                `check` does not compare sessions, because servers and stages compare the histories
-                of stores themselves.
-            back: Whether the store may be at an earlier step than the mark, as with state in RAM
-                that is restored from a snapshot.
+            session: The id of the session that trained this step; "" if the store names no session.
+                If None, `check` does not compare sessions, because servers and stages compare the
+                histories of stores themselves.
+            back: Whether the store may be at an earlier step than the mark, for example because
+                state in RAM was restored from a snapshot.
 
         Raises:
             GoneError: There is no store.

@@ -116,7 +116,7 @@ class StoreMeta:
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
     def owned(self, index: int) -> dict[int, Record]:
-        """Return the records that directory `index` holds."""
+        """Return the layouts of the records that directory `index` holds, by chunk id."""
         return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
 
     @property

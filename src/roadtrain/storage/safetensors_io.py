@@ -40,7 +40,8 @@ class Tensor:
     offset: int
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """Read the whole tensor in its shape, or flat elements [start, stop)."""
+        """Read the tensor. Without arguments, returns the whole tensor in its shape; otherwise
+        elements [start, stop) of the flattened tensor."""
         whole = start == 0 and stop is None
         numel = prod(self.shape)
         last = numel if stop is None else stop

@@ -1,4 +1,5 @@
-"""Snapshots: a server's part that is in RAM is copied to files every few steps, during training.
+"""Snapshots: the part of a store that a server holds in RAM is copied to files every few steps,
+during training.
 
 A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. If a
 write would overwrite a chunk that is not copied yet, the write waits for the copy. So a slow
@@ -91,10 +92,10 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """Copies the part `source` to the part `target` at each step that is a multiple of `every`,
-    after `start` is called. If `source.write` would overwrite a chunk that is not copied yet, or
-    `source.prepare` would prepare the next step to be copied, the call first waits for the copy in
-    progress. If the copy has failed, the call raises the error of the copy."""
+    """Copies a server's part `source` to the part `target` at each step that is a multiple of
+    `every`, after `start` is called. If `source.write` would overwrite a chunk that is not copied
+    yet, or `source.prepare` would prepare the next step to be copied, the call first waits for the
+    copy in progress. If the copy has failed, the call raises the error of the copy."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]

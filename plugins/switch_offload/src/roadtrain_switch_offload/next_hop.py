@@ -65,8 +65,8 @@ def hardware_address(device: str) -> bytes:
 
 
 def is_hardware(device: str) -> bool:
-    """Return whether the device is hardware, which means that, according to its driver, it is on a
-    bus."""
+    """Return whether the device is hardware: the driver of the device reports a bus, such as
+    PCI."""
     reply = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
     request = struct.pack("16sP", device.encode(), ctypes.addressof(reply)).ljust(40, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
