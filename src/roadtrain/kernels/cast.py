@@ -134,7 +134,7 @@ def _to_fp16(x: Any) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """Convert an element of an array (see `typed`) to float32 (inside kernels only)."""
+    """Convert an element of an array (see `typed`) to float32. For use inside kernels only."""
     raise NotImplementedError
 
 

@@ -54,7 +54,8 @@ class CommittedState:
         due: The step that has ended, if its job state is not captured yet; otherwise None.
         history: Random identifier of the values that were last loaded into the store. "" if none
             were loaded.
-        device: The device of the model. Its random generator is part of the job state.
+        device: The device of the model. The random generator of this device is part of the job
+            state.
         tracked: The tracked objects by the names that the user gave them. Each object has
             `state_dict` and `load_state_dict`.
     """
@@ -72,8 +73,8 @@ class CommittedState:
 
         Args:
             optimizer: The placed optimizer.
-            user_optimizer: The optimizer that was passed to place(). It has the same parameter
-                groups.
+            user_optimizer: The optimizer that was passed to place(). Both optimizers have the same
+                parameter groups.
             model: The placed model.
             session: The open session with the servers.
             extra: Objects to track, by name.

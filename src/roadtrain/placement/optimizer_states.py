@@ -120,7 +120,8 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
 def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
     """Raise LoopError if the parameter groups of a state dict do not fit the optimizer.
 
-    `form`: The state dict. Its groups must have as many parameters as the optimizer's groups.
+    `form`: The state dict. Each of its groups must have as many parameters as the same group of the
+    optimizer.
     """
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
         raise LoopError(
@@ -148,7 +149,7 @@ def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
-    """Raise LoopError if a state dict does not refer to the optimizer's store at its current step.
+    """Raise LoopError if a state dict does not refer to the optimizer's store and the store's step.
 
     `found`: The "roadtrain" entry of the state dict.
     """

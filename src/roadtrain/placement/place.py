@@ -126,8 +126,8 @@ def place(
         weights: A directory of safetensors files in Hugging Face layout with the initial values.
         init: For a model that was built on the `meta` device: a function that initializes the
             parameters of a module, called with one module at a time.
-        extra: Objects with state_dict() and load_state_dict(). Their state is committed with each
-            step, and restored when a step is resumed.
+        extra: Objects with state_dict() and load_state_dict(), by name. The states of these objects
+            are committed with each step, and restored when a step is resumed.
         mark: The run directory's record of its store (storage/mark.py). If the store is missing,
             differs from the recorded store, or is at an earlier step than recorded, place() fails
             before anything is changed.

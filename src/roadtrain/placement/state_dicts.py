@@ -335,8 +335,8 @@ class ModelStates:
     ) -> None:
         """Stage the loaded values of the module's placed parameters.
 
-        Torch calls this method as a load-state-dict pre-hook. It runs after the module's other
-        pre-hooks, because these may rename keys.
+        Torch calls this method as a load-state-dict pre-hook. The method runs after the module's
+        other pre-hooks, because the other pre-hooks may rename keys.
         """
         for name, index in self._hidden.items():
             key = prefix + name
@@ -455,7 +455,8 @@ def steps_of(numel: int, most: int = 1 << 20) -> Iterator[tuple[int, int]]:
 
 
 def flat_of(values: torch.Tensor, start: int, stop: int, dtype: str) -> np.ndarray:
-    """Return elements [start, stop) of a flattened tensor in `dtype`, 16-bit floats as uint16."""
+    """Return elements [start, stop) of the flattened tensor `values`, converted to `dtype`.
+    Elements of bf16 and fp16 are returned as uint16."""
     return as_numpy(values.reshape(-1)[start:stop].to(DTYPES[dtype]))
 
 

@@ -1,9 +1,9 @@
 """StoredOptimizer: a torch optimizer whose state is in the store.
 
-StoredOptimizer commits, saves, loads and reads this state. Its state dict either refers to the
-store or contains the values (optimizer_states.py). load_state_dict() immediately writes values to
-the store. The model's state dicts (state_dicts.py) also read and write the store through this
-class.
+StoredOptimizer commits, saves, loads and reads this state. The optimizer's state dict either refers
+to the store or contains the values (optimizer_states.py). load_state_dict() immediately writes
+values to the store. The model's state dicts (state_dicts.py) also read and write the store through
+this class.
 
 The subclass PlacedOptimizer (optimizer.py) takes the steps; servers/worker.py moves the bytes.
 """
@@ -162,8 +162,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         the gradient.
 
         Returns:
-            The norm. It is inf if the gradient contains an inf or nan, and nan before the first
-            step.
+            The norm: inf if the gradient contains an inf or nan; nan before the first step.
         """
         self._worker.check_process()
         if isinstance(self._norm, tuple):
@@ -248,9 +247,10 @@ class StoredOptimizer(torch.optim.Optimizer):
         store itself is the checkpoint. With one worker, the step is committed before the method
         returns.
 
-        The whole form has all values, as the state dict of an ordinary torch optimizer. Its fp32
-        tensors are in a memory-mapped scratch file, beside the store or in the temporary directory.
-        With several workers, all workers must call the method to get the whole form.
+        The whole form has all values, as the state dict of an ordinary torch optimizer. The fp32
+        tensors of this form are in a memory-mapped scratch file, beside the store or in the
+        temporary directory. With several workers, all workers must call the method to get the whole
+        form.
 
         Args:
             gather: If True, return the whole form. If False, return the reference form. If None,

@@ -5,7 +5,7 @@ Note "two slots": a chunk has the same offset in both slot files, slot 0 and slo
 chunk has a weights part and a state part (storage/tier.py). Each part is written into the slot that
 does not hold the part's committed bytes. The ledger record of a step names the slot of each part.
 So the last committed step stays complete while the next step is written. Frozen chunks are written
-only once, so they exist in slot 0 only. They come after all other chunks.
+only once, so they exist in slot 0 only, after all other chunks.
 
 Assumes the rules of storage/tier.py. Assumes that one process uses the directory, which the
 ledger's lock enforces. Does not decide when to commit, and does not know the store's other
@@ -261,8 +261,8 @@ class FileTier:
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
         """Make the pending writes durable, together with the ledger record of `step`, which
-        contains `blob`. `steps`: if the data was copied from another tier, the step that last wrote
-        each chunk in that tier; otherwise None."""
+        contains `blob`. `steps`: if the data was copied from another tier, an array with the step
+        that last wrote each chunk in the other tier; otherwise None."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (

@@ -428,9 +428,9 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """Make the part that `create_part` has created the current part. The new part must have a
-    committed step. The former part is removed, or renamed if it is at a later step than the new
-    part. Returns a report of each rename."""
+    """Make the newest part in `directory`, which `create_part` has created, the current part. The
+    new part must have a committed step. The former part is removed, or renamed if it is at a later
+    step than the new part. Returns a report of each rename."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest

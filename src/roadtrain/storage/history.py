@@ -1,5 +1,6 @@
 """History: the sessions that have trained a store on servers. This module decides whether a start
-(the beginning of a training run) may continue from the steps that the servers hold. It does no I/O.
+(the beginning of a training run) may continue from the steps that the servers hold, and does no
+I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
 takes part in the session stores the link durably before the session's first commit. A step is
@@ -77,8 +78,7 @@ class Witness:
 
     @staticmethod
     def of(text: str) -> Witness | None:
-        """Parse the text of a witness, as `str` returns it. Returns None if `text` is no such
-        text."""
+        """Parse a text that `str` has made from a witness. Returns None for any other text."""
         words = text.split(" ")
         if len(words) != 3 or not all(number.isdigit() for number in words[2].split(",")):
             return None
@@ -139,7 +139,7 @@ class Histories:
         """Decide whether training can continue, and from which step.
 
         Args:
-            witness: The record of the run directory, or None.
+            witness: The witness that the run directory contains, or None.
             given_up: Numbers of the servers whose stored data is to be discarded. These servers are
                 not in `found`.
 
@@ -304,7 +304,8 @@ class Histories:
         step.
 
         Returns:
-            None if the check succeeds. If missing servers may know the session, the reason to wait.
+            None if the check succeeds. If a server that has not answered may know the session, an
+            `Unclear` with the reason to wait.
 
         Raises:
             StaleError: All servers of the session have answered, and none knows the session.
@@ -372,8 +373,8 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
-    """Return the servers that hold chunks which no server in `members` holds. `holders`: For every
-    chunk, the servers that should hold it."""
+    """Find the chunks that no server in `members` holds, and return the servers that should hold
+    these chunks. `holders`: For every chunk, the servers that should hold the chunk."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

@@ -2,7 +2,7 @@
 
 The pages of the file are page cache: the kernel reclaims these pages when memory is short, and they
 do not count as memory of this process. Offsets must be multiples of the page size. The file is not
-synced, and has no checksums. It is deleted when the last view of the map is released.
+synced, and has no checksums. The file is deleted when the last view of the map is released.
 """
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """Make a new array map with `entries` values of `value_nbytes` each. Its values have the
-        same type as the values of the map `pattern`. Returns the map's descriptor, which the caller
-        closes."""
+        """Make a new array map with `entries` values of `value_nbytes` each. The values of the new
+        map have the same type as the values of the map `pattern`. Returns the map's descriptor,
+        which the caller closes."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),
