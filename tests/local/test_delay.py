@@ -186,7 +186,9 @@ def test_what_it_does_not_do_is_said(tmp_path):
     for wrong in (-1, 1.5, "all"):
         with pytest.raises(ConfigError, match="`steps` cannot be"):
             Delay(wrong)
-    with pytest.raises(ConfigError, match="these may change in between"):
+    with pytest.raises(
+        ConfigError, match="a block that is fetched again for backward may have changed"
+    ):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),

@@ -100,7 +100,10 @@ def test_an_older_copy_is_refused_and_gone_on_from_where_it_is_meant(
         copy.rename(host.directory)
     two.back(0, 1)
     error = refused(two, 6, run=run["run"], replicas=replicas)
-    assert "StaleError" in error and "in no server's history; the newest step is 2" in error
+    assert (
+        "StaleError" in error
+        and "in no server's history; the newest step that a server holds is 2" in error
+    )
     assert "--new-store goes back to the step that the servers hold" in error, error
     same(two.train(6, new_store=True, **run), alone, 6)
     two.train(7, **run)
@@ -123,7 +126,9 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
             " step 2" in error
         )
     assert (
-        "ForkedError" in error and "they were trained separately" in error and "give_up" in error
+        "ForkedError" in error
+        and "these two servers were trained separately" in error
+        and "give_up" in error
     ), error
     kept = contents(two.hosts[0].directory)
     running = two.train(6, give_up=[two.where[0]], **ONE)

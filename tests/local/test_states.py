@@ -296,7 +296,9 @@ def test_a_state_of_other_parameters_is_refused():
         run(Case(), model, placed, scaler, 0, 2)
         old = saved([model.state_dict(), placed.state_dict(gather=True)])
         run(Case(), model, placed, scaler, 2, 3)
-        with pytest.raises(LoopError, match=r"step 2 belongs to other parameters .* step 3"):
+        with pytest.raises(
+            LoopError, match=r"step 2 was saved with other parameter values .* step 3"
+        ):
             placed.load_state_dict(old[1])
         assert placed.steps_done == 3
         model.load_state_dict(old[0])

@@ -141,7 +141,9 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
 
 def test_an_older_copy_is_refused_by_the_run():
     """All servers were put back to a copy that was made before the last session."""
-    with pytest.raises(StaleError, match="in no server's history; the newest step is 8"):
+    with pytest.raises(
+        StaleError, match="in no server's history; the newest step that a server holds is 8"
+    ):
         histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(8, (A,))}).resume(
             Witness("b", "c", (0, 1))
         )
@@ -318,7 +320,7 @@ def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
     """Servers without replicas cannot be given up: nobody else has their chunks (Rule 6)."""
     holders = ring(2) if replicas else {(0,), (1,)}
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
-    with pytest.raises(ForkedError, match="they were trained separately") as raised:
+    with pytest.raises(ForkedError, match="these two servers were trained separately") as raised:
         Histories(forked, NAMES[:2], holders)
     hint = str(raised.value).partition("hint: ")[2]
     assert ("give_up" in hint) is replicas

@@ -235,7 +235,7 @@ def test_entries_that_cannot_be() -> None:
         job(children=65)
     with pytest.raises(BudgetError, match="2 jobs need 8192 slots"):
         entries([job(slots=4096), job(78, udp=1, slots=4096)])
-    with pytest.raises(ConfigError, match="two jobs have the same number"):
+    with pytest.raises(ConfigError, match="two jobs have the same host, UDP port and job number"):
         entries([job(), job()])
 
 

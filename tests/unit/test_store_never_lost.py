@@ -190,7 +190,7 @@ def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(
     before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
     flipped(path, 8 * 70)
     with pytest.raises(
-        DamagedError, match="step 1, which the older record describes, is not complete"
+        DamagedError, match="the data of step 1, the last step with an intact record, is incomplete"
     ) as error:
         opened(directories)
     assert "nothing was changed" in str(error.value)
@@ -218,7 +218,7 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
     before = path.read_bytes()
     flipped(path, 8 * 70)
     with pytest.raises(
-        DamagedError, match="step 1, which the older record describes, is not complete"
+        DamagedError, match="the data of step 1, the last step with an intact record, is incomplete"
     ):
         open_part(home)
     flipped(path, 8 * 70)

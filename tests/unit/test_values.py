@@ -128,7 +128,10 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ({"compress": Downcast("bf16")}, "without servers: no gradients are sent"),
         ({"compress": FEEDBACK, "store": Servers([A])}, r"error_feedback is True, but .* not set"),
         ({"store": Servers([A], residuals="r")}, "error_feedback is False, but .* are set"),
-        ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs all updates"),
+        (
+            {"compress": FEEDBACK, "delay": Delay(1)},
+            "error feedback needs parameters with all updates",
+        ),
         ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual per step"),
         (
             {"compress": TopK(0.1), "store": Servers([A], relay="1GiB"), "local": 2},
@@ -136,7 +139,7 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
-            "but these may change in between",
+            "but a block that is fetched again for backward may have changed",
         ),
         (
             {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},

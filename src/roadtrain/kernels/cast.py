@@ -52,9 +52,10 @@ def uncached(array: np.ndarray) -> np.ndarray:
 
 @intrinsic
 def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
-    """Emit a 16-bit store with LLVM's nontemporal mark. The store's alignment is that of the
-    vectors that LLVM uses for the loop. For the last elements, which fill no vector, LLVM emits
-    ordinary stores, which need no alignment.
+    """Emit a 16-bit store that LLVM compiles to a nontemporal store. The store is declared to be
+    aligned to 32 bytes, like the vectors that LLVM uses for the loop (`uncached` checks the array).
+    The last elements do not fill a vector: for them LLVM emits ordinary stores, which need no
+    alignment.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +134,7 @@ def _to_fp16(x: Any) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """Convert an element of an array (see `typed`) to float32 (inside kernels only)."""
+    """Convert an element of an array (see `typed`) to float32. For use inside kernels only."""
     raise NotImplementedError
 
 
@@ -149,8 +150,8 @@ def _widen(x):  # type: ignore[no-untyped-def]
 
 
 def put(out: Any, i: Any, x: Any) -> Any:
-    """Store float32 x in out[i], rounded to the format of `out`, see `typed` (inside kernels
-    only)."""
+    """Store float32 x in out[i], rounded to the format of `out` (see `typed`). For use inside
+    kernels only."""
     raise NotImplementedError
 
 

@@ -9,7 +9,8 @@ pushed to a server is compressed per chunk or per block (`Compressor`, which doe
 SmartComp of Smart-Infinity), or all its elements are sent in 16 bits (`downcast_in_place`).
 
 Codecs work on flat arrays. They are lossy, so they are off by default (Rule 2). This module does
-NOT handle tensors, rounds or links, and does not store residuals (servers/residuals.py does)."""
+NOT handle tensors or network connections, and does not store residuals (servers/residuals.py
+does)."""
 
 from __future__ import annotations
 
@@ -36,28 +37,28 @@ class Codec:
     def __init__(self, argument: str) -> None:
         """Parse the argument. Raises ValueError if it is invalid."""
         if argument:
-            raise ValueError("this format takes no argument")
+            raise ValueError(f"the format {self.name} takes no argument")
 
     def nbytes(self, n: int) -> int:
         """Return the number of bytes that encode n values. The number never decreases when n
         grows."""
-        raise TypeError(f"the format {self.name} does not implement nbytes")
+        raise TypeError(f"the codec class of format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
         """Encode `values`, float32 [n], into `out`, uint8 [nbytes(n)], which is sent as a whole.
         Each call has a different `seed`, for random numbers."""
-        raise TypeError(f"the format {self.name} does not implement encode")
+        raise TypeError(f"the codec class of format {self.name} does not implement encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
         """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` was received from the
         network, so it may hold any bytes. Raises ValueError if the bytes are not a valid
         encoding."""
-        raise TypeError(f"the format {self.name} does not implement decode")
+        raise TypeError(f"the codec class of format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
         """Subtract the values encoded in `raw` from `residual` in place. After that, `residual`
-        holds the part that is not sent. Subclasses may override this to avoid a buffer for the
-        decoded values."""
+        holds the part that is not sent. Subclasses may override this method, so that no buffer for
+        the decoded values is needed."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -74,7 +75,7 @@ class TopKCodec(Codec):
         """Parse the fraction. `dtype`: dtype of the values that `encode` reads and writes."""
         self.keep, self.dtype = float(argument), dtype
         if not 0 < self.keep < 1:
-            raise ValueError("needs a fraction between 0 and 1")
+            raise ValueError("the format topk needs a fraction between 0 and 1 as argument")
 
     def nbytes(self, n: int) -> int:
         return min(n, max(1, round(self.keep * n))) * (4 + ITEMSIZE[self.dtype])

@@ -1,5 +1,5 @@
 """TorchRule, for torch optimizers that have no compiled rule: it runs torch's own step on flat
-slices. Also checks of rules that roadtrain did not write.
+slices. This module also checks and times rules that are not part of roadtrain.
 
 For each update, the user's optimizer is rebuilt with one flat parameter, which is a view of the
 slice. The optimizer's state tensors are views of the state arrays. The optimizer's scalars are read
@@ -99,7 +99,8 @@ class TorchRule(Rule):
             now = _plain(group[key]) if key not in SPEED_ONLY else value
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
                 raise RuleError(
-                    f"{self.cls.__name__}: {key} changed from {value!r} to {now!r} during training",
+                    f"{self.cls.__name__}: the option {key} changed from {value!r} to {now!r}"
+                    " during training",
                     hint=f"keep {key} at {value!r} during the whole training",
                 )
             out.extend(_numbers(now))
@@ -233,8 +234,8 @@ class TorchRule(Rule):
 
 @contextmanager
 def _runs(cls: type, where: str) -> Iterator[None]:
-    """Turn any exception of the user's class into a RuleError. `where`: text for the message that
-    describes the input."""
+    """Turn any exception of the user's class into a RuleError. `where`: the input on which the
+    class runs, such as "flat slices", for the message."""
     try:
         yield
     except RuleError:
@@ -312,7 +313,8 @@ def check_elementwise(rule: TorchRule) -> None:
 
 def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
     """Measure the memory traffic of a step in bytes/s on one thread, with a bf16 gradient and a
-    bf16 copy. Returns the median of `times` steps on a slice of `elements` elements."""
+    bf16 copy of the parameters. Returns the median of `times` steps on a slice of `elements`
+    elements."""
     side = RuleRun(
         rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper
     )

@@ -1,8 +1,8 @@
 """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer. Torch does not
 include Lion.
 
-Lion keeps one state array, while Adam keeps two. Products are rounded before they are added, so the
-compiled rule gives the same bits. Does NOT take sparse or complex parameters.
+Lion keeps one state array, while Adam keeps two. This optimizer rounds products before adding them,
+as the compiled rule does, so both give the same bits. Does NOT take sparse or complex parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             values = f"lr {lr}, betas {betas}, weight_decay {weight_decay}"
-            raise ValueError(f"{values}: lr and weight_decay must be >= 0, betas in [0, 1)")
+            raise ValueError(
+                f"Lion got {values}, but lr and weight_decay must be >= 0, and betas in [0, 1)"
+            )
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
 

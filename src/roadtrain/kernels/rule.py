@@ -1,9 +1,9 @@
 """Rule: the update that turns a gradient into new parameters, run where the state is stored.
 
 A rule declares the state that it needs: fp32 arrays that are as long as the parameters, and a row
-of float64 scalars for each parameter. At each step it reads hyperparameters from a torch parameter
-group and updates one contiguous range of elements in place. Users write their own rules as
-subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
+of float64 scalars for each parameter. At each step, a rule reads hyperparameters from a torch
+parameter group and updates one contiguous range of elements in place. Users write their own rules
+as subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
 
 Assumes that `apply` is elementwise: a range may be cut anywhere, and each piece is then updated
 with its own copy of the row. A rule is picklable and keeps nothing between calls. Does NOT hold

@@ -47,7 +47,8 @@ class _Native(Rule):
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the sign of the gradient, and the formula's scalars."""
+        that the rule does not keep), the factor 1 or -1 for the gradient (-1 to maximize), and the
+        formula's scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
@@ -145,7 +146,7 @@ class AdamRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
             hint = "keep amsgrad as it was at the start"
-            raise RuleError("amsgrad changed after training began", hint=hint)
+            raise RuleError("the option amsgrad changed after training began", hint=hint)
         floats = _floats(group, "lr", "weight_decay", "eps", "maximize")
         return (*floats, *map(float, group["betas"]))
 
@@ -205,7 +206,9 @@ class RmspropRule(_Native):
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
             hint = "keep both as they were at the start"
-            raise RuleError("centered or momentum changed after training began", hint=hint)
+            raise RuleError(
+                "the option centered or momentum changed after training began", hint=hint
+            )
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:

@@ -65,8 +65,8 @@ def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
 def sums_of_squares(
     grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
-    """Return the results of `sum_squares` for a chunk's `segments`, in flat order. grad: [N] of
-    `dtype`."""
+    """Return one result of `sum_squares` for each of a chunk's `segments` (parameter, start, stop),
+    in their order. grad: the gradient of the chunk, [N] of `dtype`."""
     return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
 
 
@@ -83,7 +83,10 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
     """Set total to buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
     float32 [N]; buffers: [N] of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
-        raise RuleError(f"cannot sum buffers of {[b.size for b in buffers]} into {total.size}")
+        raise RuleError(
+            f"cannot sum buffers of {[b.size for b in buffers]} elements into an array of"
+            f" {total.size} elements"
+        )
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))
 
 

@@ -23,7 +23,7 @@ IMPOSSIBLE = {
         "keeps row and column statistics of whole matrices",
         "use AdamW, or Lion with one state array",
     ),
-    "Muon": ("orthogonalises whole matrices", "use AdamW, or Lion with one state array"),
+    "Muon": ("orthogonalizes whole matrices", "use AdamW, or Lion with one state array"),
 }
 
 

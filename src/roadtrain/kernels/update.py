@@ -111,7 +111,7 @@ def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):  # 
 
 
 def at(array: Any, i: Any) -> Any:
-    """Return array[i], or None if there is no array (inside kernels only)."""
+    """Return array[i], or None if `array` is None. For use inside kernels only."""
     raise NotImplementedError
 
 

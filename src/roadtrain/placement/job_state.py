@@ -1,7 +1,8 @@
 """The job state: the part of a step's state that is neither parameters nor optimizer state.
 
-It consists of random generators, the model's buffers, the parameter groups, and the objects that
-the user tracks. It is committed with each step as plain data without code (streaming/plain.py).
+The job state consists of the states of the random generators, the model's buffers, the parameter
+groups, and the states of the objects that the user tracks. The job state is committed with each
+step as plain data without code (streaming/plain.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CommittedState:
         due: The step that has ended, if its job state is not captured yet; otherwise None.
         history: Random identifier of the values that were last loaded into the store. "" if none
             were loaded.
-        device: The device of the model. Its random generator is part of the job state.
+        device: The device of the model. The random generator of this device is part of the job
+            state.
         tracked: The tracked objects by the names that the user gave them. Each object has
             `state_dict` and `load_state_dict`.
     """
@@ -71,8 +73,8 @@ class CommittedState:
 
         Args:
             optimizer: The placed optimizer.
-            user_optimizer: The optimizer that was passed to place(). It has the same parameter
-                groups.
+            user_optimizer: The optimizer that was passed to place(). Both optimizers have the same
+                parameter groups.
             model: The placed model.
             session: The open session with the servers.
             extra: Objects to track, by name.
@@ -142,7 +144,7 @@ class CommittedState:
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """Send the job state of the last step, which is now final, to the servers for the commit.
+        """Send the final job state of the last step to the servers for the commit.
 
         `at_forward`: Whether the next step's forward is about to begin; see `encode`.
         """
@@ -154,7 +156,8 @@ class CommittedState:
         """Encode the job state as plain data.
 
         Args:
-            drawn: The result of `_draws` at the end of the step. If None, `_draws` is called now.
+            drawn: The states of random generators and data sources at the end of the step, as
+                `_draws` returns them. If None, `_draws` is called now.
             at_forward: Whether the next step's forward is about to begin. If True, the encoded
                 state says that a resumed run must restore the random generators before its first
                 forward.
@@ -251,9 +254,10 @@ class CommittedState:
             )
 
     def check_tracked(self) -> None:
-        """Report the states of the resumed step that no tracked object has taken over.
+        """Report each state of the resumed step that was not restored, because no object is tracked
+        under its name.
 
-        Called before each forward, but acts only before the first one. It also sets the random
+        Called before each forward, but acts only before the first forward. Also sets the random
         generators and checks the step of a Lightning Trainer.
         """
         if self._resumed is None or self._checked:
@@ -284,8 +288,8 @@ class CommittedState:
     def check_lightning(self, *modules: Any) -> None:
         """Raise LoopError if a step was resumed and a Lightning Trainer is at a different step.
 
-        The progress of a Trainer is saved only in the Trainer's checkpoints. `modules`: Modules
-        whose Trainer is checked.
+        A Trainer's progress is not part of the job state, so a resumed Trainer must load one of its
+        own checkpoints. `modules`: Modules whose Trainer is checked.
         """
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
@@ -308,7 +312,7 @@ def decode(blob: bytes, step: int) -> dict[str, Any]:
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise ForeignError(
             f"the data committed with step {step} is not a job state: expected a dict with the keys"
-            f" {', '.join(sorted(KEYS))}, found a {type(state).__name__} that lacks some or all"
+            f" {', '.join(sorted(KEYS))}, found a {type(state).__name__} without some of these keys"
         )
     return state
 

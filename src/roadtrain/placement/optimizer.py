@@ -4,8 +4,8 @@ In each step, backward pushes the gradient of each block. step() starts the upda
 step. If clipping or loss scaling has multiplied the gradient handles (PlacedGrad) by a factor,
 step() passes the factor to the updates. The step is committed while the next step computes.
 
-Only place() creates a PlacedOptimizer. This module runs no update rules and moves no bytes;
-servers/worker.py moves them.
+Only place() creates a PlacedOptimizer. This module runs no update rules, and moves no bytes
+(servers/worker.py does).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _closing: set[PlacedOptimizer] = set()
 
 
 class PlacedOptimizer(StoredOptimizer):
-    """The optimizer that `place` returns. As a context manager, it calls close() at the end.
+    """The optimizer that `place` returns. As a context manager, the optimizer calls close() at the
+    end of the `with` statement.
 
     Args:
         model: The placed model.
@@ -485,7 +486,8 @@ def _close_and_say(placed: PlacedOptimizer) -> None:
 
 
 def _release_in_child() -> None:
-    """Forbid reading root parameters in a forked child, which does not share their memory."""
+    """Forbid reading root parameters in a forked child, because the child does not share the memory
+    of the root parameters."""
     for placed in list(_live):
         forbid_in_child(placed.root.params, placed._worker.maker)
 

@@ -1,8 +1,8 @@
 """The two forms of a placed optimizer's state dict: the reference form and the whole form.
 
 The reference form only refers to the store: {"state": {}, "param_groups": torch's groups,
-"roadtrain": {"step", "job", "history", "where"}}. Loading it checks the reference against the store
-and adopts the parameter groups.
+"roadtrain": {"step", "job", "history", "where"}}. When a state dict in this form is loaded, the
+reference is compared with the store, and the optimizer takes over the parameter groups.
 
 The whole form has torch's "state" as well. Its "roadtrain" entry has two more keys: "masters" are
 the fp32 values of 16-bit parameters, and "parameters" is a checksum of the parameters that belong
@@ -120,16 +120,21 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
 def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
     """Raise LoopError if the parameter groups of a state dict do not fit the optimizer.
 
-    `form`: The state dict. Its groups must have as many parameters as the optimizer's groups.
+    `form`: The state dict. Each of its groups must have as many parameters as the same group of the
+    optimizer.
     """
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
-        raise LoopError("not an optimizer's state dict: 'state' or 'param_groups' is missing")
+        raise LoopError(
+            "load_state_dict() got an object that is not an optimizer's state dict: 'state' or"
+            " 'param_groups' is missing"
+        )
     theirs, ours = (
         [len(g["params"]) for g in groups] for groups in (form["param_groups"], place.param_groups)
     )
     if theirs != ours:
         raise LoopError(
-            f"expected parameter groups of {ours} parameters, but the state has {theirs} parameters"
+            f"the optimizer's parameter groups have {ours} parameters, but the parameter groups of"
+            f" the state dict have {theirs}"
         )
 
 
@@ -144,7 +149,7 @@ def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
-    """Raise LoopError if a state dict does not refer to the optimizer's store at its current step.
+    """Raise LoopError if a state dict does not refer to the optimizer's store and the store's step.
 
     `found`: The "roadtrain" entry of the state dict.
     """
@@ -198,16 +203,17 @@ def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
 def check_parameters(
     place: PlacedState, found: Mapping[str, Any], pieces: Pieces, staged: Staged
 ) -> None:
-    """Raise LoopError if a state dict belongs to other values of the parameters.
+    """Raise LoopError if a state dict was saved with other parameter values than the present
+    values.
 
-    `found`: The "roadtrain" entry of a state dict in the whole form. It has a checksum of the
-    parameters.
+    `found`: The "roadtrain" entry of a state dict in the whole form. Its key "parameters" is a
+    checksum of the values with which the state dict was saved.
     """
     if found["step"] and found["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
-            f"this state of step {found['step']} belongs to other parameters than those in the"
-            f" store, which is at step {place.steps_done} ({place.reference['where']}). Nothing"
-            " was changed",
+            f"this state dict of step {found['step']} was saved with other parameter values than"
+            f" those in the store, which is at step {place.steps_done}"
+            f" ({place.reference['where']}). Nothing was changed",
             hint=(
                 f"load the model's state_dict() of step {found['step']} first, then the"
                 " optimizer's; a trainer that loads the model before place() needs an empty store"
@@ -267,9 +273,16 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """Write the state of one parameter.
+    """Write the optimizer state of one span of a parameter to the record of a chunk.
 
-    An empty `entry` means that the parameter was never updated.
+    Args:
+        view: The record of the chunk.
+        i: The index of the span in the chunk.
+        entry: The parameter's entry in the "state" of a state dict. Empty if the parameter was
+            never updated.
+        cut: The elements of the parameter that are in the span.
+        rule: The update rule of the parameter.
+        hyper: The hyperparameters of the parameter's group.
     """
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:

@@ -106,13 +106,13 @@ def place(
             used, as with `Memory()`.
         compress: The compression of gradients, `TopK` or `Downcast`. If None, gradients are not
             compressed.
-        delay: A `Delay`, which allows the parameters of a step to lack updates. If None, no updates
-            are missing.
+        delay: A `Delay`: a step may compute with parameters in which the latest updates are still
+            missing. If None, each step computes with all earlier updates.
         host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
             as "900MiB". If None, half of the free memory is used.
-        device_budget: Accelerator memory for fetched parameters and their gradients in bytes. It
-            does not include the memory that the forward and backward of a block allocate. If None,
-            there is no limit.
+        device_budget: Accelerator memory for fetched parameters and their gradients in bytes. This
+            budget does not include the memory that the forward and backward of a block allocate. If
+            None, there is no limit.
         dtype: The dtype in which parameters are fetched and used for computing. If None, each
             parameter keeps its own dtype.
         blocks: Names or patterns of the modules that are the blocks. If None, the blocks are
@@ -124,9 +124,10 @@ def place(
         device: The device on which the blocks compute; "cuda" is the GPU of LOCAL_RANK. If None,
             the blocks compute on the device of the model.
         weights: A directory of safetensors files in Hugging Face layout with the initial values.
-        init: A function that initializes a module of a model that was built on the `meta` device.
-        extra: Objects with state_dict() and load_state_dict(). Their state is committed with each
-            step, and restored when a step is resumed.
+        init: For a model that was built on the `meta` device: a function that initializes the
+            parameters of a module, called with one module at a time.
+        extra: Objects with state_dict() and load_state_dict(), by name. The states of these objects
+            are committed with each step, and restored when a step is resumed.
         mark: The run directory's record of its store (storage/mark.py). If the store is missing,
             differs from the recorded store, or is at an earlier step than recorded, place() fails
             before anything is changed.
@@ -200,7 +201,7 @@ def _unknown(name: str) -> ConfigError:
 
 
 def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
-    """Return this worker's rank among the workers of its servers, and their number.
+    """Return this worker's rank, and the number of workers that share the servers.
 
     Without servers, each worker trains alone. The result is then rank 0 of 1 worker.
     """
@@ -274,7 +275,8 @@ def _fill(
     initial: Mapping[str, Tensor],
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Write the initial values to a new store block by block, and release them from the model.
+    """Write the initial values to a new store block by block, and release the memory of the model's
+    parameters.
 
     A model on `meta` is thus never in memory as a whole. Values that are not in `initial` come from
     the model. For a model on `meta`, these values come from `init`, or from the modules' own
@@ -333,7 +335,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Report where the training state is kept, and the step at which it is."""
+    """Report where the training state is kept, and the step of the state."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():

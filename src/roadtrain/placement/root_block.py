@@ -1,9 +1,9 @@
 """RootBlock: the parameters that are in no other block, and their gradients.
 
 Root parameters stay on the device for the whole job. After a step, all root parameters are fetched
-again when the next forward begins or when one of them is read. Their gradients are ordinary tensors
-in `p.grad`. With one worker, step() pushes the gradients. With several workers, the gradients are
-pushed at the end of each backward pass.
+again when the next forward begins or when one of them is read. The gradients of root parameters are
+ordinary tensors in `p.grad`. With one worker, step() pushes the gradients. With several workers,
+the gradients are pushed at the end of each backward pass.
 
 Assumes that the root is block 0, so that its parameters are the first parameters of the table.
 """

@@ -70,7 +70,8 @@ class Request:
 
     @property
     def staleness(self) -> int:
-        """The number of updates that the parameters of a step may lack."""
+        """The number of latest updates that may be missing in the parameters with which a step
+        computes."""
         return self.delay.staleness if self.delay else 0
 
     @property
@@ -126,7 +127,8 @@ def check(request: Request) -> None:
     if request.staleness > 1 and request.buffering == "none":
         raise ConfigError(
             f"a delay of {request.staleness} updates cannot be combined with buffering 'none':"
-            " backward must use the same parameters as forward, but these may change in between",
+            " backward must use the same parameters as forward, but a block that is fetched again"
+            " for backward may have changed in between",
             hint="leave buffering out",
         )
 
@@ -150,7 +152,8 @@ def _check_error_feedback(request: Request) -> None:
         )
     if request.error_feedback and request.delay:
         raise ConfigError(
-            f"error feedback needs all updates, but delay allows {request.staleness} to be missing",
+            "error feedback needs parameters with all updates, but delay allows"
+            f" {request.staleness} updates to be missing",
             hint="leave out delay, or set error_feedback=False",
         )
 
@@ -352,9 +355,9 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
 def keep_blocks(worker: Worker, spare: int) -> str:
     """Decide whether to keep blocks in their slots from forward to backward.
 
-    `spare` is the number of slots that serve only this purpose. These slots are given up if pulling
-    a block over the network is faster than copying it from host memory to the device. Returns a
-    line that reports the decision.
+    `spare` is the number of slots that are only needed to keep blocks. These slots are given up if
+    pulling a block over the network is faster than copying it from host memory to the device.
+    Returns a line that reports the decision.
     """
     pulled, copied = worker.pull_rate, worker.root.copy_rate()
     if spare and pulled > copied:

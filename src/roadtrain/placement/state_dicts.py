@@ -3,9 +3,9 @@
 Saving: every module that has placed parameters adds values of the store to the state dict. If such
 a module creates the dict, the dict is a StateDict, whose tensors are read on first access. The
 tensors are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may
-be larger than memory. The values are those after the last step() before the dict was made. Before
-the next step changes the values in the store, all tensors of the dict that were not accessed yet
-are read.
+be larger than memory. The dict has the values after the last step() before the dict was made:
+before the next step changes the values in the store, all tensors of the dict that were not accessed
+yet are read.
 
 Loading: values that differ from the store's values are staged in a scratch file. The next use of
 the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
@@ -50,7 +50,8 @@ _MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooke
 
 
 class ValueSource(Protocol):
-    """The owner of the values: PlacedOptimizer."""
+    """The interface through which this module reads and writes the store. PlacedOptimizer
+    implements it."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
         """Return a context manager that gives access to the values after the last step().
@@ -85,7 +86,8 @@ class Values:
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Return the tensor of parameter `index`.
 
-        If the tensor does not exist any more, it is created and filled from `pieces`.
+        If no tensor that an earlier call returned is still in use, a tensor is created in the
+        scratch file and filled from `pieces`.
         """
         if (tensor := self._live.get(index)) is not None:
             return tensor
@@ -244,7 +246,7 @@ class ModelStates:
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """Add the parameters of `module` to `destination`.
+        """Add the parameters of `module` to the state dict `destination`.
 
         Torch calls this method as a state-dict hook of the module.
         """
@@ -333,8 +335,8 @@ class ModelStates:
     ) -> None:
         """Stage the loaded values of the module's placed parameters.
 
-        Torch calls this method as a load-state-dict pre-hook. It runs after the module's other
-        pre-hooks, because these may rename keys.
+        Torch calls this method as a load-state-dict pre-hook. The method runs after the module's
+        other pre-hooks, because the other pre-hooks may rename keys.
         """
         for name, index in self._hidden.items():
             key = prefix + name
@@ -400,9 +402,10 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Replace `_apply`, which model.to(), half() and cuda() call.
+        """Replacement of Module._apply, the method that model.to(), half() and cuda() call.
 
-        This version changes only buffers. Placed parameters keep their dtype and device.
+        The replacement changes only buffers. Placed parameters keep their dtype and device. Raises
+        LoopError if the call would change the dtype of placed parameters.
         """
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:
@@ -452,7 +455,8 @@ def steps_of(numel: int, most: int = 1 << 20) -> Iterator[tuple[int, int]]:
 
 
 def flat_of(values: torch.Tensor, start: int, stop: int, dtype: str) -> np.ndarray:
-    """Return elements [start, stop) of a flattened tensor in `dtype`, 16-bit floats as uint16."""
+    """Return elements [start, stop) of the flattened tensor `values`, converted to `dtype`.
+    Elements of bf16 and fp16 are returned as uint16."""
     return as_numpy(values.reshape(-1)[start:stop].to(DTYPES[dtype]))
 
 

@@ -1,9 +1,9 @@
 """StoredOptimizer: a torch optimizer whose state is in the store.
 
-StoredOptimizer commits, saves, loads and reads this state. Its state dict either refers to the
-store or contains the values (optimizer_states.py). load_state_dict() immediately writes values to
-the store. The model's state dicts (state_dicts.py) also read and write the store through this
-class.
+StoredOptimizer commits, saves, loads and reads this state. The optimizer's state dict either refers
+to the store or contains the values (optimizer_states.py). load_state_dict() immediately writes
+values to the store. The model's state dicts (state_dicts.py) also read and write the store through
+this class.
 
 The subclass PlacedOptimizer (optimizer.py) takes the steps; servers/worker.py moves the bytes.
 """
@@ -162,8 +162,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         the gradient.
 
         Returns:
-            The norm. It is inf if the gradient contains an inf or nan, and nan before the first
-            step.
+            The norm: inf if the gradient contains an inf or nan; nan before the first step.
         """
         self._worker.check_process()
         if isinstance(self._norm, tuple):
@@ -173,7 +172,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Return the seconds and bytes of each stage of the steps, summed since the last call.
+        """Return the seconds and bytes of each stage of a step (such as "Fetch", "Forward" or
+        "Commit"), summed since the last call.
 
         Returns:
             A dict from the name of a stage to its totals.
@@ -230,7 +230,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The reference to the store and its current step, which a state dict contains."""
+        """The "roadtrain" entry of a state dict in the reference form. The entry names the store
+        and the store's current step."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -246,9 +247,10 @@ class StoredOptimizer(torch.optim.Optimizer):
         store itself is the checkpoint. With one worker, the step is committed before the method
         returns.
 
-        The whole form has all values, as the state dict of an ordinary torch optimizer. Its fp32
-        tensors are in a memory-mapped scratch file, beside the store or in the temporary directory.
-        With several workers, all workers must call the method to get the whole form.
+        The whole form has all values, as the state dict of an ordinary torch optimizer. The fp32
+        tensors of this form are in a memory-mapped scratch file, beside the store or in the
+        temporary directory. With several workers, all workers must call the method to get the whole
+        form.
 
         Args:
             gather: If True, return the whole form. If False, return the reference form. If None,
@@ -306,9 +308,9 @@ class StoredOptimizer(torch.optim.Optimizer):
                 optimizer.
 
         Raises:
-            LoopError: The state dict does not fit this optimizer, its store or its step. The store
-                was not changed. If the model's load_state_dict() was called before, its values are
-                discarded.
+            LoopError: The state dict does not fit this optimizer, the store or the store's step.
+                The store was not changed. Values that the model's load_state_dict() has loaded, but
+                that were not written yet, are discarded.
         """
         with undone_on_error(self._states.discard):
             self._load(state_dict)
@@ -401,7 +403,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """Write these values to the store and commit them; the store is then at `step`.
+        """Write `values` and `state` to the store and commit them. The store is then at `step`.
 
         With servers, all workers must call this method, and the values of worker 0 are used.
 
@@ -476,7 +478,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         self._check_replaceable()
         if self.session.store_plan.staleness or self._worker.residual_block:
             raise LoopError(
-                "new values cannot be loaded into servers with a delay or with error feedback",
+                "new values cannot be loaded into servers if the job has a delay or error feedback",
                 hint="leave out delay and error feedback, or place this stage on files of its host",
             )
 

@@ -36,8 +36,9 @@ class Files:
             directories in proportion to the speeds. If "measured", the speeds are measured when a
             new store is made. If None, the store is distributed evenly.
         direct: Whether to use direct I/O if the file system supports it.
-        moved_from: Directories that held the store before and should not hold it any more. place()
-            reads, writes or removes only these directories and `directories`.
+        moved_from: Directories that held the store before. place() moves the store from these
+            directories to `directories`. For the store, place() reads, writes or removes only files
+            in `directories` and `moved_from`.
 
     Raises:
         ConfigError: A directory is named twice, no directory is named, or the number of `rates`
@@ -97,8 +98,8 @@ class Servers:
         connections: The number of TCP connections to each server.
         retry_s: The number of seconds during which a failed connection is retried. If None,
             `deadline_s` of place() is used.
-        link: An object with all options of the connections. If it is set, `token`, `tls`,
-            `connections` and `retry_s` cannot be set.
+        link: A `TcpOptions` object with all options of the connections. If `link` is set, `token`,
+            `tls`, `connections` and `retry_s` cannot be set.
         replicas: The number of servers that hold each chunk, 1 or 2. With 2, both servers apply the
             same updates.
         give_up: Addresses of servers whose contents may be discarded if the servers disagree at

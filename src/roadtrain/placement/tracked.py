@@ -5,12 +5,12 @@ scheduler.step() and scaler.update(). Therefore most states are captured when th
 begins, and the step cannot be committed before the next forward. At that time the loop has already
 drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
 torch.Generator) and the random generators of the process are captured earlier: when step() ends,
-and again just before a tracked DataLoader draws the next batch. An evaluation between both captures
-may have drawn random numbers.
+and again just before a tracked DataLoader draws the next batch. The second capture is needed
+because an evaluation in between may have drawn random numbers.
 
 A DataLoader has no state of its own: `LoaderPosition` counts its batches, and stores the states of
-the generators that determined their order. A loop that draws batches ahead of its steps is not
-detected.
+the generators that determined their order. If a loop draws batches ahead of its steps, a resumed
+run skips these batches, and no error is raised.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def trackable(
 def _has_state(thing: Any) -> bool:
     """Whether `thing` can save and restore its state.
 
-    Loaders of accelerate always have both methods. However, a call fails if the wrapped loader does
-    not have the method.
+    A loader of accelerate always has the methods state_dict and load_state_dict, even if the loader
+    that it wraps lacks them. So the state_dict method of a DataLoader is called as a test.
     """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
@@ -220,9 +220,9 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 class _Batches:
     """The iterator over the batches of one epoch.
 
-    `begin`: A function that starts an epoch. It is given to an iterator that resumes within an
-    epoch; otherwise, it is None. If no batch of the resumed epoch is left, the iterator calls
-    `begin` to start the next epoch.
+    `begin`: A function that starts an epoch. If the iterator resumes within an epoch, and no batch
+    of this epoch is left, the iterator calls `begin` to start the next epoch. If the iterator does
+    not resume, `begin` is None.
     """
 
     def __init__(

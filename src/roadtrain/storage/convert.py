@@ -4,11 +4,12 @@ a store to other blocks, chunks, dtypes or directories.
 A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
 is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
 scalar (one float64). If the source returns None, the record keeps its current values, which are
-zero in a new store. The weights part of a trainable chunk is cast from the master, so a conversion
-is exact. Values of bf16 and fp16 are arrays of dtype uint16.
+zero in a new store. A source returns no weights part for trainable chunks: this part of the record
+is always cast from the fp32 master, so a conversion loses nothing. Values of bf16 and fp16 are
+arrays of dtype uint16.
 
-Needs memory for one record; a conversion needs memory for a few more records. Does not know
-optimizers or file formats.
+Reading or filling a store needs memory for one record at a time, a conversion for a few records.
+This module does not know optimizers or file formats.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class RecordView:
         return (MASTER, *self.rule.arrays, *self.rule.scalars)
 
     def array(self, what: str) -> Array:
-        """Return all elements of an array. If `what` is a scalar, return a column with one element
-        per span."""
+        """Return all elements of the array `what`: "weights", "master", or the name of a state
+        array. If `what` names a state scalar, return a float64 array with one value per span of the
+        chunk."""
         numel, chunk = self.chunk.numel, self.chunk
         if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
@@ -73,15 +75,17 @@ class RecordView:
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the elements of an array that belong to the span with index `span` of the chunk.
-        If `what` is a scalar, return one element."""
+        """Return the elements of the array `what` (see `array`) in the span with index `span` of
+        the chunk. If `what` names a state scalar, return an array of one value, the scalar of this
+        span."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
         return self.array(what)[at.start : at.stop]
 
     def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
-        """Fill the record from `source`, then cast the weights part from the master."""
+        """Fill the record with the values that `source` returns, then cast the weights part from
+        the master."""
         for i, span in enumerate(self.chunk.spans):
             for what in self.names:
                 values = source(
@@ -97,9 +101,9 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`. If the array `what` is in the weights part, only the
-    weights part is read. If the weights part is absent (storage/tier.py), it is cast from the
-    master."""
+    """Read the newest record of `chunk`, from which the caller needs the array `what`. Only the
+    weights part of the record is read if this array can be taken from the weights part. If the
+    weights part is absent (storage/tier.py), the weights are cast from the master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -128,8 +132,8 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Read an array of one parameter, like `read_param`. `record_of` returns the record of each
-    chunk of the parameter."""
+    """Read the array `what` of the parameter `name`, like `read_param`, but from the records that
+    the function `record_of` returns for the chunks of the parameter."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
@@ -146,8 +150,8 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """Read an array of one parameter, like `gather_param`, but flat and in pieces, one for each
-    chunk. Yields (first element, values) for each piece."""
+    """Read the array `what` of the parameter `name`, like `gather_param`, but chunk by chunk. For
+    each chunk, yields (index of the first element in the parameter, flat array of values)."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -162,8 +166,8 @@ def _gather(
     start: int,
     stop: int,
 ) -> Array:
-    """Return elements [start, stop) of an array of `param`. If `what` is a scalar, return one
-    element."""
+    """Return elements [start, stop) of the array `what` of `param` as a flat array. If `what` names
+    a state scalar, return an array of one value."""
     # with staleness, the weights part is one update behind the master
     late = meta.staleness and param.trainable and what == WEIGHTS
     out = np.empty(
@@ -184,8 +188,8 @@ def _gather(
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Write every chunk of a new store from `source`. The caller must commit the store
-    afterwards."""
+    """Write every chunk of a new store with the values that `source` returns. The caller must
+    commit the store afterwards."""
     for chunk in store.table.chunks:
         view = RecordView.empty(store.meta, chunk)
         view.fill(store.table.params, source)
@@ -216,8 +220,9 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Commit, at `step`, the records that the body of the `with` statement writes to `new`. Then
-    replace the former store by `new`. If anything fails, `new` is removed."""
+    """Context manager whose body writes all records of the store `new`. Afterwards, these records
+    are committed at `step`, and `new` replaces the former store. If the body or the commit raises
+    an error, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -225,11 +230,11 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether the blocks, chunk size, dtypes or update rules of `old` differ from those of `meta`,
-    or its directories from `directories`.
+    """Whether `old` must be converted: the blocks, chunk size, dtypes or update rules of `old`
+    differ from those of `meta`, or the directories of `old` differ from `directories`.
 
-    If chunks are only distributed differently over the same directories, this does not count as a
-    difference: the distribution changes when the rates of the directories are measured again.
+    A store whose chunks are only distributed differently over the same directories need not be
+    converted. (The distribution follows measured rates of the directories, which vary.)
     """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
@@ -247,8 +252,8 @@ def convert(
 ) -> OpenedStore:
     """Convert `old` exactly, at the same step, to the blocks, chunks and update rules of `meta`.
 
-    The model must be the same. `old` is closed and removed once the new store is published. If the
-    process is killed earlier, `open_store` opens `old`.
+    `old` and `meta` must describe the same model. `old` is closed and removed once the new store is
+    published. If the process is killed earlier, `open_store` opens `old`.
 
     Raises:
         ForeignError: The update rules of `meta` need other optimizer state than `old` has.
@@ -278,7 +283,8 @@ def _check_convertible(old: StoreMeta, new: StoreMeta) -> None:
             raise ConfigError(
                 f"frozen parameter {param.name!r} is stored in {was.dtype} and would lose precision"
                 f" in {param.dtype}",
-                hint="it has no fp32 master: keep its dtype, or start a new store",
+                hint="keep the dtype of this parameter, which has no fp32 master, or start a new"
+                " store",
             )
 
 

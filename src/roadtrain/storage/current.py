@@ -1,17 +1,20 @@
 """The current generation of a directory, and the removal of all other generations.
 
-`CURRENT` contains the N of the current `gen-N`, with a checksum. If a generation has a ledger
-record, the generation is complete, because its first record is written after everything else. So if
-CURRENT is damaged, lost, or names a missing generation, the records determine the current
-generation, and the Generation gets a note for the user.
+A *generation* is a subdirectory `gen-N` with all files of a store in this directory. Creating,
+converting or refilling a store makes a new generation. `CURRENT` contains the N of the current
+generation, with a checksum. The first ledger record of a generation is written after everything
+else, so a generation with a ledger record is complete. If CURRENT is damaged, is lost, or names a
+missing generation, the ledger records therefore determine the current generation. `Generation.note`
+then tells the user which generation is used, and why.
 
 Note "never delete what has trained": a generation without a record is removed. A conversion or a
 refill makes a copy of a generation. Once the copy is the current generation, the original is
-removed, unless the original is at a later step. In RAM, if there is no room for both, the original
-is always removed. All other generations with a record are renamed, and each rename is reported.
+removed, unless the original is at a later step. On a RAM disk, the original is removed even if it
+is at a later step, because there may be no room for both. All other generations with a record are
+renamed, and each rename is reported.
 
-Assumes that the directory is locked, or that nobody writes to it. Does not know how several
-directories make up a store.
+Assumes that the caller has locked the directory, or that no process writes to the directory. Does
+not know how several directories make up a store.
 """
 
 from __future__ import annotations
@@ -55,9 +58,9 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """The part that this generation holds, as (job's id, index). In a local store, `index` is
-        the index of this directory. In a store on servers, `index` is the index of the server that
-        owns the part. None if the description is unreadable."""
+        """The part of a store that this generation holds, as (job's id, index). In a local store,
+        `index` is the index of this directory. In a store on servers, `index` is the index of the
+        server that owns the part. None if the description is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
@@ -75,8 +78,8 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        None if CURRENT is missing or contains 0. If a 0 has no checksum and the directory has a
-        record, the 0 is ignored.
+        The current generation, or None if CURRENT is missing or contains the number 0. If the
+        number 0 has no checksum and a generation has a ledger record, the number is ignored.
 
     Raises:
         DamagedError: CURRENT is damaged, and the records do not determine the current generation.
@@ -190,7 +193,8 @@ def remove(home: Path) -> None:
 def _named(content: bytes) -> tuple[int, str, bool]:
     """Parse the content of CURRENT.
 
-    A file without a checksum was written by a person, who followed the hint of an error message.
+    A number without a checksum is valid, because an error message may have asked the user to write
+    the number into CURRENT.
 
     Returns:
         The number in the file (0 stands for no generation, -1 for a damaged file); a description of

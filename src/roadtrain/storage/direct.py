@@ -33,8 +33,8 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Convert an OSError that the body of the `with` statement raises to FullError, GoneError or
-    StoreError.
+    """Context manager that converts each OSError of its body: FullError, GoneError or StoreError is
+    raised instead.
 
     Args:
         path: The file, named in the message.
@@ -63,7 +63,7 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
     """Return the error for a full device. If `nbytes` is 0, the operation writes only a file name
-    or a file size, and needs at most one block."""
+    or a file size, and needs at most one block of the file system."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
@@ -87,8 +87,8 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """Write a new file from `pieces`. On return the file's content is durable, but its name in the
-    directory is not (`sync_directory`)."""
+    """Write a new file from `pieces`. On return the content of the file is durable. The name of the
+    file in its directory becomes durable when `sync_directory` is called."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -178,7 +178,8 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"{path} cannot be written: {path.parent} is not a directory", hint="create it first"
+            f"{path} cannot be written: {path.parent} is not a directory",
+            hint="create the directory first",
         )
     check_directory(path.parent)
 
@@ -253,7 +254,8 @@ class DirectFile:
         self._transfer(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
-        """Make durable all writes that have returned."""
+        """Make durable all writes that have returned. `when` is text for error messages, such as
+        "at step 3"."""
         with self._lock:
             nbytes = self._unsynced
         with typed_errors(self.path, f"fdatasync {when}", nbytes):

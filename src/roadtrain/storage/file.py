@@ -1,14 +1,15 @@
 """FileTier: one directory's records in two slot files, with direct I/O, checksums and one commit
 record per step.
 
-Note "two slots": a chunk has the same offset in both slot files. A part is written into the slot
-that does not hold the part's committed bytes. The ledger record of a step names the slot of each
-part. So the last committed step stays complete while the next step is written. Frozen chunks come
-last and exist in slot 0 only.
+Note "two slots": a chunk has the same offset in both slot files, slot 0 and slot 1. The record of a
+chunk has a weights part and a state part (storage/tier.py). Each part is written into the slot that
+does not hold the part's committed bytes. The ledger record of a step names the slot of each part.
+So the last committed step stays complete while the next step is written. Frozen chunks are written
+only once, so they exist in slot 0 only, after all other chunks.
 
 Assumes the rules of storage/tier.py. Assumes that one process uses the directory, which the
 ledger's lock enforces. Does not decide when to commit, and does not know the store's other
-directories; storage/generation.py does both.
+directories: storage/generation.py commits all directories of a store together.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class ChunkPlace:
 
 
 class FileTier:
-    """The records of one generation directory, opened at a step.
+    """The records of one generation directory, opened at a committed step.
 
     `note` is a warning, or "", that the caller should report once. storage/snapshot.py copies
     committed data, and sets three callbacks for this: `on_write` is called before a chunk is
-    written, `on_prepare` before a step is prepared, and `on_commit` after a step is committed.
+    written, `on_prepare` at the start of `prepare`, and `on_commit` at the end of `committed`.
 
     Args:
         step: The step whose record is loaded. None stands for the newest record.
@@ -62,7 +63,9 @@ class FileTier:
             calls `settle`.
 
     Raises:
-        StoreError: FullError, GoneError, DamagedError or ForeignError, with the file's name.
+        StoreError: The disk is full (FullError); a file is missing (GoneError), damaged
+            (DamagedError) or of another store (ForeignError); or there is no record of `step`
+            (StaleError). The message names the file or the directory.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class FileTier:
 
     @property
     def step(self) -> int:
-        """The last committed step; -1 before the first."""
+        """The last committed step; -1 before the first commit."""
         return self.ledger.entry.step
 
     @property
@@ -168,14 +171,15 @@ class FileTier:
         check: bool = True,
         rows: Rows | None = None,
     ) -> None:
-        """Read a part of a chunk's record.
+        """Read one part of a chunk's record, or the whole record.
 
         Args:
+            part: "weights", "state" or "record" (both parts).
             into: Destination of the bytes, as large as the padded part.
             check: Whether to verify the checksums. If False, the caller must call `check_sums`
                 before using the data.
-            rows: Rows of a ledger record. They name the slot and the checksums of the part. None
-                stands for the newest rows.
+            rows: The rows of a ledger record, which name the slot and the checksum of each part. If
+                None, the newest rows are used.
         """
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
@@ -190,9 +194,9 @@ class FileTier:
             self.check_sums(chunk, part, into, rows)
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
-        """Copy the record of a chunk into tier `to`, and verify the record's checksums. `rows`,
-        from a ledger record, name the slots of the chunk. `buffer` is memory for the copy, as large
-        as the largest record. Returns the number of bytes copied."""
+        """Copy the record of a chunk into tier `to`, and verify the record's checksums. `rows`: the
+        rows of a ledger record, which name the slot of each part. `buffer`: memory for the copy, as
+        large as the largest record. Returns the number of bytes copied."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
@@ -202,7 +206,8 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Raise DamagedError if `data` does not match the checksums of the part `part`."""
+        """Raise DamagedError if `data`, which was read by `read` with the same arguments, does not
+        match its checksums."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
@@ -214,8 +219,8 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums to pass to `write`. The computation is cheapest while `data` is
-        still in the CPU cache."""
+        """Compute the checksums of `data` to pass to `write`. Call this method right after `data`
+        was computed: reading `data` from the CPU cache is faster than reading it from memory."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -255,8 +260,9 @@ class FileTier:
             row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """Make a step durable. If the data was copied from another tier, `steps` are the steps that
-        last wrote each chunk in that tier."""
+        """Make the pending writes durable, together with the ledger record of `step`, which
+        contains `blob`. `steps`: if the data was copied from another tier, an array with the step
+        that last wrote each chunk in the other tier; otherwise None."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (
@@ -280,9 +286,10 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Write scratch data of a chunk: the gradient of a worker. The data is not durable.
-        `spill_slot` must be below `spill_workers`. The first call allocates the spill file, and
-        raises FullError if there is no room for the file."""
+        """Write scratch data of a chunk: the gradient of one worker. The data is not durable. The
+        spill file has room for `spill_workers` gradients of each chunk; `spill_slot` is the index
+        of this gradient. The first call allocates the spill file, and raises FullError if there is
+        no room for the file."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
@@ -347,8 +354,8 @@ class FileTier:
 
 
 def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
-    """Lay out the chunks, trainable chunks first. Returns their places, and the sizes of slot 0,
-    slot 1 and the spill file in bytes."""
+    """Lay out the chunks, trainable chunks first. Returns the place of each chunk, and the sizes of
+    slot 0, slot 1 and the spill file in bytes."""
     records = meta.owned(meta.index)
     chunks = sorted((meta.table.chunks[c] for c in records), key=lambda c: not c.trainable)
     places: dict[int, ChunkPlace] = {}

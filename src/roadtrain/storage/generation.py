@@ -3,9 +3,10 @@ create_store. If a store is spread over hosts, open_part, create_part and publis
 part of one server.
 
 A store lies in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names the current N
-(storage/current.py). If a process was killed while it created or converted a generation, this
-unfinished generation is removed. A step is committed by the record of directory 0, which is written
-after the records of all other directories.
+(storage/current.py). If a process was killed while it created or converted a generation, the
+unfinished generation is removed when the directories are next opened or used for a new store. A
+step is committed by the record of directory 0, which is written after the records of all other
+directories.
 
 Only directories that the caller names are read, written or cleaned, each under a lock that is held
 until `close`. The store's description also contains the paths at which its directories were
@@ -51,7 +52,8 @@ Accept = Callable[[str, int, str], None]
 
 @dataclass
 class OpenedStore:
-    """An open store: tier i is in directory i. `step` is -1 before the first commit."""
+    """An open store. `tiers[i]` holds the records in `directories[i]`. `step` is -1 before the
+    first commit."""
 
     directories: tuple[Path, ...]
     meta: StoreMeta  # of directory 0
@@ -79,14 +81,14 @@ class OpenedStore:
 
     @property
     def session(self) -> str:
-        """The id of the session that trained the store's step, or of the session that was begun on
-        this object. "" if the session is unknown. See storage/ledger.py, Note "sessions"."""
+        """The id of the session that trained the store's step. After `begin_session`, the id of the
+        new session. "" if the session is unknown. See storage/ledger.py, Note "sessions"."""
         session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Begin a new session. Every record that is written later names this session. Writes
-        nothing.
+        """Begin a new session. Every ledger record that is written later names the new session. The
+        call itself writes nothing.
 
         Returns:
             A witness (storage/history.py) to be kept in the run directory. The witness is valid
@@ -126,7 +128,8 @@ class OpenedStore:
                 remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
-        """Close and remove a generation that must not be used."""
+        """Close this generation and remove its files, for example after writing the generation
+        failed."""
         for tier in self.tiers:
             tier.close()
         for directory in reversed(self.directories):
@@ -153,7 +156,7 @@ def create_store(
 
     Raises:
         FullError: There is not enough room. Nothing was written.
-        ForeignError: There already is a store.
+        ForeignError: One of the directories already holds a store.
         StoreError: Another process uses one of the directories.
     """
     paths = tuple(Path(d).absolute() for d in directories)
@@ -237,12 +240,13 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """Check that the data of the older record is complete, if the newest record is damaged.
+    """Check that the store's step is complete, if a ledger record is damaged.
 
-    If a crash has torn a record, the record's step was never committed, and the step before is
-    complete. But if a committed record was damaged later, the writes of a following step may have
-    overwritten data of the older record. Then DamagedError is raised and nothing is written, so the
-    damaged record can still be repaired. If a record is damaged, the check reads the whole store.
+    If a crash tore the newest record while it was written, the step of this record was never
+    committed. The store then opens at the step before, which is complete. But if the newest record
+    was committed and was damaged later, the following step may already have overwritten data of the
+    step before. In this case DamagedError is raised before anything is written, so that the user
+    can still repair the damaged record. To find out, the whole store is read.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -252,11 +256,12 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
             tier.check_all()
     except DamagedError as error:
         raise DamagedError(
-            f"{damaged[0]}: the record in this file is damaged, and step {tiers[0].step}, which the"
-            f" older record describes, is not complete any more: {error}".partition("\nhint:")[0],
+            f"{damaged[0]}: the record in this file is damaged, and the data of step"
+            f" {tiers[0].step}, the last step with an intact record, is incomplete:"
+            f" {error}".partition("\nhint:")[0],
             hint=(
-                f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the"
-                " disk may be failing"
+                f"nothing was changed: restore {damaged[0].name} or the whole store from a copy;"
+                " the disk may be failing"
             ),
         ) from error
 
@@ -305,8 +310,9 @@ def _check_sessions(store: OpenedStore) -> None:
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Call `accept` and raise its error. If the newest record is damaged, and `accept` therefore
-    refuses the older record as too old, raise DamagedError instead."""
+    """Call `accept`, and pass on the error that it raises. If a ledger record is damaged and
+    `accept` raises StaleError, because the intact record is of too old a step, raise DamagedError
+    instead."""
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
@@ -314,11 +320,11 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
         if not damaged:
             raise
         raise DamagedError(
-            f"{damaged[0]}: the newest record is damaged, and the older record has step"
+            f"{damaged[0]}: the newest record is damaged, and the record before it is of step"
             f" {store.step}: {error}".partition("\nhint:")[0],
             hint=(
-                f"nothing was changed: restore {' and '.join(damaged)} from a copy, the disk may be"
-                f" failing; without a copy, --new-store (run.new_store) goes back to step"
+                f"nothing was changed: restore {' and '.join(damaged)} from a copy (the disk may be"
+                f" failing); without a copy, --new-store (run.new_store) goes back to step"
                 f" {store.step} and repeats the later steps"
             ),
         ) from error
@@ -327,7 +333,7 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
 def open_part(
     directory: str | Path, step: int | None = None, *, direct: bool = True, read_only: bool = False
 ) -> FileTier | None:
-    """Open a server's part of a store that is spread over hosts.
+    """Open one server's part of a store that is spread over hosts.
 
     Args:
         step: The step at which to open the part. None stands for the newest step.
@@ -367,12 +373,12 @@ def create_part(
     anew: bool = False,
     keep: bool = False,
 ) -> FileTier:
-    """Create empty files for the chunks of server `meta.index`.
+    """Create a new part of a store: empty files for the chunks of server `meta.index`.
 
-    An existing part at step 0, or of the same server, is replaced by the new part when
-    `publish_part` is called. Until then the existing part stays the current part (but see `anew`),
-    and both parts need room. If the directory is in RAM and has too little room for both, the
-    existing part is removed first.
+    The directory may hold an existing part of the same job and server, or an existing part at step
+    0. When `publish_part` is called, the new part replaces the existing part. Until then the
+    existing part stays the current part (but see `anew`), so the directory needs room for both
+    parts. If the directory is in RAM and has too little room, the existing part is removed first.
 
     Args:
         direct: Whether to use direct I/O.
@@ -422,9 +428,9 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """Make the part that `create_part` has created the current part. The new part must have a
-    committed step. The former part is removed, or renamed if it is at a later step than the new
-    part. Returns a report of each rename."""
+    """Make the newest part in `directory`, which `create_part` has created, the current part. The
+    new part must have a committed step. The former part is removed, or renamed if it is at a later
+    step than the new part. Returns a report of each rename."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -479,7 +485,8 @@ def _roots(named: Iterable[Path]) -> list[Generation]:
 
 
 def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
-    """Return the directory among `named` that holds directory `index` of the store."""
+    """Return the directory among `named` that has the number `index` in the store. Raises GoneError
+    if there is none."""
     name = f"gen-{meta.generation}"
     for path in named:
         if not (path / name).is_dir():
@@ -493,8 +500,9 @@ def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
         f" {meta.directories[index]}) is not among the {len(named)} directories that were named"
         + "".join(f"; {what}" for what in seen),
         hint=(
-            "nothing was changed: mount its disk, or name its new location in `store`; to move the"
-            " store out of it, name it in `moved_from`"
+            "nothing was changed: mount the disk of this directory, or name the directory's new"
+            " location in `store`; to move the store to other directories, name this directory in"
+            " `moved_from`"
         ),
     )
 
@@ -554,8 +562,9 @@ def _check_unfinished(named: Iterable[Path]) -> None:
 def _remove_unfinished(named: Iterable[Path]) -> None:
     """Remove generations that were never finished. Called only if there is no current generation.
 
-    Directory 0 of each generation is removed last. If directory 0 is missing, another directory of
-    this generation at step 0 looks as if it may hold trained data (`_check_unfinished`).
+    Directory 0 of each generation is removed last. If directory 0 were removed first and the
+    process were killed then, `_check_unfinished` would refuse the other directories, because they
+    may hold trained data.
     """
     for generation in sorted(_all(named), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:

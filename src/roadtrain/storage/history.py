@@ -1,5 +1,6 @@
-"""History: the sessions that have trained a store on servers. Decides whether training may continue
-from the steps that the servers hold. Pure: no I/O.
+"""History: the sessions that have trained a store on servers. This module decides whether a start
+(the beginning of a training run) may continue from the steps that the servers hold, and does no
+I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
 takes part in the session stores the link durably before the session's first commit. A step is
@@ -13,18 +14,18 @@ Note "forked": two histories have forked if, without their empty links, neither 
 other. Then the two servers were trained separately from the same step. If a start sees both
 histories, it is refused, because nobody but the user can tell which history to continue.
 
-Note "who may hold more": let the servers that have answered hold certain steps. A later step can
-only have been trained together with a server that took part in the last link. So a start is safe if
-all servers of the last link have answered. With three or more servers, it also suffices that a
-majority has answered and has a history: a majority took part in every session, and two majorities
-share a server.
+Note "who may hold more": a server that has not answered may hold a later step than the servers that
+have answered. Such a step can only have been trained together with a server that took part in the
+session of the last link. So a start is safe if all servers of the last link have answered. With
+three or more servers, it also suffices that a majority has answered and has a history: a majority
+took part in every session, and two majorities share a server.
 
 With two servers, a witness of the last link must confirm that the missing server was not trained
-alone. The witness is the mark of the run directory that began the link. If there is no mark, the
-witness is worker 0 of that session, as long as this worker lives. Worker 0 allows at most one
-server to continue without the other (`Without` in servers/frames.py). If there is no witness, a
-dead server cannot be distinguished from a server that was trained alone, so the user must decide
-(`given_up`).
+alone. The witness is the mark (storage/mark.py) of the run that began the session of this link. If
+there is no mark, the witness is worker 0 of that session, as long as this worker lives. Worker 0
+allows at most one server to continue without the other (`Without` in servers/frames.py). If there
+is no witness, a dead server cannot be distinguished from a server that was trained alone, so the
+user must decide (`given_up`).
 
 Assumes that each server's report is complete. Does not communicate and changes nothing.
 """
@@ -66,7 +67,7 @@ class ServerHoldings:
 @dataclass(frozen=True)
 class Witness:
     """A run directory's record of two sessions: the last session that this run began, and the
-    session before that one in the store's history."""
+    preceding session in the store's history."""
 
     before: str  # id of the session before `last`; "" if there was none
     last: str  # id of the last session that this run began
@@ -77,7 +78,7 @@ class Witness:
 
     @staticmethod
     def of(text: str) -> Witness | None:
-        """Parse the text form of a witness. Returns None if `text` has another form."""
+        """Parse a text that `str` has made from a witness. Returns None for any other text."""
         words = text.split(" ")
         if len(words) != 3 or not all(number.isdigit() for number in words[2].split(",")):
             return None
@@ -107,7 +108,8 @@ class Histories:
     """The histories of the servers that have answered a start.
 
     Args:
-        found: The report of each server that has answered, by its number.
+        found: The report of each server that has answered, by server number (the server's index in
+            `names`).
         names: The names of all servers of the job.
         holders: For every chunk, the servers that should hold the chunk.
 
@@ -134,15 +136,18 @@ class Histories:
     def resume(
         self, witness: Witness | None = None, given_up: Collection[int] = ()
     ) -> Resume | Unclear:
-        """Decide whether and where a start continues.
+        """Decide whether training can continue, and from which step.
 
         Args:
-            witness: The record of the run directory, or None.
+            witness: The witness that the run directory contains, or None.
             given_up: Numbers of the servers whose stored data is to be discarded. These servers are
                 not in `found`.
 
+        Returns:
+            A `Resume` with the step to continue from, or an `Unclear` with the reason to wait.
+
         Raises:
-            StaleError: The run directory knows of a session that no server knows of.
+            StaleError: The run directory names a session that is in no server's history.
         """
         members = tuple(n for n in sorted(self.at_end) if self.found[n].newest >= self.committed)
         if lost := lost_chunks(self.holders, members):
@@ -186,8 +191,8 @@ class Histories:
 
         A step is prepared only after the step before is committed, so the second newest step of a
         server is committed. The newest step is certainly committed in two cases: the server is the
-        first server of its session, which commits for all; or the last session in the server's
-        history began at this step.
+        first server of its last session (the first server commits for all servers of the session);
+        or the last session in the server's history began at this step.
         """
         held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
@@ -201,14 +206,14 @@ class Histories:
             for other in self.found:
                 if number < other and not self._agree(number, other):
                     raise ForkedError(
-                        f"{self._describe(number, other)}; {self._describe(other, number)}: they"
-                        " were trained separately",
+                        f"{self._describe(number, other)}; {self._describe(other, number)}: these"
+                        " two servers were trained separately",
                         hint=self._fork_hint(number, other),
                     )
 
     def _fork_hint(self, *forked: int) -> str:
-        """Return a hint that names the servers to give up. The servers that remain must agree with
-        each other and hold every chunk."""
+        """Return a hint that names the servers to give up, such that the remaining servers agree
+        with each other and together hold every chunk."""
         spare: list[str] = []
         for kept in forked:
             side = [kept]
@@ -230,8 +235,8 @@ class Histories:
         )
 
     def _suffices(self, side: Collection[int]) -> bool:
-        """Whether a start can continue with the servers of `side` alone. Servers that have not
-        answered are assumed to hold their chunks."""
+        """Whether training can continue with only the servers whose numbers are in `side`. Servers
+        that have not answered are assumed to hold the chunks that they should hold."""
         if self.silent:
             return not lost_chunks(self.holders, {*self.silent, *side})
         found = {n: self.found[n] for n in side}
@@ -265,8 +270,8 @@ class Histories:
         return f"{self.names[number]} is at step {newest}{since}{when}"
 
     def _complete(self, given_up: Collection[int]) -> bool:
-        """Whether no server outside `found` can hold a later step. See Note "who may hold
-        more"."""
+        """Whether no server outside `found` can hold a later step than the servers in `found`. See
+        Note "who may hold more"."""
         here = {n for n in self.found if _same(self.effective[n], self.history)} | set(given_up)
         n_servers = len(self.names)
         if len(here) == n_servers or (n_servers > 2 and 2 * len(self.found) > n_servers):
@@ -299,7 +304,8 @@ class Histories:
         step.
 
         Returns:
-            None if the check succeeds. If missing servers may know the session, the reason to wait.
+            None if the check succeeds. If a server that has not answered may know the session, an
+            `Unclear` with the reason to wait.
 
         Raises:
             StaleError: All servers of the session have answered, and none knows the session.
@@ -313,17 +319,19 @@ class Histories:
                 members, f"the run's last session included {self._names(witness.members)}"
             )
         raise StaleError(
-            f"the run's last session, with {self._names(witness.members)}, is in no server's"
-            f" history; the newest step is {max(held.newest for held in self.found.values())}",
+            f"the last session of this run, with the servers {self._names(witness.members)}, is in"
+            " no server's history; the newest step that a server holds is"
+            f" {max(held.newest for held in self.found.values())}",
             hint=(
-                "nothing was changed: was an older copy restored? Start the servers with the"
-                " directories of the run; --new-store goes back to the step that the servers hold"
+                "nothing was changed. The servers may hold an older copy of the store: start the"
+                " servers with the directories that this run has trained; --new-store goes"
+                " back to the step that the servers hold"
             ),
         )
 
     def _ends(self, number: int) -> set[str]:
-        """Return the ids of two links: the last link of a server's own history, and the last link
-        of `self.history`. If one of these histories is empty, its id is ""."""
+        """Return a set with the ids of two links: the last link of the server's own history, and
+        the last link of `self.history`. For an empty history, the set contains ""."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
             for links in (self.found[number].history, self.history)
@@ -356,8 +364,8 @@ class Histories:
 
 
 def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...]:
-    """Return the first links of a history, those that remain when a start goes back to a snapshot
-    of `step`."""
+    """Return a copy of a history from which the last sessions are removed, if they began after
+    `step`. Used when a start goes back to a snapshot of `step`."""
     links = tuple(history)
     while links and links[-1].step > step:
         links = links[:-1]
@@ -365,8 +373,8 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
-    """Return the servers that hold chunks which no server in `members` holds. `holders`: For every
-    chunk, the servers that should hold it."""
+    """Find the chunks that no server in `members` holds, and return the servers that should hold
+    these chunks. `holders`: For every chunk, the servers that should hold the chunk."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

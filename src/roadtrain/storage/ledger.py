@@ -1,8 +1,8 @@
 """Ledger: the commit records of a generation directory, which name the slots of each step.
 
 The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
-all these bytes]. Of the two files, the record is written to the file that does not hold the last
-committed step. Then this file is synced. So a torn record never damages the last commit.
+all these bytes]. A new record is written to the file that does not hold the last committed record,
+and this file is synced. So a torn record never damages the last commit.
 
 Note "durable before use": a record that was read may exist only in the page cache, because its
 writer was killed before the sync, or because the sync failed. A step built on such a record would
@@ -70,8 +70,8 @@ def digest(view: memoryview | bytes) -> int:
 
 
 def pack(blobs: Sequence[bytes]) -> bytes:
-    """Pack the blobs that several workers commit with a step. A single blob is returned
-    unchanged."""
+    """Pack the blobs (opaque bytes) that several workers commit with a step. A single blob is
+    returned unchanged."""
     if len(blobs) <= 1:
         return b"".join(blobs)
     lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
@@ -140,9 +140,9 @@ class Ledger:
             The steps that have records.
 
         Raises:
-            DamagedError: There is no record, or a record is damaged and no other record is of
-                `step`.
-            StaleError: The records are of other steps than `step`.
+            DamagedError: There is no record; or one of the two records is damaged, and the other
+                record is not of `step`.
+            StaleError: The records are intact, but none of them is of `step`.
             ForeignError: A record belongs to another store.
         """
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
@@ -161,8 +161,8 @@ class Ledger:
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """Return the error for a ledger that lacks a record of `step`, or any intact record if
-        `step` is None. `steps`: The steps of the intact records."""
+        """Return the error for a ledger without an intact record of `step`. If `step` is None, the
+        ledger has no intact record at all. `steps`: The steps of the intact records."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:

@@ -1,16 +1,17 @@
-"""Mark: a run directory's record of its store. A start compares a store with the mark. It refuses
-the store of another job, an older copy of the store, and a copy that was trained elsewhere.
+"""Mark: a run directory's record of its store. When a run starts, the store that is found is
+compared with the mark. The run refuses the store of another job, an older copy of its store, and a
+copy that was trained elsewhere.
 
 `mark.json` names the store (its job's uuid), the highest step known to be committed, and the
 session that trains the store. The file is replaced only every few seconds. For later steps, the
-lines of metrics.jsonl tell which steps were committed (`witness`, `sessions`). The line of a step
-is durable before the step can be committed.
+lines of metrics.jsonl tell which steps were committed (arguments `witness` and `sessions` of Mark).
+The line of a step is durable before the step can be committed.
 
 A store is refused if it is missing, belongs to another job, is at an earlier step, or was trained
-by another session. A store is refused before anything is created, moved or removed. With
-`new_store` the user accepts such a store.
+by another session. A store is refused before anything is created, moved or removed. The user
+accepts a refused store with the option `new_store`.
 
-Note "settled": a start that may go back to an earlier step first writes settled=False to the mark.
+Note "settled": a run that may go back to an earlier step first writes settled=False to the mark.
 While settled is False, the lines of metrics.jsonl are ignored. settled becomes True again when
 metrics.jsonl has been cut to the step of the store.
 
@@ -61,8 +62,8 @@ class Mark:
 
     Attributes:
         record: The content of the mark, as read when the mark was opened, or as written last.
-        fresh: Whether the run has a new store, so that the lines in metrics.jsonl describe
-            another store. `check` sets it.
+        fresh: Whether the run has a new store, so that the lines in metrics.jsonl describe another
+            store. Set by `check` and `adopt`.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
@@ -105,11 +106,11 @@ class Mark:
             job: The store's uuid.
             step: The store's last committed step; -1 if there is no store.
             where: The store's location, for messages.
-            session: The session that trained this step; "" if the store names no session. If None,
-                `check` does not compare sessions, because servers and stages compare the histories
-                of stores themselves.
-            back: Whether the store may be at an earlier step than the mark, as with state in RAM
-                that is restored from a snapshot.
+            session: The id of the session that trained this step; "" if the store names no session.
+                If None, `check` does not compare sessions, because servers and stages compare the
+                histories of stores themselves.
+            back: Whether the store may be at an earlier step than the mark, for example because
+                state in RAM was restored from a snapshot.
 
         Raises:
             GoneError: There is no store.
@@ -130,7 +131,8 @@ class Mark:
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
         """Record that this run's store belongs to `job` and is at `step`. If `job` is "", the state
-        is in the memory of this process."""
+        is in the memory of this process. `history`: the text of a Witness (storage/history.py), or
+        "" if there is none."""
         if step >= 0 and job and self.record.job != job and self.record.step > 0:
             self._report(f"{self.path}: this run now uses the store of job {job}, at step {step}")
         self.fresh |= self.record.job not in ("", job)
@@ -225,7 +227,10 @@ class Mark:
             )
             return metrics
         if found.format != 1:
-            raise ForeignError(f"{self.path} has format {found.format}, this version reads 1")
+            raise ForeignError(
+                f"{self.path} has format {found.format}, but this version of roadtrain reads"
+                " format 1"
+            )
         if found.job and found.settled and witness > found.step:
             return msgspec.structs.replace(found, step=witness)
         return found

@@ -116,7 +116,7 @@ class StoreMeta:
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
     def owned(self, index: int) -> dict[int, Record]:
-        """Return the records that directory `index` holds."""
+        """Return the layouts of the records that directory `index` holds, by chunk id."""
         return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
 
     @property
@@ -169,7 +169,8 @@ class StoreMeta:
             brief = msgspec.json.decode(text, type=Brief)
             if brief.format != FORMAT:
                 raise ForeignError(
-                    f"{where} has store format {brief.format}, this version reads {FORMAT}"
+                    f"{where} has store format {brief.format}, but this version of roadtrain reads"
+                    f" format {FORMAT}"
                 )
             meta = _DECODER.decode(text)
         except ValueError as error:
@@ -178,7 +179,10 @@ class StoreMeta:
             ) from error
         table = meta.table
         if table.fingerprint() != brief.fingerprint or len(meta.owners) != len(table.chunks):
-            raise DamagedError(f"{where} does not match its fingerprint", hint=RESTORE)
+            raise DamagedError(
+                f"{where}: the fingerprint or the owners in this file do not match its chunks",
+                hint=RESTORE,
+            )
         return meta
 
 

@@ -1,6 +1,6 @@
 """Measurement of the rates of a storage directory.
 
-Needs room for a file of FILE_BYTES for some seconds. Leaves nothing behind.
+The measurement needs room for a file of FILE_BYTES for a few seconds, and removes the file.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together. THREADS threads repeat each call over
-    the whole file, until all calls together have transferred `at_least` bytes."""
+    """Return the bytes per second of all `calls` together. THREADS threads repeat each call, piece
+    by piece through the file, for SECONDS and until the call has transferred `at_least` bytes."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

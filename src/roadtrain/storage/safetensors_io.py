@@ -40,7 +40,8 @@ class Tensor:
     offset: int
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """Read the whole tensor in its shape, or flat elements [start, stop)."""
+        """Read the tensor. Without arguments, returns the whole tensor in its shape; otherwise
+        elements [start, stop) of the flattened tensor."""
         whole = start == 0 and stop is None
         numel = prod(self.shape)
         last = numel if stop is None else stop
@@ -92,7 +93,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER, size - 8):
             raise ForeignError(
-                f"{path}: not a safetensors file, or truncated to {size} bytes (header: {length})"
+                f"{path}: not a safetensors file, or truncated: the file has {size} bytes, and its"
+                f" first 8 bytes announce a header of {length} bytes"
             )
         text = file.read(length)
     try:
@@ -110,7 +112,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
             raise DamagedError(
-                f"{path}: bytes {start} to {stop} of tensor {name!r} do not fit its shape or file"
+                f"{path}: the header places tensor {name!r} at bytes {start} to {stop} of the data,"
+                " which does not fit the tensor's shape or the file's size"
             )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)
 
@@ -129,7 +132,7 @@ def open_weights(
         raise ConfigError(
             f"the weights do not fit the model: {len(lacking)} of {len(shapes)} tensors are"
             f" missing, {len(wrong)} have another shape. The model needs {name!r} with shape"
-            f" {shapes[name]}, but it "
+            f" {shapes[name]}, but the tensor "
             + (f"has shape {tuple(tensors[name].shape)}" if wrong is found else "is missing"),
             hint="see the directory's config.json for the model that the weights belong to",
         )

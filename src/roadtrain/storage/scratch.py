@@ -2,7 +2,7 @@
 
 The pages of the file are page cache: the kernel reclaims these pages when memory is short, and they
 do not count as memory of this process. Offsets must be multiples of the page size. The file is not
-synced, and has no checksums. It is deleted when the last view of the map is released.
+synced, and has no checksums. The file is deleted when the last view of the map is released.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """An unnamed file of `nbytes` in `directory`. Parts that were never written take no space.
-    Raises FullError."""
+    """An unnamed file of `nbytes` in `directory`. Ranges of the file that were never written take
+    no space on the disk. Raises FullError if the disk is full."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory

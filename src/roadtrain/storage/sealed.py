@@ -22,9 +22,9 @@ def unsealed(content: bytes) -> bytes:
     """Return the body of a file. Raises ValueError if the checksum is missing or wrong."""
     body, tag, digest = content.rpartition(_TAG)
     if not tag:
-        raise ValueError("it has no checksum")
+        raise ValueError("the checksum is missing")
     if digest != xxhash.xxh3_64_hexdigest(body).encode() + b"\n":
-        raise ValueError("its checksum does not match")
+        raise ValueError("the checksum does not match the content")
     return body
 
 
@@ -40,4 +40,4 @@ def check_json(content: bytes) -> None:
     accepted."""
     rest = content[len(_KEY % bytes(16)) :]
     if content.startswith(_KEY[:9]) and content != sealed_json(b"{" + rest):
-        raise ValueError("its checksum does not match")
+        raise ValueError("the checksum does not match the content")

@@ -1,4 +1,5 @@
-"""Snapshots: a server's part that is in RAM is copied to files every few steps, during training.
+"""Snapshots: the part of a store that a server holds in RAM is copied to files every few steps,
+during training.
 
 A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. If a
 write would overwrite a chunk that is not copied yet, the write waits for the copy. So a slow
@@ -91,10 +92,10 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """Copies the part `source` to the part `target` at each step that is a multiple of `every`,
-    after `start` is called. If a write or prepare of `source` would spoil a copy in progress, the
-    write or prepare first waits for the copy. If the copy has failed, the write or prepare raises
-    its error."""
+    """Copies a server's part `source` to the part `target` at each step that is a multiple of
+    `every`, after `start` is called. If `source.write` would overwrite a chunk that is not copied
+    yet, or `source.prepare` would prepare the next step to be copied, the call first waits for the
+    copy in progress. If the copy has failed, the call raises the error of the copy."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
@@ -134,8 +135,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """Wait for the copy of a chunk if the chunk was already written after the snapshot's step.
-        Then the next write overwrites the slot that is being copied."""
+        """Wait for the copy of a chunk if the chunk was already written once after the snapshot's
+        step, because the second write overwrites the slot that is being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -161,15 +162,15 @@ class Snapshots:
             raise DeadlineError(
                 f"waited {WAIT_S:.0f} s for the snapshot of step {self._step} in "
                 f"{self._target.directory}",
-                hint="check the device of this directory: it does not finish writing",
+                hint="check the disk of this directory: writing to the disk does not finish",
             ) from None
 
     def _copy(self, chunk: int, rows: Rows) -> int:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies of all chunks, then commit the snapshot. The pool runs this function
-        after it has started all copies."""
+        """Wait for the copies of all chunks, then commit the snapshot. This method is the last task
+        of the snapshot in the pool."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())

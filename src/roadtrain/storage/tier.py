@@ -1,8 +1,8 @@
 """The parts of a record, and the rules of a tier (storage/file.py) that holds records.
 
-A record is [weights | state] (chunks.py). A part is "weights", "state" or "record" (both). A view
-that is passed to a tier has exactly the padded size of its part. Between two commits each part is
-written at most once.
+A record is [weights | state] (chunks.py). A part is "weights", "state" or "record" (both). A
+memoryview that is passed to a tier has exactly the padded size of the part that the tier reads or
+writes. Between two commits each part is written at most once.
 
 The state part of most chunks contains a master, from which the weights can be cast. If only the
 state part of such a chunk is written, the weights part becomes *absent* until the weights part is

@@ -1,15 +1,16 @@
 """RDMA links, a plugin of roadtrain named `rdma`. Connections and handshakes are the same as those
-of TCP links, but the bytes of frames are transferred by NIXL READs: the receiver reads them from
-the sender's memory.
+of TCP links, but the bytes of frames are transferred by NIXL READs: the receiver reads the bytes
+from the sender's memory.
 
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies a piece of a frame into a ring buffer of registered memory. Over the socket, the
-sender sends the total number of bytes that it has written to the ring. The receiver READs the new
-bytes into registered memory of its own, one READ at a time. When a READ has completed, the receiver
-passes the bytes on, and sends the total number of bytes that it has read. Then the sender can reuse
-the place of these bytes in the ring. The link ends when the socket is closed.
+The sender copies bytes of a frame, at most PIECE at once, into a ring buffer of registered memory.
+Over the socket, the sender sends the total number of bytes that it has written to the ring. The
+receiver READs the new bytes into registered memory of its own, one READ at a time. When a READ has
+completed, the receiver passes the bytes on, and sends the total number of bytes that it has read.
+Then the sender can reuse the place of these bytes in the ring. The link ends when the socket is
+closed.
 
 READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived and the
 endpoint is flushed. So the receiver knows without a message that the bytes are there. With WRITE,
@@ -19,8 +20,8 @@ notifications.
 
 Needs the package nixl-cu12, which is imported on first use. Tested only with UCX's TCP mode (a
 network interface as `device`), never on RDMA hardware. UCX_* environment variables override
-`device`. Does not encrypt. As in shm links, bytes are copied once on each side. They are not sent
-directly from the owner's buffers.
+`device`. Does not encrypt. As in shm links, bytes are copied once on each side, because they are
+not sent directly from the buffers in which the caller has them.
 """
 
 from __future__ import annotations
@@ -122,19 +123,25 @@ def _agent(device: str) -> Any:
 def _used(written: int, read: int) -> int:
     used = written - read
     if not 0 <= used <= RING:
-        raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING}")
+        raise WireError(
+            f"the counters of the two sides contradict each other: {used} used bytes of a ring of"
+            f" {RING} bytes"
+        )
     return used
 
 
 class _RdmaChannel:
-    """A channel over two rings. Owns the socket, the NIXL agent and the memory.
+    """A channel over two ring buffers, one in the memory of each side. Each side writes to its own
+    ring and READs from the other side's ring. Owns the socket, the NIXL agent and the memory of
+    this side.
 
     Attributes:
         _written: The number of bytes written to this side's ring.
-        _read: The number of bytes read from the other side's ring, into `_piece`.
+        _read: The number of bytes read from the other side's ring. READs write to the buffer
+            `_piece`.
         _fetched: The bytes in `_piece` that were not passed on to the receiver yet.
-        _theirs: The last counts that the other side has sent, which are the values of its
-            `_written` and `_read`. These counts are checked before use.
+        _theirs: The values of `_written` and `_read` on the other side, as last received. These
+            values are checked before use.
     """
 
     def __init__(
@@ -164,7 +171,7 @@ class _RdmaChannel:
 
     def _meet(self, deadline: float) -> None:
         """Exchange memory addresses and access keys with the other side. The other side gets read
-        and write access to this side's ring and piece, and to no other memory."""
+        and write access to this side's `_ring` and `_piece`, and to no other memory."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )
@@ -185,10 +192,13 @@ class _RdmaChannel:
         )
         _, self._there, length, digest = MEETING.unpack(opened(raw, "the other side's ring"))
         if length > MAX_METADATA:
-            raise WireError(f"metadata has {length} bytes, at most {MAX_METADATA} are allowed")
+            raise WireError(
+                f"the other side's NIXL metadata has {length} bytes, at most {MAX_METADATA} are"
+                " allowed"
+            )
         metadata = handshake.receive(self._sock, length, deadline, "NIXL's metadata")
         if hashlib.sha256(metadata).digest() != digest:
-            raise WireError("NIXL's metadata does not match its checksum")
+            raise WireError("the other side's NIXL metadata does not match its checksum")
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
@@ -201,7 +211,7 @@ class _RdmaChannel:
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         if not (free := self._wait(lambda: RING - _used(self._written, self._theirs[1]))):
-            raise BrokenPipeError(errno.EPIPE, "the other side has ended")
+            raise BrokenPipeError(errno.EPIPE, "the RDMA link has ended")
         begin = self._written % RING
         at, end = begin, begin + min(free, PIECE, RING - begin)
         for buffer in buffers:

@@ -118,7 +118,9 @@ def compiled(source: Path, into: Path) -> None:
     """Compile the C file `source` into the object file `into`. Raises BpfError with the compiler's
     first error."""
     if sys.byteorder != "little":
-        raise BpfError("the program needs a little-endian machine, but this one is big-endian")
+        raise BpfError(
+            "the BPF program needs a little-endian machine, but this machine is big-endian"
+        )
     words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
     words.append(
         f"-I/usr/include/{platform.machine()}-linux-gnu"
@@ -182,9 +184,9 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """Make a new array map with `entries` values of `value_nbytes` each. Its values have the
-        same type as the values of the map `pattern`. Returns the map's descriptor, which the caller
-        closes."""
+        """Make a new array map with `entries` values of `value_nbytes` each. The values of the new
+        map have the same type as the values of the map `pattern`. Returns the map's descriptor,
+        which the caller closes."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),

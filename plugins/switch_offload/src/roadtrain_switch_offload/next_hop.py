@@ -1,6 +1,6 @@
 """Lookup of the hardware address to which a network device sends packets for a host.
 
-The address is read from the kernel's tables of routes and neighbours, in the network namespace of
+The address is read from the kernel's tables of routes and neighbors, in the network namespace of
 the calling thread. This module sends no packets: the kernel resolves the address when other packets
 are sent to the host.
 """
@@ -48,7 +48,7 @@ def next_hop(host: str, device: str) -> str | None:
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Return the hardware address of the neighbour with the IP address `address`. Returns None if
+    """Return the hardware address of the neighbor with the IP address `address`. Returns None if
     this host has not resolved the address yet."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
@@ -65,8 +65,8 @@ def hardware_address(device: str) -> bytes:
 
 
 def is_hardware(device: str) -> bool:
-    """Return whether the device is hardware, which means that, according to its driver, it is on a
-    bus."""
+    """Return whether the device is hardware: the driver of the device reports a bus, such as
+    PCI."""
     reply = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
     request = struct.pack("16sP", device.encode(), ctypes.addressof(reply)).ljust(40, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

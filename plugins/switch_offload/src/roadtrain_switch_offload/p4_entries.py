@@ -1,10 +1,10 @@
 """The table entries for the jobs of a network switch that runs switch.p4, as JSON. The control
 plane of the switch sets these entries.
 
-The format is the one of the controllers in the P4 tutorials: `table_entries` (table, match,
-action_name, action_params) and `multicast_group_entries` (replicas with a port and an instance). In
-addition, `register_resets` lists the cells of registers that must be set to 0 before a job begins,
-because a former job may have left numbers in these cells.
+The JSON has the format that the controllers of the P4 tutorials read: `table_entries` (table,
+match, action_name, action_params) and `multicast_group_entries` (replicas with a port and an
+instance). In addition, `register_resets` lists the cells of registers that must be set to 0 before
+a job begins, because a former job may have left numbers in these cells.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ class P4Job:
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slots & (self.slots - 1):
             raise ConfigError(
-                f"a job has {self.slots} slots, not a power of two", hint="use 1024, for example"
+                f"a job has {self.slots} slots, but the number of slots must be a power of two",
+                hint="use 1024, for example",
             )
         if not 1 <= len(self.children) <= MOST_CHILDREN:
-            raise ConfigError(f"a job has {len(self.children)} children, not 1 to {MOST_CHILDREN}")
+            raise ConfigError(
+                f"a job has {len(self.children)} children, but must have 1 to {MOST_CHILDREN}"
+            )
 
 
 def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
@@ -66,11 +69,12 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
     needed = sum(job.slots for job in jobs)
     if needed > slots or len(jobs) > JOBS:
         raise BudgetError(
-            f"{len(jobs)} jobs need {needed} slots, the switch has {slots} for at most {JOBS} jobs",
+            f"{len(jobs)} jobs need {needed} slots, but the switch has {slots} slots, and room for"
+            f" {JOBS} jobs",
             hint="use a smaller window",
         )
     if len({(job.host, job.udp, job.job) for job in jobs}) < len(jobs):
-        raise ConfigError("two jobs have the same number at one UDP port")
+        raise ConfigError("two jobs have the same host, UDP port and job number")
     made: Entry = {"table_entries": [], "multicast_group_entries": [], "register_resets": []}
     base = 0
     for place, job in enumerate(jobs):

@@ -5,10 +5,11 @@ tables of its jobs.
                                 returns the reason why this fails
       .table(...) -> XdpTable   a job's table, which replaces SwitchTable of switch/switch_table.py
 
-The kernel handles the packets listed at the head of the C file. It also sends the sums, once this
-host has resolved the parent's hardware address. If such a packet reaches user space, `XdpTable.add`
-passes it to the program. So all packets of a job are in one table. User space handles heartbeats
-and parameters. The program is detached by `close`, or when the process ends.
+The kernel handles the packets listed at the head of the C file. The kernel also sends the sums,
+once this host has resolved the parent's hardware address. If one of these packets reaches user
+space nevertheless, `XdpTable.add` passes the packet to the program. So all packets of a job are
+added in one table. User space handles heartbeats and parameters. The program is detached by
+`close`, or when the process ends.
 
 Note "modes". In native mode, the program runs in the device's driver, before the kernel makes a
 buffer for the packet. In generic mode, which every device supports, the program runs after the

@@ -100,8 +100,8 @@ class XdpJob:
 
 
 class XdpTable:
-    """The table of one job in the kernel. It has the interface of SwitchTable, but the kernel sends
-    the sums. The owner sets `now`, the time in ticks of any clock. Not thread-safe."""
+    """The table of one job in the kernel. XdpTable has the interface of SwitchTable, but the kernel
+    sends the sums. The owner sets `now`, the time in ticks of any clock. Not thread-safe."""
 
     def __init__(
         self,
@@ -166,9 +166,9 @@ class XdpTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The same counters as in SwitchTable. They count the packets that the kernel received and
-        the packets that were passed to `add`. In addition, `handed_up` is the number of sums that
-        the kernel did not send itself, but left to user space."""
+        """The counters of SwitchTable, and `handed_up`. The counters of SwitchTable include the
+        packets that the kernel received and the packets that were passed to `add`. `handed_up` is
+        the number of sums that the kernel did not send itself, but left to user space to send."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
@@ -179,8 +179,9 @@ class XdpTable:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
-                f"{count} packets for child {child} need {count * PACKET_NBYTES} bytes of output,"
-                f" have {out.size}; the table is child {self.job.child}"
+                f"cannot add {count} packets: they need {count * PACKET_NBYTES} bytes of output"
+                f" ({out.size} were given), and sums for child {self.job.child} (child {child} was"
+                " given)"
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):

@@ -88,8 +88,9 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """Sometimes, at random, advance `base` beyond the sums that are complete. In half of these
-        cases, both tables receive the acknowledgement."""
+        """At random times, advance `base` beyond the complete sums, as if the receiver of the sums
+        had acknowledged them. In half of these cases, the state machine and the kernel's table both
+        get the acknowledgement. In the other half, the acknowledgement is lost."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
