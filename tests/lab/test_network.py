@@ -447,7 +447,7 @@ def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.S
         (
             "[[hosts]]",
             '[[hosts]]\nname = "worker1"\nnics = [{ rate = "1GB/s" }]\n[[hosts]]',
-            "several hosts are called",
+            "several hosts have the same name: worker1",
         ),
         ("[[hosts]]", "[hosts", "is not TOML"),
     ],

@@ -144,5 +144,5 @@ def test_none_is_nothing_and_another_shape_is_refused():
     (three,) = staged(Model(), Segment(0, 3))
     wide = Model(4)
     four = StageModel(wide, Cuts(wide, (torch.zeros(2, 4),), {}), [Segment(0, 3)])
-    with pytest.raises(ForeignError, match=r"is \(3,\) in the snapshot, but \(4,\) in"):
+    with pytest.raises(ForeignError, match=r"has the shape \(3,\) in the snapshot, but \(4,\) in"):
         restore_buffers(buffers_blob(three, 0), four)

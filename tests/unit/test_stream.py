@@ -703,7 +703,7 @@ def test_input_changed_in_place():
     h.data.add_(1)  # torch does not count this one either
     h.detach().add_(1)
     with pytest.raises(
-        ModelError, match=r"block 'layers.0': an input of shape \(10, 8\) was changed in place"
+        ModelError, match=r"'layers.0': an input of the block, of shape \(10, 8\), was changed in"
     ):
         out.sum().backward()
 

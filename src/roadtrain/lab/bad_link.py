@@ -5,14 +5,14 @@ Peers connect to the relay, which passes their data on to the target. A relay ru
 its own (`Relay`) or in a process of its own. The process may run on a host of the lab: `python -m
 roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT` starts the relay and prints its address. Each line
 of the process's standard input calls a method of Relay, such as `set_rate 1e6`, `cut 1000 back` or
-`flip 5000 there 7`, and is answered by the line `done`. At the end of its standard input, the
-process ends. Only TCP is supported. No bytes are lost, reordered, or changed except by `flip`, and
-their content is not interpreted.
+`flip 5000 there 7`. After each call, the process prints the line `done`. At the end of its standard
+input, the process ends. Only TCP is supported. The relay loses and reorders no bytes, changes bytes
+only by `flip`, and does not interpret the data.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
-direction. Each direction has its own rate, which all connections share. A piece of data leaves the
-relay no earlier than the delay after it has arrived. At most QUEUE pieces per connection and
-direction are in flight, so a long delay limits the rate to QUEUE * PIECE / delay.
+direction. Each direction has its own rate, which all connections share. Data stays in the relay at
+least for the set delay. At most QUEUE pieces per connection and direction are in flight, so a long
+delay limits the rate to QUEUE * PIECE / delay.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Relay:
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """Set the rates of `there` and `back`. If `back_bytes_per_s` is None, both rates are
-        `bytes_per_s`."""
+        """Set the rates in the directions `there` (`bytes_per_s`) and `back` (`back_bytes_per_s`).
+        If `back_bytes_per_s` is None, both directions get the rate `bytes_per_s`."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 
@@ -71,7 +71,7 @@ class Relay:
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
         """Close both sides of every connection after exactly `after_nbytes` more bytes in the
-        direction `way`; at once if `after_nbytes` is 0."""
+        direction `way`. If `after_nbytes` is 0, close all connections at once."""
 
         def begin() -> None:
             self._left[way] = after_nbytes
@@ -82,8 +82,9 @@ class Relay:
 
     def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
         """Flip bit `bit` (0 to 7) of the byte that follows `after_nbytes` more bytes in the
-        direction `way`, counted over all connections. May be called repeatedly. Bytes that wait
-        for the rate, a delay or a stall still count as future bytes."""
+        direction `way`, counted over all connections. May be called repeatedly. Bytes that are
+        still in the relay, because of the rate, a delay or a stall, are counted in
+        `after_nbytes`."""
 
         def begin() -> None:
             self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
@@ -202,7 +203,8 @@ class Relay:
                     return self._cut(way)
 
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
-        """Apply pending flips to `piece`, whose first byte has offset `begin` in its direction."""
+        """Apply pending flips to `piece`. `begin` is the offset of the piece's first byte among all
+        bytes in the direction `way`."""
         if not self._flips:
             return piece
         spoiled = bytearray(piece)

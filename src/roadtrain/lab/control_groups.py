@@ -1,5 +1,5 @@
-"""Control groups of a lab. When a group is removed, its members are moved back to the group of the
-process that made it. This module does not know which resource a group limits."""
+"""Control groups of a lab. When a group is removed, the members of the group are moved back to the
+group of the process that made the removed group. Does NOT set limits (cpus.py, storage.py)."""
 
 from __future__ import annotations
 

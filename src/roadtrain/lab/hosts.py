@@ -3,9 +3,9 @@ network.py makes the hosts.
 
 Note "inside a host". To run a process on a host, `nsenter` enters the host's network namespace, and
 `unshare` makes a mount namespace and a host-name namespace for the process. The process sees the
-name of the lab's host, the host's file of names as /etc/hosts, and the host's NICs in /sys. The
-namespaces end with the process, so nothing has to be removed. A process keeps the mounts that
-existed when it began.
+name of the lab's host as its host name, the host's names file as /etc/hosts, and the host's NICs in
+/sys. The names file has the addresses of all hosts of the lab. The namespaces end with the process,
+so nothing has to be removed. A process keeps the mounts that existed when it began.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ DROPPED = ("tcp", "udp", "icmp")  # without ARP, so that addresses can still be 
 
 
 def inside(name: str, net: str | Path, names: str | Path, group: str | Path = "") -> list[str]:
-    """Return the words to put before a command so that it runs on a host. `name`: the host.
-    `net`, `names`, `group`: the host's network namespace, file of names, and control group."""
+    """Return the words to put before a command so that the command runs on a host. `name`: the
+    host's name. `net`: the file of the host's network namespace. `names`: the file that the command
+    sees as /etc/hosts. `group`: the directory of the host's control group, or ""."""
     return ["nsenter", f"--net={net}", "--", *ISOLATED, name, str(names), str(group)]
 
 
@@ -75,8 +76,8 @@ class LabHost:
         return str(self.limit.group) if self.limit else ""
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Start a command and wait until it runs on this host. The returned process is the command
-        itself, and is killed when the network ends."""
+        """Start a command and wait until the command runs on this host. The returned process is the
+        command itself. The process is killed when the context of the lab's Network ends."""
         words = [*inside(self.name, self.net, self.names, self.group), *argv]
         process = subprocess.Popen(words, **popen)
         with contextlib.suppress(FileNotFoundError):  # the process has already ended

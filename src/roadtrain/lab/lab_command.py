@@ -1,10 +1,11 @@
-"""`roadtrain lab up | run | down`: a lab that a file describes. A process makes the lab, and
-removes it when the process ends.
+"""`roadtrain lab up | run | down`: a lab that a lab file describes. The process of `up` makes the
+lab, and removes the lab when the process ends.
 
-This process describes the lab in the file `lab.json`, in a directory of kind `up` (see
-resource.py). `run` and `down` read this file. The path of the file that describes a lab (`LabFile`)
-identifies the lab. Unknown keys and wrong types in that file raise ConfigError; rates and sizes are
-checked but kept as written, for display. Starts nothing on the hosts."""
+The process of `up` writes the file `lab.json` into a directory of kind `up` (see resource.py).
+`run` and `down` find the lab with `lab.json`. The path of the lab file (`LabFile`) identifies the
+lab. Unknown keys and wrong types in the lab file raise ConfigError; rates and sizes are checked but
+kept as written, for display. `up` starts no process on the hosts.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class LabFile(Section):
                 raise ValueError(f"there is no switch {switch!r}, only {', '.join(self.switches)}")
         names = [name for host in self.hosts for name in host.names]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"several hosts are called {', '.join(sorted(twice))}")
+            raise ValueError(f"several hosts have the same name: {', '.join(sorted(twice))}")
         return self
 
     def nics(self, host: HostSection) -> list[LabNic]:
@@ -117,8 +118,8 @@ def load_lab(path: str | Path) -> LabFile:
 
 
 def up(path: str, detach: bool = False) -> None:
-    """Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab down`,
-    remove it.
+    """Make the cluster that the file describes on this machine. Remove the cluster at Ctrl-C or
+    `lab down`.
 
     Prints the hosts, and returns when a signal has ended the lab.
 
@@ -130,7 +131,7 @@ def up(path: str, detach: bool = False) -> None:
         raise ConfigError(f"a lab cannot be made here: {why}")
     sweep()
     if _found(path):
-        raise ConfigError(f"{path} is already up", hint=f"roadtrain lab down {path}")
+        raise ConfigError(f"the lab {path} is already up", hint=f"roadtrain lab down {path}")
     if detach:
         return _detached(path)
     for end in ENDS:
@@ -155,7 +156,7 @@ def run(path: str, host: str, argv: list[str]) -> None:
     Replaces this process by the command."""
     _, _, hosts = _up(path)
     if host not in hosts:
-        raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
+        raise ConfigError(f"the lab {path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
     its = hosts[host]
     if its["group"]:
         Path(its["group"], "cgroup.procs").write_text(str(os.getpid()))
@@ -264,7 +265,7 @@ def _detached(path: str) -> None:
             print(line, end="")
             if line.startswith(f"{path} is up"):
                 return
-    raise ConfigError(f"{path} did not start: exit code {process.wait()}")
+    raise ConfigError(f"the lab {path} did not start: exit code {process.wait()}")
 
 
 def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
@@ -283,5 +284,5 @@ def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
 
 def _up(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]]:
     if (found := _found(path)) is None:
-        raise ConfigError(f"{path} is not up", hint=f"roadtrain lab up {path} --detach")
+        raise ConfigError(f"the lab {path} is not up", hint=f"roadtrain lab up {path} --detach")
     return found

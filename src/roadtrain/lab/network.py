@@ -5,9 +5,9 @@ Requires Linux, root, iproute2 and util-linux; `network_available()` reports wha
 counts the bytes of Ethernet frames, with headers; at an MTU of 1500, TCP payload gets 0.956 of the
 rate. Latency is not emulated (but bad_link.py can delay a link). All hosts share file systems and
 process ids. A host cannot reach anything outside the lab's network. Hosts find each other by name.
-A host's name stands for the first of its NICs that can be reached, and `NAME-ethK` for its NIC K.
-When the network ends, processes on its hosts are killed, and namespaces and control groups are
-removed.
+The name of a host resolves to the address of the host's first NIC that can be reached, and
+`NAME-ethK` resolves to the address of the host's NIC K. When the network ends, processes on its
+hosts are killed, and namespaces and control groups are removed.
 
 Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths: the
 device `ethN` in the host and a port `pN` of the bridge. A link between switches is a pair of ports.
@@ -100,12 +100,12 @@ class Network(LabResource):
     """An emulated network of hosts and switches. Raises ConfigError for an invalid host name, for
     links that form a cycle, and if CPUs cannot be limited.
 
-    Arguments: `hosts` has the NICs of each host, by the host's name. `links` has the rate of the
-    link between two switches, in bytes per second in each direction. `cpus` has the number of CPUs
-    that all processes of a host may use together, by the host's name.
+    Arguments: `hosts`: host name -> NICs of the host. `links`: (switch, switch) -> rate of the link
+    between two switches, in bytes per second in each direction. `cpus`: host name -> number of CPUs
+    that all processes of the host may use together.
 
-    Within the context, the attribute `hosts` has the hosts by name, and the attribute `links` the
-    links by (switch, switch).
+    Within the context, there are two attributes. `hosts`: host name -> LabHost. `links`: (switch,
+    switch) -> LabLink.
     """
 
     def __init__(

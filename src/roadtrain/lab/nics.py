@@ -1,10 +1,12 @@
-"""NICs and links of a lab: rates, cuts, loss, MTUs and traffic counters. network.py makes them.
+"""NICs and links of a lab: rates, cuts, loss, MTUs and traffic counters. network.py makes the NICs
+and links.
 
 Note "loss". At the receiving end of each direction, tc's clsact applies a filter of four
 instructions of classic BPF. For each packet, the filter draws a random number of 32 bits, and drops
-the packet if the number is below the share of lost packets, scaled to 32 bits. A sender may leave
-it to the hardware to split a large piece into segments. The filter would see such a piece as one
-packet, so links with loss split large pieces before they are sent.
+the packet if the number is below the share of lost packets, scaled to 32 bits. A sender's kernel
+may pass a large block of data to the NIC, which splits the block into packets. The filter would
+count such a block as one packet. So on links with loss, the kernel itself splits the data into
+packets.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ LOSING = "4,32 0 0 4294963256,53 0 1 {bound},6 0 0 0,6 0 0 2"
 
 
 def limit_of(bytes_per_s: float) -> str:
-    """Return the words for tc that limit the rate at which data leaves a device. (tc's unit bps is
-    bytes per second.)
+    """Return arguments for the command `tc` that limit the rate at which data leaves a device. In
+    these arguments, the unit bps is bytes per second.
 
     After an idle time, a burst may leave at once: the bytes that the rate allows in 20 ms, but at
-    least LEAST_BURST and at most MOST_BURST. If the burst were smaller than a large piece (64 kB
-    and headers), the kernel would split the pieces, and this costs much CPU time. The device's
-    queue holds the bytes that the rate allows in 20 ms, and 256 kB in addition. TCP connections
-    that share the link need so long a queue.
+    least LEAST_BURST and at most MOST_BURST. The kernel passes data to the device in blocks of up
+    to 64 kB and headers. If the burst were smaller than such a block, the kernel would have to
+    split the block, which costs much CPU time. The device's queue holds the bytes that the rate
+    allows in 20 ms, and 256 kB in addition. A shorter queue would slow down TCP connections that
+    share the link.
     """
     in_time = int(bytes_per_s * BURST_S)
     burst = min(max(in_time, LEAST_BURST), MOST_BURST)
@@ -44,10 +47,12 @@ def limit_of(bytes_per_s: float) -> str:
 
 
 def losing(share: float) -> str:
-    """Return the bytecode for tc of a filter that drops this share of packets. Raises ConfigError
-    if `share` is not in [0, 1)."""
+    """Return the bytecode, as arguments for the command `tc`, of a filter that drops the fraction
+    `share` of all packets. Raises ConfigError if `share` is not in [0, 1)."""
     if not 0 <= share < 1:
-        raise ConfigError(f"loss = {share} is not a share of packets, at least 0 and below 1")
+        raise ConfigError(
+            f"loss = {share} is not valid: a fraction of packets must be at least 0 and below 1"
+        )
     return LOSING.format(bound=round(share * (1 << RANDOM_BITS)))
 
 
@@ -80,8 +85,8 @@ class End:
 
 
 def _send_cut_up(end: End, split: bool) -> None:
-    """Set whether the kernel splits large pieces into packets before they are sent (`split`), or
-    leaves this to the hardware."""
+    """Set whether the kernel splits large blocks of data into packets before the blocks are sent
+    (`split`), or leaves the splitting to the NIC."""
     end.do("ip", f"link set {end.device} gso_max_segs {1 if split else 65535}")
 
 
@@ -130,7 +135,7 @@ class LabLink:
 
     def set_loss(self, share: float) -> None:
         """Lose each packet with the probability `share`, independently in each direction. After the
-        first call, even with 0, packets are sent one by one, which costs CPU time.
+        first call, even with `share` 0, the kernel sends packets one by one, which costs CPU time.
 
         Raises ConfigError if `share` is not in [0, 1).
         """
@@ -147,8 +152,8 @@ class LabLink:
 
     def frames(self) -> Traffic:
         """Return the number of bytes of Ethernet frames, with headers, that have left the near end
-        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. (Rates
-        count bytes in the same way.)"""
+        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. The
+        rates of links also count bytes of whole frames."""
         sent, received = (
             json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
             for end in (self.near, self.far)

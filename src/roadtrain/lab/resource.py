@@ -1,10 +1,10 @@
 """LabResource: a part of a lab (such as a network or a device), which is removed exactly once. The
 part's name identifies the process that made the part.
 
-Note "names". Directories and groups are called `roadtrain-lab-PID-START-KIND-...`. START is the
+Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. START is the
 time at which the kernel started the process PID, so that a later process with the same PID is not
-mistaken for the maker. If the maker of a resource is dead, any process can
-remove the resource with the information in its directory.
+mistaken for the maker. If the maker of a resource is dead, any process can remove the resource with
+the information in its directory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class LabResource:
 
     def _begin(self) -> Callable[[], None]:
         """Make the directory or group by which the resource can be found. Returns a function that
-        removes the resource. The function must not refer to `self`."""
+        removes the resource. The function must not refer to `self`, because the resource could
+        otherwise not be garbage-collected."""
         raise NotImplementedError
 
     def _make(self) -> None:

@@ -1,11 +1,12 @@
 """Storage of a lab: files that emulate SSDs with set rates.
 
 Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is missing. Rates apply to
-direct I/O only, because buffered writes bypass blkio. Latency is not emulated. Devices and groups
-are removed when their context ends, also after an error, or when the process ends; `sweep()`
-removes those that a SIGKILL has left. The directory of a LoopDevice has a directory `mount/` and a
-file `backing` with the path of the image. If the image is not deleted afterwards, this file is
-named `kept` instead of `backing`."""
+direct I/O only, because buffered writes bypass blkio. Latency is not emulated. A device or group is
+removed when its context ends, also after an error, or when the process ends. `sweep()` removes the
+devices and groups that a SIGKILL has left. The directory of a LoopDevice has a directory `mount/`
+and a file with the path of the device's image. This file is named `kept` if the image is kept when
+the device is removed, otherwise `backing`.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ class LoopDevice(LabResource):
     The device is formatted and mounted (noatime).
 
     Within the context, `mount` is the directory of the mounted device, and `major_minor` identifies
-    the device for a Throttle. The file is removed at the end. With `keep`, the file and its content
-    stay, an existing file is used again, and space is allocated only as needed. Raises ConfigError
-    if the file already exists (without `keep`) or has no room, and RoadtrainError if a command
-    fails.
+    the device for a Throttle. The file is removed when the context ends. With `keep`, the file and
+    its content stay, an existing file is used again, and space is allocated only as needed. Raises
+    ConfigError if the file already exists (without `keep`) or has no room, and RoadtrainError if a
+    command fails.
     """
 
     def __init__(self, path: str | Path, nbytes: int, *, keep: bool = False) -> None:
@@ -56,7 +57,8 @@ class LoopDevice(LabResource):
     def _begin(self) -> Callable[[], None]:
         if self.path.exists() and not self.keep:
             raise ConfigError(
-                f"{self.path} already exists", hint="name a new file; it is removed at the end"
+                f"{self.path} already exists",
+                hint="name a new file, because the lab removes the file at its end",
             )
         self.home = folder("loop")
         return partial(undo_loop, self.home)
@@ -84,7 +86,8 @@ class LoopDevice(LabResource):
         command("mount", "-o", "noatime", device, str(self.mount))
 
     def _make_kept(self, new: Path) -> None:
-        """Make the image under a temporary name, so that a kill leaves no incomplete image."""
+        """Make the image under the temporary name `new`, and then rename the image. So the final
+        path never has an incomplete image, even after a kill."""
         with new.open("wb") as image:
             image.truncate(self.nbytes)
         command("mkfs.ext4", *MKFS, *FEW_FILES, str(new))
@@ -92,8 +95,8 @@ class LoopDevice(LabResource):
 
 
 class Throttle(ControlGroup):
-    """A control group whose members together read and write each of `devices` at most at the given
-    rates. A device may be given by its "MAJ:MIN" number.
+    """A control group that limits the rates at which its members together read and write each of
+    `devices`. A device is a LoopDevice or a "MAJ:MIN" number.
 
     On exit, the members are moved to the group of the process that made this group, and this group
     is removed.

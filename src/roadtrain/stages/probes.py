@@ -1,10 +1,11 @@
 """probe(): test the links of one host to other hosts over the addresses that training will use.
 
-For each link, `probe` tests a connection and a reply. Then it tests a payload in each direction.
-The payload is larger than any frame, to find networks that drop large frames. `probe` also measures
-the difference of the clocks. After these tests, it measures a rough rate of each link, one link at
-a time. It uses one asyncio loop, and plain sockets that are bound to the chosen addresses. A client
-must send a token that only ranks of this start know (Rule 8).
+For each link, `probe` opens a connection and waits for a reply. Then it sends a payload in each
+direction. The payload is larger than any network frame, so the test fails on networks that drop
+large frames. `probe` also measures the difference between the clocks of the two hosts. Finally,
+`probe` measures the approximate rate of each link, one link at a time. All tests run in one asyncio
+loop, on ordinary TCP sockets that are bound to the addresses of the tested links. A client must
+send a token that only the ranks of this start of the job know (Rule 8).
 
 Does NOT interpret the results (findings.py).
 """
@@ -44,7 +45,8 @@ PIECE = bytes(64 * KIB)
 
 @dataclass(frozen=True)
 class ProbePorts:
-    """The ports on which a host answers tests, and the token that clients must send."""
+    """The ports on which a host accepts the link tests of other hosts, and the token that these
+    hosts must send."""
 
     token: str  # hex
     ports: dict[str, int]  # address -> port
@@ -52,8 +54,8 @@ class ProbePorts:
 
 @contextlib.asynccontextmanager
 async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
-    """Answer the tests of other hosts while this context is active. Raises OSError for an address
-    that this host does not have."""
+    """Run a server on each of `addresses` while this context is active. The servers reply to the
+    link tests of other hosts. Raises OSError if this host does not have one of the addresses."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,8 +118,9 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
-    """Read length-prefixed pieces until an empty piece arrives. Return the rate in bytes/s, without
-    the first FIRST bytes."""
+    """Read data from a client until the client sends an empty message. Each message begins with its
+    length. Return the rate in bytes/s. The rate does not include the first FIRST bytes, because
+    buffers on the way absorb these bytes."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)
@@ -164,8 +167,8 @@ async def _test(link: CardLink, ports: ProbePorts) -> Finding:
 
 async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
     """Measure the link's rate, and return the finding with this rate. If the measurement fails,
-    return the finding unchanged. A failure is no error, because the link has passed its tests. If
-    the other host was lost after the tests, its report will be missing."""
+    return the finding unchanged. This function raises no error, because the link has already passed
+    its tests."""
     begin = time.monotonic()
     try:
         async with _connected(finding.link, ports) as (reader, writer), asyncio.timeout(STEP_S):
@@ -183,8 +186,8 @@ async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """Return two numbers of seconds: the round-trip time, and the time by which the other host's
-    clock is ahead of this host's clock."""
+    """Return (round-trip time in seconds, clock difference in seconds). The difference is positive
+    if the clock of the other host is ahead of the clock of this host."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))

@@ -84,10 +84,11 @@ def make_process_groups(
     """Create all groups, in order. Collective over all ranks of the default process group, which
     must exist (created by `start_processes` or by the user).
 
-    networks: the network of each group by the group's name, including CONTROL, the group of all
-    ranks; the same on every rank. device_type: "cpu" (all groups use gloo) or "cuda" (all groups
-    use NCCL, except CONTROL, which uses gloo). say: called with a warning for each group that may
-    not use the chosen card. Raises LostError if a group's ranks do not connect within the deadline.
+    networks: group name -> network of the group. `networks` also contains CONTROL, the group of all
+    ranks, and must be the same on every rank. device_type: "cpu" (all groups use gloo) or "cuda"
+    (all groups use NCCL, except CONTROL, which uses gloo). say: called with a warning for each
+    group that may not use the chosen card. Raises LostError if a group's ranks do not connect
+    within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
@@ -109,8 +110,9 @@ def make_process_groups(
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
-    """Return the NCCL settings of a group. If `rank` is not a member of the group, the settings
-    contain no warning. environment: the environment variables of the process."""
+    """Return the NCCL settings of a group. environment: the environment variables of the process.
+    Only members of the group can get a warning about these variables: if `rank` is not a member,
+    `unbound` is empty."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (
@@ -159,8 +161,8 @@ def _connecting(network: GroupNetwork, deadline_s: float) -> Iterator[None]:
             for rank, host, card in zip(network.ranks, network.hosts, network.cards)
         )
         raise LostError(
-            f"{network.group} did not connect within {deadline_s:.0f} s over {network.kind}"
-            f" ({who}): {str(error).splitlines()[0]}",
+            f"the ranks of group {network.group} did not connect within {deadline_s:.0f} s over"
+            f" {network.kind} ({who}): {str(error).splitlines()[0]}",
             hint="`roadtrain preflight` tests every pair of hosts",
         ) from error
 

@@ -15,7 +15,7 @@ from roadtrain.stages.parallelism import Parallelism, RankPosition
 
 
 class GroupKind(StrEnum):
-    """The purpose of a group."""
+    """The purpose of a group of ranks."""
 
     TENSOR = "tp"  # splits the matrices of one replica of a stage
     DATA = "dp"  # sums the gradients of a stage
@@ -52,8 +52,7 @@ class Groups:
     ) -> Groups:
         """Create the groups. hosts: (host name, cluster name, number of devices) for each host, in
         rank order. blocks: the number of blocks of the model. Raises ConfigError if the parallelism
-        does not fit the hosts or the number of blocks; the error names the first mismatch and both
-        numbers."""
+        does not fit the hosts or the number of blocks; the error names the first mismatch."""
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
@@ -76,7 +75,7 @@ class Groups:
 
     @property
     def tensor(self) -> tuple[RankGroup, ...]:
-        """The tensor groups, one for each replica of a stage, in rank order."""
+        """The tensor-parallel groups, one for each replica of a stage, in rank order."""
         return tuple(
             RankGroup(GroupKind.TENSOR, f"tp stage {at.stage} replica {at.replica}", tuple(ranks))
             for ranks in self.parallelism.tensor_groups()
@@ -85,7 +84,8 @@ class Groups:
 
     @property
     def data(self) -> tuple[RankGroup, ...]:
-        """The data groups, one for each tensor index of a stage, stage by stage."""
+        """The data-parallel groups, ordered by stage. A stage has one group for each
+        tensor-parallel index."""
         return tuple(
             RankGroup(GroupKind.DATA, f"dp stage {at.stage} tensor index {at.tensor}", tuple(ranks))
             for ranks in self.parallelism.data_groups()
@@ -94,9 +94,10 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """The boundary groups. For each boundary between two stages, there are two groups of all
-        ranks of these stages: one for activations, then one for their gradients. Each direction has
-        its own group, so that messages never wait for messages in the opposite direction."""
+        """The boundary groups. For each boundary between two stages, there are two groups, and each
+        of them has all ranks of both stages. The first group sends activations, and the second
+        group sends the gradients of the activations. Each direction has its own group, so that
+        messages never wait for messages in the opposite direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))

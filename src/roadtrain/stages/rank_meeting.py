@@ -10,8 +10,8 @@ and no other.
 Note "restarts": if torchrun's agent owns the store, the store exists longer than a start. The
 agents count restarts, but these counts do not identify a start: an agent whose ranks failed
 increases its count, but an agent that only joins a restart does not. So ranks are numbered in the
-order of arrival, and rank 0 reads each hello once. A meeting has the arrival number of rank 0 as
-its number, and rank 0 tells each rank this number.
+order of arrival, over all starts, and rank 0 reads each hello once. The arrival number of rank 0 is
+also the number of the meeting. Rank 0 tells every other rank the number of the meeting.
 
 Does NOT create process groups or test their networks (preflight.py).
 """
@@ -97,7 +97,8 @@ def refusal(error: RoadtrainError) -> MeetingAnswer:
 
 @dataclass(frozen=True)
 class RankMeeting:
-    """The result of a meeting: the hosts of all ranks, and the store through which they met."""
+    """The result of a meeting: the hosts of all ranks, and the store through which the ranks
+    met."""
 
     launch: Launch
     store: dist.Store  # this meeting's part of the store; it exists as long as rank 0 or its agent
@@ -114,8 +115,8 @@ class RankMeeting:
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
-        cards are on the same fabric are a cluster. hosts: the host of each rank, after `override`
-        has applied the user's statements; if empty, `self.hosts`."""
+        cards are on the same fabric are a cluster. hosts: the host of each rank, for example as
+        changed by the user's options (`networks.override`); if empty, `self.hosts`."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
@@ -142,9 +143,9 @@ def meet(
 
     job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits. Other ranks
     need this time to notice that the rank's previous process ended. host: this host; if None, the
-    host is detected. Raises ConfigError if ranks do not fit together, and PeerError if the store
-    cannot be reached. Raises DeadlineError if ranks do not arrive; this error names the missing
-    ranks, and the hosts of the ranks that arrived.
+    host is detected. Raises ConfigError if ranks have different jobs or world sizes, or the same
+    rank. Raises PeerError if the store cannot be reached. Raises DeadlineError if ranks do not
+    arrive; this error names the missing ranks, and the hosts of the ranks that arrived.
     """
     if launch.attempt != "0":
         deadline_s += notice_s
@@ -167,7 +168,7 @@ def meet(
 
 
 def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
-    """Return the number of this rank's meeting, after waiting until rank 0 has published it.
+    """Wait until rank 0 has published the number of this rank's meeting, and return this number.
     number: this rank's arrival number."""
     try:
         return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
@@ -179,8 +180,8 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
-    """Publish a value from rank 0. Then wait until the value has been read `readers` times, but at
-    most GRACE_S seconds, because the store may end with rank 0."""
+    """Publish a value from rank 0. Then wait until other ranks have read the value `readers` times,
+    because the store may end when rank 0 ends. Wait at most GRACE_S seconds."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -192,7 +193,9 @@ def _wait_for(store: dist.Store, key: str, readers: int) -> None:
 
 
 def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str) -> T:
-    """Read a value that rank 0 publishes. Raises DeadlineError and LostError."""
+    """Wait for a value that rank 0 publishes, and return the value. who: the name of this rank in
+    errors. Raises DeadlineError if the value does not arrive in time, LostError if the store is
+    closed, and WireError if the value is invalid."""
     value = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
     try:
         store.add(f"{key}/read", 1)
@@ -206,8 +209,9 @@ def put(store: dist.Store, key: str, value: object) -> None:
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
-    """Wait for a value in the store, and return the value. Raises DeadlineError, LostError or
-    WireError. waiting: the beginning of the error's message."""
+    """Wait for a value in the store, and return the value. waiting: the first words of error
+    messages: which rank waits for what. Raises DeadlineError if the value does not arrive in time,
+    LostError if the store is closed, and WireError if the value is invalid."""
     try:
         store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
         data = store.get(key)
@@ -250,8 +254,8 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
 
 def _unanswered(address: str, port: int, patience_s: float) -> str:
     """Try for `patience_s` seconds to connect to the store. Return "" on success, and otherwise the
-    reason of the failure. The client of torch is not used for this, because it exceeds its timeout
-    and prints its attempts."""
+    reason of the failure. This function uses plain sockets, because torch's client of the store
+    waits longer than its timeout and prints each attempt."""
     until, why = time.monotonic() + patience_s, ""
     while (left := until - time.monotonic()) > 0:
         try:
@@ -348,8 +352,8 @@ class _Arrivals:
         return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Return the next hello. Skip a hello if its sender no longer waits. Raises DeadlineError
-        and WireError."""
+        """Return the next hello. Skip hellos of ranks that no longer wait for an answer. Raises
+        DeadlineError if no hello arrives in time, and WireError for an invalid hello."""
         while True:
             key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
@@ -372,9 +376,8 @@ def _count_seen(store: dist.Store) -> int:
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError if a rank's hello does not fit the earlier hellos. The error names the
-    first difference. mine: the hello of rank 0. found: the earlier hellos by rank. hello: the new
-    hello."""
+    """Raise ConfigError if a rank's hello contradicts the earlier hellos. The error names the first
+    contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello: the new hello."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
@@ -394,7 +397,8 @@ def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello
         lines = zip_longest(mine.job.splitlines(), hello.job.splitlines(), fillvalue="nothing")
         first, second = next(pair for pair in lines if pair[0] != pair[1])
         raise ConfigError(
-            f"{here} and {there} do not have the same job: {first}, and {second}",
+            f"{here} and {there} do not have the same job: {first} on the first rank, and"
+            f" {second} on the second rank",
             hint="start all ranks with the same job",
         )
 
@@ -470,8 +474,8 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
 
 
 def half_open(*ports: int) -> set[str]:
-    """Return the addresses that try to connect to `ports` of this host, but do not receive the
-    replies of this host."""
+    """Return the addresses of hosts that try to connect to `ports` of this host, but do not receive
+    the replies of this host."""
     return {
         link.raddr.ip.removeprefix("::ffff:")
         for link in psutil.net_connections("tcp")

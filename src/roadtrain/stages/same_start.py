@@ -1,9 +1,10 @@
-"""Give all ranks of a stage the same initial values. Also give the same initial values to all
-stages that have a copy of a parameter.
+"""Make the initial values of parameters the same on all ranks of a stage. If several stages have a
+copy of a parameter, also make the copies the same.
 
 Ranks with different layouts of their parameters are refused, because sums over these ranks would be
 meaningless. If values differ, all ranks get the values of the first rank, as in torch's DDP, and
-the difference is reported. For copies of a parameter, this is the first rank of the first stage.
+the difference is reported. If copies of a parameter differ, all stages get the values of the first
+rank of the first stage.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def sync_start(
 ) -> None:
     """Check that all ranks of `group` have the same `layout`, and overwrite the `values` of all
     ranks by the values of the first rank. Collective. who: the group's name in messages. layout: a
-    description of how the rank arranges `values`. Raises ModelError if layouts differ. Raises
-    PeerError."""
+    description of how the rank arranges `values`. Raises ModelError if layouts differ, and
+    PeerError if the communication fails."""
 
     def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
         try:

@@ -1,6 +1,6 @@
-"""ShardedOptimizer: an optimizer of a stage. Its state is sharded: each data-parallel rank of the
-stage has a part. Its communication overlaps with computation (ZeRO stage 1; Rajbhandari et al.,
-2020; Yang et al. (Holmes), section 4.1).
+"""ShardedOptimizer: an optimizer of a stage. The optimizer's state is sharded over the
+data-parallel ranks of the stage. Communication overlaps with computation (ZeRO stage 1; Rajbhandari
+et al., 2020; Yang et al. (Holmes), section 4.1).
 
     optimizer = ShardedOptimizer(stage_model, torch.optim.AdamW(...), group)
     optimizer.begin_step(backwards=4)      # then four forwards and backwards
@@ -10,19 +10,19 @@ Backward accumulates gradients in flat fp32 memory; `p.grad` is None between bac
 last backward has completed a bucket, the reduce-scatter of the bucket begins. After `step`, each
 rank updates its shard with the rules that roadtrain's servers also use, and the all-gather of the
 new values begins. A block of the next forward only waits for its own parameters. In the first step,
-sums do not overlap with backward, because this step counts how often a backward adds to each
-parameter. As in torch, a parameter that has no gradient on any rank is not updated.
+gradient sums do not overlap with backward, because this step counts how often a backward adds a
+gradient to each parameter. As in torch, a parameter that has no gradient on any rank is not
+updated.
 
 With `sums`, a summation service sums gradients, and every rank receives the complete sum of a
 bucket. Each rank keeps the state of all parameters and updates all parameters, so there is no
-all-gather (placement `summation`; the simulator models it in the same way). In norms and snapshots,
-each rank reports only its shard. So norms and snapshots are the same, bit for bit, as without
-`sums`.
+all-gather (placement `summation`). In norms and snapshots, each rank reports only its shard. So
+norms and snapshots are the same, bit for bit, as without `sums`.
 
-Without overlap, the same operations run inside `step`, with the same results to the bit. On the
-host, gradients are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is
-applied; in this case, the result of `sum_squares` is infinite or NaN. Does NOT clip or average
-gradients, or schedule learning rates.
+If `overlap` is off, the same operations run inside `step`, with bit-identical results. On the host,
+gradients are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is applied; in
+this case, the result of `sum_squares` is infinite or NaN. Does NOT clip or average gradients, or
+schedule learning rates.
 """
 
 from __future__ import annotations
@@ -72,14 +72,16 @@ class ShardedOptimizer:
     """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the device.
 
     model: the stage. Its parameters have the same names as in the whole model. optimizer: the
-    user's optimizer over this stage's parameters. Its groups are read at each step, but its `step`
-    never runs. group: the stage's data-parallel ranks; None for a single rank. shared: for each set
-    of stages that share parameters with this stage, the names of these parameters and the group of
-    their copies. The order is the same on all ranks. blocks: modules that wait for all of their
-    parameters at once. masters: parameter name -> fp32 values, for parameters of a narrower dtype.
+    user's optimizer over this stage's parameters. The parameter groups of the optimizer are read at
+    each step, but the optimizer's own `step` never runs. group: the stage's data-parallel ranks;
+    None for a single rank. shared: for each set of stages that share parameters with this stage,
+    (the names of the shared parameters, the group of ranks that have the copies of these
+    parameters). All ranks must pass the sets in the same order. blocks: modules that wait for all
+    of their parameters at once. masters: parameter name -> fp32 values, for parameters of a
+    narrower dtype.
 
-    Collective over the group. Raises RuleError if the optimizer does not update each element on its
-    own, ModelError if parameters are unsupported or differ between ranks, and ConfigError for an
+    Collective over the group. Raises RuleError if the optimizer's update is not elementwise,
+    ModelError if parameters are unsupported or differ between ranks, and ConfigError for an
     unsupported group.
     """
 
@@ -169,8 +171,9 @@ class ShardedOptimizer:
         report: Callable[[str], None],
     ) -> None:
         """Make the initial values the same on all ranks of the stage. Make the initial values of
-        shared parameters the same in all stages that have a copy. values: the flat memory of each
-        run. wide: parameter name -> fp32 values, for parameters of a narrower dtype."""
+        shared parameters the same in all stages that have a copy. values: the flat tensors of the
+        layout (`layout.runs`), which contain all trainable parameters. wide: parameter name -> fp32
+        values, for parameters of a narrower dtype."""
         layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
@@ -199,19 +202,20 @@ class ShardedOptimizer:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. Raises LoopError if `step` has not used the gradients of the previous
-        `begin_step`."""
+        """Begin a step, as StageOptimizer.begin_step describes. Raises LoopError if no call of
+        `step` has used the gradients since the previous `begin_step`."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
-                f"{self._step} begins with gradients that no update has used",
+                f"{self._step}: begin_step() was called again before step() used the gradients",
                 hint="call step() once per step",
             )
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The sum is computed in float64. If several stages share a parameter,
-        only the first of these stages includes the parameter's gradient. If a gradient is infinite
-        or NaN, the result is infinite or NaN."""
+        """Return the sum of the squares of the gradients in this rank's shard, as
+        StageOptimizer.sum_squares describes. The sum is computed in float64. If several stages
+        share a parameter, only the first of these stages includes the parameter's gradient. If a
+        gradient is infinite or NaN, the result is infinite or NaN."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split
@@ -219,8 +223,9 @@ class ShardedOptimizer:
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
     def step(self, scale: float = 1.0) -> None:
-        """See StageOptimizer. If an error occurs after this method has returned, the next call that
-        waits for the step's result raises this error."""
+        """Update the parameters with `scale` times the gradients, and clear the gradients. The
+        update may continue while the next forward runs. If an error occurs after this method has
+        returned, the next call that waits for the step's result raises this error."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -245,13 +250,14 @@ class ShardedOptimizer:
         self._wait(None)
 
     def settle(self) -> None:
-        """See StageOptimizer."""
+        """Wait until all work of the previous step has ended, as StageOptimizer.settle
+        describes."""
         self._settle("the end of what is under way")
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """Wait for all queued operations. Make the device stream of the calling thread wait for
-        their results."""
+        """Wait for all queued operations. Make the device stream of the calling thread wait for the
+        results of these operations. what: the name of the awaited result, for errors."""
         self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
@@ -283,7 +289,8 @@ class ShardedOptimizer:
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand, so no sum has it",
+                    f"{self._step}: the gradient of {name!r} was set by hand, so it would not be"
+                    " summed over the ranks",
                     hint="let backward() compute the gradients",
                 )
 
@@ -335,8 +342,9 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
-        """Queue the remaining sums. Then queue the agreement between ranks on the parameters that
-        have a gradient, and the exchanges with stages that share parameters."""
+        """Queue the remaining gradient sums. Then queue an exchange in which ranks agree on which
+        parameters have a gradient, and the exchanges of gradients with stages that share
+        parameters."""
         if self._reduced:
             return
         self._reduced = True
@@ -348,9 +356,10 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Queue an update of `has`. Before the update, `has` contains, for each parameter, whether
-        the parameter has a gradient on this rank. After the update, it contains whether the
-        parameter has a gradient on any rank of the stage, or of a stage with a copy."""
+        """Queue an update of `has`, a list with one element per parameter. Before the update, an
+        element is True if the parameter has a gradient on this rank. After the update, an element
+        is True if the parameter has a gradient on any rank of the stage, or on any rank of another
+        stage that has a copy of the parameter."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
@@ -375,8 +384,9 @@ class ShardedOptimizer:
         end: Callable[[list[Any]], None],
         over: RankCollectives | None = None,
     ) -> None:
-        """Queue a call of `end` with the elementwise maximum of `values()` over the ranks of
-        `over`. If `over` is None, the maximum is over the ranks of the stage's group."""
+        """Queue a collective operation that computes the elementwise maximum of `values()` over the
+        ranks of `over`, and then calls `end` with the maximum as a list. If `over` is None, use the
+        ranks of the stage's group. what: a description of the operation for errors."""
 
         def run() -> Iterator[Pending | None]:
             # allocated here: memory belongs to the stream of the thread that allocates it
@@ -417,8 +427,9 @@ class ShardedOptimizer:
         self._agree(what, lambda: pair(own), end)
 
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
-        """Queue a call of `prepare`, followed by the all-gather of a bucket. prepare: sets the
-        values of this rank's shard of the bucket. made: the event after which `prepare` may run."""
+        """Queue a call of `prepare`, followed by the all-gather of the bucket `index`. prepare: a
+        function that computes the values of this rank's shard of the bucket. made: the event after
+        which `prepare` may run."""
         self.away.add(index)
 
         def run() -> Iterator[Pending | None]:
@@ -433,21 +444,25 @@ class ShardedOptimizer:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Frozen parameters are divided evenly among the ranks."""
+        """Return the extents that this rank provides, as StageOptimizer.extents describes. Frozen
+        parameters are divided evenly among the ranks."""
         return self.pieces.extents()
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. Every rank needs all elements of frozen parameters."""
+        """Return the extents that `load` must receive on this rank. Every rank needs all elements
+        of frozen parameters."""
         return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError if this rank does not keep these elements."""
+        """Wait for the previous step, and return a copy of the values and state of `extent`. Raises
+        StoreError if this rank does not keep all elements of `extent`."""
         self._settle(f"the state of {extent.name!r}")
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer. If a piece has no state, the state of its elements is reset to the
-        initial state. If a piece is missing on any rank, raises StoreError on all ranks."""
+        """Replace values and state by those in `pieces`, as StageOptimizer.load describes. If a
+        piece has no optimizer state, the optimizer state of its elements is reset to the initial
+        state. If a piece is missing on any rank, all ranks raise StoreError."""
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:
@@ -468,15 +483,16 @@ class ShardedOptimizer:
         self.steps_done = steps_done
 
     def abandon(self) -> None:
-        """See StageOptimizer. The queue's thread ends after the operation for which it currently
-        waits, or with the process."""
+        """Drop all pending work after an error, without waiting. The queue's thread still waits for
+        the operations in flight, and then ends. If an operation never ends, the thread ends with
+        the process."""
         self.hooks.close()
         self.waits.close()
         self.queue.abandon()
 
     def close(self) -> None:
-        """See StageOptimizer. If the queue has an error that was not raised before, raises this
-        error."""
+        """Wait for pending work and end the threads. If the queue has an error that no call has
+        raised yet, raise this error."""
         self.hooks.close()
         self.waits.close()
         self.queue.close()

@@ -8,11 +8,12 @@ snapshot have been lost, the start is refused, with one exception: if a rank has
 snapshot but no marker, the snapshot was never announced. In this case, the start reports the
 incomplete snapshot, and continues from the previous snapshot.
 
-Note "forked": every start that writes a snapshot adds a link to the history of its snapshots. A
-link names the step from which the start continued. Take two snapshots with the histories S and L,
-and let S be the shorter one. Normally L begins with S, and L has further links after S. The first
-of these links names a step that is not earlier than the snapshot of S. Otherwise two starts
-continued from the same step independently, and the start is refused (storage/history.py).
+Note "forked": the history of a snapshot is a list of links. Every start that writes snapshots adds
+one link to their history. The link names the step from which the start continued. Take two
+snapshots with the histories S and L, and let S be the shorter one. Normally L begins with S, and L
+has further links after S. The first of these links names a step that is not earlier than the
+snapshot of S. Otherwise two starts continued from the same step independently, and the start is
+refused (storage/history.py).
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class SeenSnapshot(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `choose`: the chosen snapshot, notes for the log, and other snapshots that the
-    start gives up or keeps."""
+    """The result of `choose`: the snapshot from which the start continues, notes for the log, the
+    newer snapshots that the start does not use, and the older snapshot that it keeps."""
 
     snapshot: Description | None  # the start continues from it; if None, the start begins at step 0
     notes: tuple[str, ...] = ()  # messages for the log
@@ -92,9 +93,9 @@ class Choice:
 
 def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> Choice:
     """Choose the snapshot from which this start continues. `seen`: for each rank of this start, the
-    snapshots that it finds. `go_back`: whether the user has declared the newest snapshot lost.
-    Raises ForeignError if the snapshots are of two runs, ForkedError if two starts continued from
-    the same step, and GoneError if the newest snapshot is incomplete."""
+    snapshots that the rank finds on its host. `go_back`: whether the user has declared the newest
+    snapshot lost. Raises ForeignError if the snapshots belong to two different runs, ForkedError if
+    two starts continued from the same step, and GoneError if the newest snapshot is incomplete."""
     found = [s for rank in seen for s in rank]
     committed = {s.key: s.marker for s in found if s.marker is not None}
     partial = {s.key for s in found} - committed.keys()
@@ -129,12 +130,12 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
         notes.append(
             f"the snapshot of step {key.step} is incomplete ({lacking}) and is ignored, since {why}"
         )
-    raise AssertionError("the oldest snapshot is returned or refused")
+    raise AssertionError("the loop over the snapshots ended without a choice or an error")
 
 
 def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> None:
     """Raise ForeignError if the snapshot's model (`theirs`) differs from this model (`ours`). The
-    error names the first difference."""
+    error names the first parameter that differs."""
     held, here = ({param.name: param for param in params} for params in (theirs, ours))
     for name in [*held, *here]:
         a, b = held.get(name), here.get(name)
@@ -154,8 +155,8 @@ def merge_params(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ..
         for param in table:
             if out.setdefault(param.name, param) != param:
                 raise ForeignError(
-                    f"{param.name!r} is {_text(param)} on one rank and {_text(out[param.name])} on"
-                    " another"
+                    f"parameter {param.name!r} is {_text(param)} on one rank and"
+                    f" {_text(out[param.name])} on another (shape, dtype, update rule)"
                 )
     return tuple(out[name] for name in sorted(out))
 
@@ -166,15 +167,15 @@ def _check_histories(descriptions: Sequence[Description | None]) -> None:
     for other in found:
         if other.job != longest.job:
             raise ForeignError(
-                f"snapshots of two runs: step {longest.step} of {longest.job} and step"
-                f" {other.step} of {other.job}",
+                f"the hosts have snapshots of two runs: step {longest.step} of run {longest.job}"
+                f" and step {other.step} of run {other.job}",
                 hint="give every host the same run directory; move the other run's snapshots away",
             )
         common = longest.history[: len(other.history)]
         later = longest.history[len(other.history) :]
         if common != other.history or (later and other.step > later[0].step):
             raise ForkedError(
-                f"the snapshot of step {other.step} (start {other.history[-1].id}) and that of step"
+                f"the snapshots of step {other.step} (start {other.history[-1].id}) and step"
                 f" {longest.step} (start {longest.history[-1].id}) continue from the same step"
                 " independently",
                 hint="move the unwanted snapshots away; nothing was changed",
@@ -182,8 +183,8 @@ def _check_histories(descriptions: Sequence[Description | None]) -> None:
 
 
 def _lacking(snapshot: Description, found: Sequence[SeenSnapshot]) -> str:
-    """Return a description of the elements of a snapshot that no host has, or "" if the snapshot is
-    complete. found: the files of the snapshot that each rank found."""
+    """Return a message about the elements of a snapshot that no host has, or "" if the snapshot is
+    complete. found: for each rank, the files of the snapshot that the rank found."""
     missing = uncovered(
         [s.extents for s in found], [Extent(p.name, 0, p.numel) for p in snapshot.params]
     )

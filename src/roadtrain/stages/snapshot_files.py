@@ -61,8 +61,9 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class PartTable(msgspec.Struct, frozen=True):
-    """The table of a rank's part of a snapshot. `blobs`: the locations of the further state of the
-    job, by name."""
+    """The table of a rank's part of a snapshot. `pieces`: the pieces in the pieces file. `blobs`:
+    name -> location of a blob in the pieces file. Blobs contain the state of the job that belongs
+    to no parameter."""
 
     job: str
     key: SnapshotKey
@@ -99,8 +100,8 @@ class PartWriter:
         )
 
     def add_all(self, pieces: Iterable[Piece]) -> None:
-        """Write all pieces. Exhaust the iterator even after an error, because other ranks may wait
-        for pieces that the iterator sends."""
+        """Write all pieces. After an error, still read `pieces` to its end, because the iterator
+        also sends pieces to other ranks, and these ranks wait for the pieces."""
         failed: StoreError | None = None
         for piece in pieces:
             try:
@@ -141,8 +142,8 @@ def write_marker(home: Path, rank: int, about: Description) -> None:
 
 
 class PartReader:
-    """The PieceSource that reads the parts of one snapshot in the directory `home`. `notes`:
-    messages about files that are ignored."""
+    """A reader of the parts of one snapshot in the directory `home`. PartReader is a PieceSource.
+    `notes`: messages about files that are ignored."""
 
     def __init__(self, home: Path, key: SnapshotKey) -> None:
         self.home, self.key, self.notes = home, key, list[str]()
@@ -177,13 +178,13 @@ class PartReader:
         return sorted(found, key=lambda e: (e.name, e.start, e.stop))
 
     def extents_of(self, name: str) -> list[Extent]:
-        """Return the extents of one parameter."""
+        """Return the extents of the parameter `name` that the parts of this snapshot contain."""
         spans = sorted({(a, b) for a, b, _, _ in self._at.get(name, ())})
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """See PieceSource. Raises DamagedError if a checksum does not match; the error names the
-        file."""
+        """Return the values and state of `extent`. Raises DamagedError if a checksum does not
+        match; the error names the file."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
@@ -214,7 +215,9 @@ class PartReader:
             if table.key != self.key or table.format != 1:
                 raise ValueError(f"it is of {table.key}, format {table.format}")
             if (size := _size(path.with_suffix(f".{PIECES}"))) != table.nbytes:
-                raise ValueError(f"its pieces have {size} bytes, but {table.nbytes} were written")
+                raise ValueError(
+                    f"the pieces file has {size} bytes, but the table states {table.nbytes} bytes"
+                )
         except (StoreError, ValueError) as error:
             self.notes.append(f"{path}: ignored ({error})")
             return
@@ -223,8 +226,8 @@ class PartReader:
             self._at.setdefault(piece.name, []).append((piece.start, piece.stop, table.rank, piece))
 
     def _read(self, rank: int, at: StoredArray, what: str) -> np.ndarray:
-        """Read and verify an array. If its length is a multiple of 4 bytes, return the array as
-        float32, otherwise as uint8."""
+        """Read and verify an array. If the array's length is a multiple of 4 bytes, return the
+        array as float32, otherwise as uint8."""
         path = self.home / f"rank-{rank}.{PIECES}"
         with typed_errors(path, f"reading {what}"):
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
@@ -266,7 +269,8 @@ def remove_snapshot(home: Path) -> None:
 
 
 def set_snapshot_aside(home: Path) -> None:
-    """Rename a snapshot's directory. Later starts ignore the directory, and its files are kept."""
+    """Rename a snapshot's directory, so that later starts ignore the directory. The files are
+    kept."""
     # the directory is not found if another rank has renamed it
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
@@ -281,8 +285,8 @@ def _key_of(name: str) -> SnapshotKey | None:
 
 
 def _files_of(home: Path) -> list[Path]:
-    """Return a snapshot's files. Return an empty list if the directory `home` does not exist, for
-    example because another rank has removed it."""
+    """Return the files of the snapshot in the directory `home`. Return an empty list if the
+    directory does not exist, for example because another rank has removed the directory."""
     try:
         names = os.listdir(home)
     except FileNotFoundError:

@@ -62,10 +62,9 @@ FOLDER = "snapshots"  # name of the snapshots' directory in the run directory
 
 @value
 class SnapshotOptions:
-    """The options of snapshots. `every`: the number of steps from one snapshot to the next.
-    `replicas`: the number of hosts that store each rank's part. `go_back`: whether a start
-    continues from an older snapshot if the newest snapshot is incomplete. Raises ConfigError for
-    invalid values."""
+    """The options of snapshots. `every`: the number of steps between snapshots. `replicas`: the
+    number of hosts that store each rank's part. `go_back`: whether a start continues from an older
+    snapshot if the newest snapshot is incomplete. Raises ConfigError for invalid values."""
 
     every: Count = 100
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
@@ -74,8 +73,8 @@ class SnapshotOptions:
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """The snapshot from which a start continues. `blobs`: the blobs that were passed to `save`, by
-    name: further state of the job."""
+    """The snapshot from which a start continues. `blobs`: blob name -> bytes, as passed to `save`.
+    Blobs contain the state of the job that belongs to no parameter."""
 
     step: int
     blobs: Mapping[str, bytes]
@@ -138,10 +137,10 @@ class JobSnapshots:
 
     def find(self) -> FoundSnapshot | None:
         """Find the snapshot from which this start continues. Return None if there is no snapshot;
-        then the start begins at step 0. The found snapshot and the one before it are kept; all
-        others are removed or set aside. Raises GoneError if the newest snapshot is incomplete,
-        ForkedError if two starts continued from the same step, ForeignError for snapshots of
-        another run or model, and StaleError if the mark records a later step."""
+        then the start begins at step 0. The found snapshot and the next older snapshot are kept.
+        All other snapshots are removed or renamed. Raises GoneError if the newest snapshot is
+        incomplete, ForkedError if two starts continued from the same step, ForeignError for
+        snapshots of another run or model, and StaleError if the mark records a later step."""
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -178,10 +177,10 @@ class JobSnapshots:
         self._links.same(check, "the last step that the run directory records")
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
-        """Remove all snapshots except the chosen snapshot and the previous one. This also frees the
-        space of an incomplete snapshot on a full disk. Then write the marker of the chosen snapshot
-        again. If a process was killed after it had written the marker, the marker may only be in
-        the page cache."""
+        """Remove all snapshots except the chosen snapshot and the next older snapshot. This also
+        frees the space of an incomplete snapshot on a full disk. Then write the marker of the
+        chosen snapshot again. If a process was killed after it had written the marker, the marker
+        may only be in the page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -199,8 +198,8 @@ class JobSnapshots:
         self._kept = keep
 
     def _begin(self, chosen: Description | None) -> None:
-        """Continue the job of `chosen`, with a new link in its history. If `chosen` is None, begin
-        a new job."""
+        """Continue the job of `chosen`, and add a link for this start to the job's history. If
+        `chosen` is None, begin a new job."""
 
         def link() -> list[str | int]:
             job = chosen.job if chosen is not None else str(uuid.uuid4())
@@ -216,8 +215,8 @@ class JobSnapshots:
         self._job, self._history = job, (*before, HistoryLink(start, step, members, now))
 
     def _blobs_of(self, reader: PartReader) -> dict[str, bytes]:
-        """Return the blobs of the snapshot. Each part contains all blobs, so the first rank that
-        has any part reads the blobs for all ranks."""
+        """Return the blobs of the snapshot. Each part contains all blobs. So the first rank that
+        has any part reads the blobs and sends them to all ranks."""
         able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
         source = able.index(True)
         blobs = self._links.together(
@@ -233,12 +232,13 @@ class JobSnapshots:
         """Write all pieces of `source` as the snapshot of `step`. The snapshot is committed when
         this method has returned.
 
-        `blobs`: further state of the job by name. If several ranks pass the same name, the blob of
-        the first of these ranks is used. If a rank cannot write, this rank raises FullError or
-        another StoreError, and all other ranks raise a LostError with the same message. Earlier
-        snapshots are not changed. If communication fails, some ranks may believe that all parts are
-        durable, and others not. In this case, the files are kept, and the next start decides
-        whether it uses the snapshot."""
+        `blobs`: blob name -> bytes, for the state of the job that belongs to no parameter. If
+        several ranks pass the same name, the blob of the first of these ranks is used. If a rank
+        cannot write, this rank raises FullError or another StoreError, and all other ranks raise a
+        LostError with the same message. Earlier snapshots are not changed. If communication fails,
+        only some ranks may know that all parts are durable. In this case, the files are kept, and
+        the next start decides whether it uses the snapshot.
+        """
         begun = time.monotonic()
         description = Description(
             self._job,
@@ -286,7 +286,7 @@ class JobSnapshots:
     ) -> int:
         """Write this rank's part. If `replicas` is 2, the part includes copies of other ranks'
         pieces. When the parts of all ranks are durable, return the size of this rank's part in
-        bytes."""
+        bytes. what: the snapshot's name in errors."""
         together = self._links.together
         with contextlib.ExitStack() as open_:
             job, rank = self._job, self._links.rank
@@ -299,7 +299,8 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """Iterate over the pieces of other ranks that this rank stores as copies. Collective."""
+        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. what:
+        the snapshot's name in errors."""
         lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
         every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
@@ -315,9 +316,9 @@ class JobSnapshots:
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return, for each rank, the rank that stores a copy of its part. The copy is in the next
-    cluster or, if there is only one cluster, on the next host. Raises ConfigError if there is only
-    one host."""
+    """Return, for each rank r, the rank that stores a copy of the part of r. The copy is in the
+    next cluster or, if there is only one cluster, on the next host. Raises ConfigError if there is
+    only one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

@@ -1,5 +1,5 @@
 """Save and restore the buffers of a model in stages (running means, counters). Buffers are not
-parameters, so no optimizer holds them. A snapshot stores the buffers of each stage as a named blob.
+parameters, so no optimizer holds them. A snapshot stores the buffers of each stage as a blob.
 
 Every stage has a copy of each buffer outside of the blocks. Such a buffer belongs to the first
 stage that runs the buffer's module, because only in this stage the buffer changes during training.
@@ -28,15 +28,15 @@ def own_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
 
 
 def buffers_blob(stage_model: StageModel, stage: int) -> dict[str, bytes]:
-    """Return a dictionary with the blob of the stage's buffers, by the blob's name. Return an empty
-    dictionary if the stage has no buffers."""
+    """Return {blob name: bytes} for the blob with the stage's buffers. Return an empty dictionary
+    if the stage has no buffers."""
     own = own_buffers(stage_model)
     return {_NAME.format(stage): plain.encode(own, "the buffers")} if own else {}
 
 
 def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """Return a snapshot's buffers by name. If several stages saved a buffer, return the buffer of
-    the earliest of these stages."""
+    """Return the buffers in the blobs of a snapshot, by name. If several stages saved the same
+    buffer, use the value of the first of these stages."""
     prefix, found = _NAME.partition("{")[0], dict[str, torch.Tensor]()
     for name in sorted((n for n in blobs if n.startswith(prefix)), reverse=True):
         found |= plain.decode(blobs[name])
@@ -45,22 +45,23 @@ def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def restore_buffers(blobs: Mapping[str, bytes], stage_model: StageModel) -> None:
-    """Restore this stage's buffers from the blobs of a snapshot. The snapshot may be of a start
-    with other stages. Raises ForeignError if a buffer has another shape in the snapshot."""
+    """Restore this stage's buffers from the blobs of a snapshot. The snapshot may come from a start
+    that cut the model into other stages. Raises ForeignError if a buffer has another shape in the
+    snapshot."""
     here = persistent_buffers(stage_model.model)
     for key, value in buffers_in(blobs).items():
         if key not in here:
             continue
         if here[key].shape != value.shape:
             raise ForeignError(
-                f"buffer {key!r} is {tuple(value.shape)} in the snapshot, but"
+                f"buffer {key!r} has the shape {tuple(value.shape)} in the snapshot, but"
                 f" {tuple(here[key].shape)} in the model"
             )
         here[key].copy_(value)
 
 
 def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, torch.Tensor]:
-    """Return the buffers of all stages, by name. Collective. Raises PeerError."""
+    """Return the buffers of all stages, by name. Collective. Raises PeerError if a rank is lost."""
     mine = plain.encode(own_buffers(stage_model), "the buffers")
     found: dict[str, torch.Tensor] = {}
     for blob in reversed(control.gather(mine, "the buffers of each stage")):
@@ -72,8 +73,9 @@ def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, 
 def adopt_buffers(
     gathered: Mapping[str, torch.Tensor], had: Collection[str], stage_model: StageModel
 ) -> None:
-    """Set the buffers that belong to this stage now, but did not before blocks moved. gathered: the
-    result of `gather_buffers`. had: the names of the buffers that belonged to this stage before."""
+    """Set the values of the buffers that belong to this stage since blocks moved between stages.
+    gathered: the result of `gather_buffers`, from before the move. had: the names of the buffers
+    that already belonged to this stage before the move."""
     for name, buffer in own_buffers(stage_model).items():
         if name not in had:
             buffer.copy_(gathered[name])

@@ -96,8 +96,8 @@ class _Running:
 
 
 class _Stub(nn.Module):
-    """The replacement of a block of another stage. It has the block's plain attributes, because
-    models read some of them, such as a layer's kind of attention."""
+    """The replacement of a block of another stage. The stub has the plain attributes of the block,
+    because models read some of these attributes, such as a layer's kind of attention."""
 
     def __init__(self, block: nn.Module, value: Callable[[], Any]) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class StageModel:
 
     @property
     def own(self) -> list[int]:
-        """The numbers of this rank's blocks."""
+        """The indices of this rank's blocks in the model."""
         return [i for s in self.segments for i in range(s.begin, s.stop)]
 
     @property
@@ -179,7 +179,7 @@ class StageModel:
 
     def restore(self) -> None:
         """Put all blocks and parameters back into the model, so that the model can be cut again.
-        Parameters of other stages have no values."""
+        The parameters of other stages still have no values."""
         self.detach()
         for number, block in self._blocks.items():
             self._replace_block(number, block)
@@ -246,7 +246,7 @@ class StageModel:
             names = ", ".join(map(str, self.segments))
             raise LoopError(
                 f"this rank has only {names} of the model, but the whole model was called",
-                hint="train it with the pipeline's step(), which runs all stages",
+                hint="train the model with the pipeline's step(), which runs all stages",
             )
         return self._running
 

@@ -29,8 +29,8 @@ class StageOptimizer(PieceSource, Protocol):
     def begin_step(self, backwards: int) -> None:
         """Begin a step. Parameters of the previous step may still be in flight; each block waits
         for its own parameters before it runs. backwards: the number of backwards that this rank
-        runs through each part of the stage in this step. After so many backwards, a gradient is
-        complete."""
+        runs through each part of the stage in this step. After the last of these backwards, the
+        gradients are complete."""
 
     def sum_squares(self) -> float:
         """Wait for the summed gradients. Return the sum of the squares of the gradients in this
@@ -43,7 +43,7 @@ class StageOptimizer(PieceSource, Protocol):
 
     def settle(self) -> None:
         """Wait until all work of the previous step has ended, so that the process groups are free
-        for other operations. Raises PeerError."""
+        for other operations. Raises PeerError if a rank is lost."""
 
     def extents(self) -> list[Extent]:
         """Return the extents that this rank provides. Every element of the stage is provided by
@@ -60,8 +60,8 @@ class StageOptimizer(PieceSource, Protocol):
         ranks. steps_done: the number of steps that the job has taken with these values."""
 
     def abandon(self) -> None:
-        """Drop all pending work after an error, without waiting for its end. No method may be
-        called afterwards."""
+        """Drop all pending work after an error, without waiting for the work to end. No method may
+        be called afterwards."""
 
     def close(self) -> None:
         """Wait for pending work and end the threads. The model's parameters are not changed."""

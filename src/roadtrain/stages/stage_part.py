@@ -1,10 +1,11 @@
-"""StagePart: a segment of the model as a function. It maps the tensors that cross the cut before
-the segment to the tensors that cross the cut after the segment, or to the loss. It holds each
-micro-batch from its forward to its backward.
+"""StagePart: a segment of the model as a function. The function maps the tensors that cross the cut
+before the segment to the tensors that cross the cut after the segment, or to the loss. A StagePart
+holds the tensors of each micro-batch from the forward to the backward of the micro-batch.
 
-`protocol.pipeline` decides the order of runs, also in the simulator (Rule 7). There is one slot for
-each micro-batch that this order holds at the same time. The buffers of a slot receive the messages
-of the neighbouring stages, and are reused (Rule 4).
+protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7). A
+StagePart has as many slots as this order holds micro-batches at the same time. The buffers of a
+slot receive the messages of the neighboring stages. A later micro-batch reuses the buffers (Rule
+4).
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class StagePart:
 
     @property
     def message_nbytes(self) -> int:
-        """The bytes of the larger of two messages of a micro-batch: the tensors that cross the cut
-        before the segment, and the tensors that cross the cut after the segment."""
+        """The size in bytes of the larger of two messages of a micro-batch: the message with the
+        tensors that cross the cut before the segment, and the message with the tensors that cross
+        the cut after the segment."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
@@ -85,10 +87,10 @@ class StagePart:
         return micro in self._held
 
     def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
-        """Reserve a slot for a micro-batch, and return its receive buffers. For FORWARD, they
-        receive the tensors that cross the cut before the segment. For BACKWARD, they receive the
-        gradients of the tensors that crossed the cut after the segment. Tensors that do not require
-        gradients have no such buffer."""
+        """Reserve a slot for a micro-batch, and return receive buffers of the slot. If `what` is
+        FORWARD, the buffers receive the tensors that cross the cut before the segment. If `what` is
+        BACKWARD, the buffers receive the gradients of the tensors that crossed the cut after the
+        segment; there is no buffer for a tensor that does not require a gradient."""
         slot = self._slot(micro)
         return slot.arriving if what == FORWARD else slot.gradients
 
@@ -96,7 +98,8 @@ class StagePart:
         self, micro: int, batch: MicroBatch, random: RandomStart | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
         """Run the forward. Returns the loss if this is the last segment of the model. Otherwise
-        returns the tensors that cross the cut after the segment. random: as in `StageModel.run`."""
+        returns the tensors that cross the cut after the segment. random: the seeds of random
+        numbers; if None, torch is not seeded."""
         slot = self._slot(micro)
         own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
         ended, value = self._stage_model.run(self.segment, own, batch, random)
@@ -157,8 +160,9 @@ class StagePart:
         return wire
 
     def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ModelError if the shapes or dtypes of the results differ from those of the example
-        micro-batch, for which the next stage has buffers."""
+        """Raise ModelError if the shapes or dtypes of the results differ from the results for the
+        example micro-batch. The receive buffers of the next stage have the shapes and dtypes of the
+        example's results."""
         found, recorded = (
             ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
             for many in (tensors, self._leaves)
@@ -171,8 +175,8 @@ class StagePart:
             )
 
     def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Raise ModelError if the segment has parameters to train, but none of `tensors` has a
-        gradient."""
+        """Raise ModelError if the segment has parameters to train, but none of `tensors` requires a
+        gradient. what: a name for `tensors` in the message."""
         if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
             raise ModelError(
                 f"{what} has no gradient: {self.segment} would not be trained",
@@ -181,8 +185,9 @@ class StagePart:
 
 
 def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """Return the loss that is in the model's result. Models of transformers compute the loss
-    themselves."""
+    """Return the loss that the model itself has computed: `result.loss`, as in transformers'
+    models, or `result` itself if the result is a scalar tensor. Raises ModelError if the result
+    contains no loss."""
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
         loss = result

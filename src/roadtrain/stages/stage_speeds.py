@@ -41,7 +41,8 @@ def measure_messages(
 ) -> Channels:
     """Measure the seconds in which a message of `nbytes` arrives at this rank. There is one
     measurement for each boundary and direction in which this rank receives messages. All replicas
-    send at the same time, as in a step. `links` must be idle. Raises PeerError (Rule 5)."""
+    send at the same time, as in a step. `links` must be idle. Raises PeerError if a rank is lost
+    (Rule 5)."""
     found: Channels = {}
     stages = shape.stages
     wraps = shape.virtual_stages > 1 and stages > 1
@@ -70,7 +71,7 @@ def _messages(
 
 def _request(message: Transfer) -> Transfer:
     """Return the request for a message: a message of one byte in the opposite direction. The
-    receiver of the message sends the request when it is ready."""
+    receiver of the message sends the request when the receiver is ready."""
     other = BACKWARD if message.what == FORWARD else FORWARD
     return Transfer(other, message.micro, message.boundary, message.receiver, message.sender)
 
@@ -117,9 +118,9 @@ def measured_work(
     num_microbatches: int,
     weights: Sequence[float],
 ) -> StepWork:
-    """Return the work of a step. The slowest rank of a stage determines the stage's speed, and the
-    slowest message of each boundary and direction determines the time of messages there. measured:
-    the measurements of each rank. weights: the weight of each block."""
+    """Return the work of a step. The speed of a stage is the speed of its slowest rank. The message
+    time of a boundary and direction is the time of the slowest message over this boundary in this
+    direction. measured: the measurements of each rank. weights: the weight of each block."""
     parallelism = groups.parallelism
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
@@ -156,8 +157,7 @@ def measured_memory(
 ) -> StageMemory:
     """Return the memory model of the stages. The device with the least free memory determines the
     memory of a stage. parameters: the number of elements of each parameter of the whole model, by
-    name. nbytes: the fields of StageMemory whose names end with `_bytes`.
-    """
+    name. nbytes: values for the fields of StageMemory whose names end with `_bytes`."""
     blocks, ends = block_memories(cuts, parameters, [m.times for m in measured])
     rooms = [
         min(measured[rank].room for rank in groups.stage_ranks(s))

@@ -49,8 +49,9 @@ class TensorParallel:
     """The splits of a model's parameters over a tensor group.
 
     mesh: the group's device mesh. shapes: the shape of each parameter before the split, by name.
-    splits: the split of each parameter that is split, by name. Every rank has all elements of the
-    other parameters."""
+    splits: parameter name -> split. `splits` lacks the parameters that are not split. Every rank
+    has all elements of these parameters.
+    """
 
     mesh: DeviceMesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -75,8 +76,8 @@ class TensorParallel:
 
     def counts(self, name: str) -> bool:
         """Return whether this rank includes the gradient of the parameter `name` in a norm over all
-        ranks. If all ranks have the complete parameter, only the first rank includes its
-        gradient."""
+        ranks. If all ranks have the complete parameter, only the first rank includes the gradient
+        of the parameter."""
         return name in self.splits or self.rank == 0
 
     def local_value(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -84,14 +85,16 @@ class TensorParallel:
         tensor of the same shape. Raises ConfigError if `whole` has another shape."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
-                f"{name} is {tuple(whole.shape)}, but the whole parameter is {self.shapes[name]}"
+                f"the value given for parameter {name!r} has the shape {tuple(whole.shape)}, but"
+                f" the whole parameter has the shape {self.shapes[name]}"
             )
         split = self.splits.get(name)
         return whole.clone() if split is None else split.local_value(whole, self.rank)
 
     def whole_value(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Gather the parts of all ranks, and return the complete parameter `name` or its complete
-        gradient. local: this rank's part. Collective over the group, on the mesh's device."""
+        """Gather the parts of all ranks, and return the complete tensor. local: this rank's part of
+        the parameter `name`, or of the gradient of this parameter. Collective over the group, on
+        the mesh's device."""
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
@@ -127,9 +130,9 @@ def tensor_parallel(
     """Split `model` in place over the ranks of the one-dimensional `mesh`. Collective.
 
     blocks: the names of this stage's blocks, if the model is cut into stages. plan: pattern of
-    layer names -> style. Each part of a pattern matches one part of a name (`layers.*.attn.out`).
-    Layers that match no pattern are not split. If `plan` is None, the table of architectures is
-    used.
+    layer names -> style. In a pattern, `*` does not match dots (`layers.*.attn.out`). Layers that
+    match no pattern are not split. If `plan` is None, the plan comes from the table of known
+    architectures (tensor_families.py).
 
     Raises ModelError for an unknown architecture, for a layer that cannot be split, and for a block
     without any split layer. Raises ConfigError if tp does not divide a number of heads or a width,
@@ -159,7 +162,7 @@ def _named_styles(
 ) -> Iterator[tuple[str, TensorStyle]]:
     """Yield the name and the style of each layer that a pattern of the plan matches. If several
     patterns match, the first of them gives the style. whole: whether all layers of the model are on
-    this rank. If they are, raise ConfigError for a pattern that matches nothing."""
+    this rank. If `whole` is true, raise ConfigError for a pattern that matches no layer."""
     modules = dict(model.named_modules())
     unused = set(plan)
     for name, module in modules.items():
@@ -191,7 +194,7 @@ def _check_no_gradient(names: Mapping[str, nn.Parameter]) -> None:
     for name, p in names.items():
         if p.grad is not None:
             raise LoopError(
-                f"parameter {name!r} already has a gradient of the whole shape",
+                f"parameter {name!r} already has a gradient, but is not split yet",
                 hint="split the model before its first backward",
             )
 
@@ -201,16 +204,16 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
         if not any(name == block or name.startswith(block + ".") for name in styles):
             raise ModelError(
                 f"no layer of block {block!r} is split by tensor parallelism",
-                hint="name its layers in a plan: {name pattern: style}",
+                hint="name layers of the block in a plan: {name pattern: style}",
             )
 
 
 def _splits(
     model: nn.Module, styles: Mapping[str, TensorStyle], degree: int
 ) -> dict[nn.Parameter, TensorSplit]:
-    """Return the split of each parameter that is split. Raises the errors of the styles. Raises
-    ModelError if several layers share a parameter, and their styles split this parameter in
-    different ways."""
+    """Return parameter -> split, without the parameters that are not split. Raises the errors of
+    TensorStyle.splits. Raises ModelError if several layers share a parameter, but the styles of
+    these layers do not split the parameter in the same way."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for inside, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -228,9 +231,9 @@ def _splits(
         for place in places[1:]:
             if found.get(place) != first:
                 raise ModelError(
-                    f"{'.'.join(places[0])} and {'.'.join(place)} are one parameter, but tensor"
-                    " parallelism would split it in only one of the layers, or differently",
-                    hint="name both layers in the plan, or neither",
+                    f"{'.'.join(places[0])} and {'.'.join(place)} are one parameter, but the"
+                    " plan of tensor parallelism does not split both in the same way",
+                    hint="give both layers the same style in the plan, or leave out both",
                 )
         if first is not None:
             out[p] = first

@@ -1,8 +1,10 @@
 """The table of architectures that tensor parallelism knows. For each architecture, the table has
-the layers that are split over a tensor group, and the style of splitting each of these layers.
+the layers that are split over a tensor group, and the style of each of these layers (see
+tensor_styles.py).
 
 A family of architectures maps classes of modules to the names and styles of layers inside these
-modules. The blocks of other stages are not on this rank, so nothing matches them.
+modules. Blocks of other stages are stubs on this rank. A stub has another class, so no class of the
+table matches it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ Styles = Mapping[str, TensorStyle]
 class SplitFamily:
     """A family of architectures. models: the names of the models' classes. layers: name of a
     module's class -> name of a layer inside the module -> style of the layer. counts: key of the
-    model's config -> a description of its value for messages; tp must divide this value. All
-    classes are from transformers. A subclass matches, too."""
+    model's config -> words for messages that describe the value of this key. tp must divide the
+    value. All classes are from transformers. A subclass of a named class matches, too."""
 
     name: str
     models: tuple[str, ...]
@@ -110,10 +112,10 @@ FAMILIES = (
 
 
 def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
-    """Return the styles of all layers of `model` that are split, by the layer's name. Layers of
-    other stages are left out. Raises ModelError for an unknown architecture or unexpected layer
-    names. Raises ConfigError if `degree` does not divide a number in the model's config, such as
-    the number of heads."""
+    """Return layer name -> style for all layers of `model` that are split. The result lacks the
+    layers of other stages. Raises ModelError for an unknown architecture or unexpected layer names.
+    Raises ConfigError if `degree` does not divide a number in the model's config, such as the
+    number of heads."""
     found = _family(model)
     if found is None:
         raise ModelError(

@@ -27,7 +27,8 @@ CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner sour
 
 
 class LocalPieces(PieceSource, Protocol):
-    """A source of one tensor rank's pieces that also loads such pieces."""
+    """A source of the pieces of one tensor rank's parameters. The source can also load such pieces
+    (`take`)."""
 
     def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
@@ -35,7 +36,7 @@ class LocalPieces(PieceSource, Protocol):
 
 class TensorPieces:
     """The pieces of `inner`, converted to pieces of whole parameters. inner: the source of the
-    pieces of one tensor rank's parameters. If a parameter is not split, its pieces are passed
+    pieces of one tensor rank's parameters. Pieces of parameters that are not split are passed
     through unchanged."""
 
     def __init__(
@@ -46,9 +47,9 @@ class TensorPieces:
         self._read: Piece | None = None
 
     def extents(self) -> list[Extent]:
-        """Return the ranges of elements of the whole parameters that this rank provides. For a
-        layer that is split by columns, there is one range per row. This method also clears the
-        cache, so that `piece` returns current values."""
+        """Return the extents of the whole parameters that this rank provides. If a layer is split
+        by columns, there is one extent per row. This method also clears the cache, so that `piece`
+        returns current values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
@@ -64,13 +65,13 @@ class TensorPieces:
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
     def needed(self) -> list[Extent]:
-        """Return ranges of elements of the whole parameters that include all elements of this rank.
-        For a layer that is split by columns, these ranges also include the columns of other
-        ranks."""
+        """Return extents of the whole parameters that include all elements of this rank. If a layer
+        is split by columns, these extents also include the columns of other ranks."""
         return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """Load pieces of whole parameters into `inner`."""
+        """Load pieces of whole parameters into `inner`. hypers: the hyperparameters of each
+        parameter group."""
         self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
@@ -93,8 +94,8 @@ class TensorPieces:
             at = following
 
     def _local(self, split: TensorSplit, extent: Extent) -> Extent:
-        """Return the extent of `inner` that has this rank's elements of `extent`, a range of
-        elements of the whole parameter."""
+        """Return the extent of `inner` that has this rank's elements of `extent`. extent: a range
+        of elements of the whole parameter."""
         rank = self.split.rank
         return Extent(
             extent.name, split.before(rank, extent.start), split.before(rank, extent.stop)
@@ -102,8 +103,8 @@ class TensorPieces:
 
     def _around(self, local: Extent) -> Piece:
         """Return a piece of `inner` that contains the extent `local`. If the cached piece does not
-        contain it, read a new piece, which is at most `chunk_elements` long (or as long as
-        `local`)."""
+        contain this extent, read a new piece. The new piece has at most `chunk_elements` elements,
+        or as many as `local` if `local` is longer."""
         read = self._read
         if read is None or not _inside(local, read.extent):
             home = next(e for e in self.inner.extents() if _inside(local, e))

@@ -52,7 +52,8 @@ class TensorSplit:
 
     @property
     def width(self) -> int:
-        """The length of the split dimension in each part on each rank, including padding."""
+        """The length of the split dimension on each rank, in each of the dimension's `parts` equal
+        parts. The length includes padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property
@@ -111,8 +112,8 @@ class TensorSplit:
 
     def before(self, rank: int, position: int) -> int:
         """Return how many elements of `rank` lie before `position` in the flattened whole
-        parameter. The first element of `rank` at or after `position` has this number as its index
-        among the elements of `rank`."""
+        parameter. This number is also an index: among the elements of `rank`, it belongs to the
+        first element at or after `position`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
@@ -126,8 +127,9 @@ class TensorSplit:
         return self.position(rank, torch.arange(start, stop))
 
     def position(self, rank: int, place: Place) -> Place:
-        """Return the position in the flattened whole parameter of `rank`'s element with the index
-        `place`. If `place` is a tensor of indices, return a tensor of positions."""
+        """Return where an element of `rank` lies in the flattened whole parameter. place: the index
+        of the element among the elements of `rank`. If `place` is a tensor of indices, return a
+        tensor of positions."""
         own = self.width * self.inner
         rows, part, inside = place // self.local_row, place // own % self.parts, place % own
         return rows * self.row + part * (self.row // self.parts) + rank * own + inside

@@ -4,8 +4,9 @@
     Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
     Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
                 sums the results.
-    Summed      does not split a layer between a Column and a Row. The layer only sees the heads of
-                its rank, so its gradients are summed over the group.
+    Summed      is for a layer between a Column and a Row. The layer is not split. On each rank, the
+                layer only gets the heads of this rank as its input. So the gradients of the layer's
+                parameters are summed over the group.
     LocalHeads  divides attributes of a module by the degree: numbers of heads, or the total width
                 of the heads.
 
@@ -43,10 +44,11 @@ _SEEDS = 1 << 62
 
 
 class TensorGroup:
-    """The ranks that share the layers of one replica. Its methods communicate between these ranks.
+    """The ranks that share the layers of one replica. The methods communicate between these ranks.
 
     mesh: a one-dimensional device mesh. `cut`: the parameters that have already been cut to this
-    rank's part. With this set, a parameter of two layers (tied embeddings) is cut only once."""
+    rank's part. With `cut`, a parameter that two layers share (tied embeddings) is cut only once.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -57,9 +59,9 @@ class TensorGroup:
         self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x such that backward sums the gradient of x over the group. Consecutive calls with
-        the same x (for queries, keys and values) return the same tensor, so that backward sums only
-        once."""
+        """Return a tensor with the values of x. Backward sums the gradient of this tensor over the
+        group. Consecutive calls with the same x (for queries, keys and values) return the same
+        tensor, so that backward sums only once."""
         if self._copied is not None and self._copied[0] is x:
             return self._copied[1]
         out = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
@@ -131,8 +133,9 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 class SplitLayer(nn.Module):
-    """The base class of ColumnLayer, RowLayer and VocabularyLayer. `_become` changes the class of a
-    layer to a subclass of one of these and of the layer's own class."""
+    """The base class of ColumnLayer, RowLayer and VocabularyLayer. To split a layer, `_become`
+    changes the class of the layer to a new class that inherits from one of these three classes and
+    from the layer's previous class."""
 
     group: TensorGroup  # the ranks that share the layer
     weight: nn.Parameter
@@ -144,8 +147,8 @@ class SplitLayer(nn.Module):
 
 
 class ColumnLayer(SplitLayer):
-    """A linear layer that computes this rank's outputs. If `outputs` is set, the layer also gathers
-    the outputs of all ranks."""
+    """A linear layer that computes this rank's outputs. If `outputs` is not None, the layer also
+    gathers the outputs of all ranks, so that its result has `outputs` columns."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = self.group.copied(x)
@@ -189,7 +192,8 @@ class VocabularyLayer(SplitLayer):
 
 class TensorStyle(ParallelStyle):
     """The base class of the styles. A style is a plain value. `within` returns a copy of the style
-    for a group of ranks; torch can apply this copy to a layer."""
+    that is bound to a group of ranks. torch's `parallelize_module` can apply this copy to a
+    layer."""
 
     group: TensorGroup
 
@@ -199,10 +203,10 @@ class TensorStyle(ParallelStyle):
         return bound
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
-        """Return the splits of the module's parameters, by the parameter's name in the module.
-        Parameters without a split in the result are not split. Does not change the module. Raises
-        ModelError if the style cannot split such a layer, and ConfigError if `degree` does not
-        divide the layer."""
+        """Return the split of each parameter of `module` that the style splits, by the parameter's
+        name in the module. Does not change the module. Raises ModelError if the style cannot split
+        such a layer, and ConfigError if `degree` does not divide the split dimension or a number of
+        heads."""
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -219,8 +223,8 @@ class TensorStyle(ParallelStyle):
 class Column(TensorStyle):
     """A style that splits the outputs of a linear layer. parts: the number of matrices that the
     layer concatenates (3 for queries, keys and values); each matrix is split separately. gather:
-    whether all ranks gather all outputs, as for logits. If they do, the degree need not divide the
-    number of outputs."""
+    whether every rank gathers the outputs of all ranks, as for logits. If `gather` is true, the
+    degree need not divide the number of outputs."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -229,8 +233,8 @@ class Column(TensorStyle):
         dim = 1 if _transposed(module) else 0
         if self.gather and (dim == 1 or self.parts > 1):
             raise ModelError(
-                "only the outputs of an nn.Linear of one part can be gathered",
-                hint="use Column() and Row()",
+                "Column(gather=True) needs an nn.Linear, and does not support parts > 1",
+                hint="use Column() without gather, followed by Row()",
             )
 
         def split(p: torch.Tensor, dim: int) -> TensorSplit:
@@ -247,8 +251,8 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """A style that splits the inputs of a linear layer. The bias is not split: every rank has all
-    of it."""
+    """A style that splits the inputs of a linear layer. The bias is not split: every rank has the
+    complete bias."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -265,13 +269,13 @@ class Vocabulary(TensorStyle):
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
             raise ModelError(
-                f"a {type(module).__name__} has no vocabulary",
-                hint="use style Vocabulary for an nn.Embedding",
+                f"the style Vocabulary cannot split a {type(module).__name__}",
+                hint="use Vocabulary only for an nn.Embedding",
             )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise ModelError(
                 "an embedding with max_norm, sparse or scale_grad_by_freq cannot be split",
-                hint="remove it from the plan, so that it stays whole",
+                hint="remove the embedding from the plan, so that the embedding is not split",
             )
         return {"weight": TensorSplit(tuple(module.weight.shape), 0, degree, padded=True)}
 
@@ -303,7 +307,7 @@ class LocalHeads(TensorStyle):
                 raise ModelError(f"a {type(module).__name__} has no integer attribute {name}")
             if count % degree:
                 hint = f"set tp to a divisor of {count}"
-                raise ConfigError(f"{name} {count} cannot be split over tp {degree}", hint=hint)
+                raise ConfigError(f"{name} = {count} cannot be divided by tp = {degree}", hint=hint)
         return {}
 
     def change(self, module: Any) -> None:
@@ -338,7 +342,7 @@ def _transposed(module: nn.Module) -> bool:
     layer is not linear."""
     if isinstance(module, SplitLayer):
         raise ModelError(
-            "the layer is split already", hint="match it by one pattern, call tensor_parallel once"
+            "the layer is split already", hint="call tensor_parallel only once for a model"
         )
     if isinstance(module, nn.Linear):
         return False
@@ -352,7 +356,8 @@ def _transposed(module: nn.Module) -> bool:
 
 def _become(module: nn.Module, kind: type[SplitLayer], group: TensorGroup, **more: Any) -> None:
     """Change the class of the module to a subclass of `kind` and of the module's own class. The new
-    class has the name of the old class. Also set the attributes `group` and `more`."""
+    class has the name of the old class. Also set the attribute `group`, and an attribute for each
+    item of `more`."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in {"group": group, **more}.items():

@@ -1,4 +1,5 @@
-"""Plan the transfers that bring every rank the pieces that it needs. This module only computes.
+"""Plan the transfers that send every rank the elements that the rank needs. Does NOT run the
+transfers.
 
 If a rank itself has the elements that it needs, it uses these elements. Otherwise the cheapest
 source sends the elements. If several sources are equally cheap, the plan takes the source that has
@@ -25,7 +26,8 @@ Cost = Callable[[int, int], float]  # (source, target) -> cost per element
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """A transfer of elements from rank `source` to rank `target`. Both may be the same rank."""
+    """A transfer of elements from rank `source` to rank `target`. If both are the same rank,
+    nothing is sent."""
 
     extent: Extent
     source: int
@@ -33,8 +35,9 @@ class PieceTransfer:
 
 
 class _Holders:
-    """An index of the ranks that hold each element. For each parameter, the index has the bounds of
-    all extents. Between each two neighbouring bounds, it has the ranks that hold these elements."""
+    """An index of the ranks that hold each element. For each parameter, the index has the sorted
+    bounds of all extents, and the ranks that hold the elements between each two neighboring
+    bounds."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
         found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -48,8 +51,8 @@ class _Holders:
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """Cut `needed` at the bounds of all extents. Yield each part, together with the ranks that
-        hold this part."""
+        """Cut `needed` at the bounds of all extents. Yield each of the resulting extents, together
+        with the ranks that hold its elements."""
         cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
         at = needed.start
         while at < needed.stop:
@@ -64,8 +67,9 @@ class _Holders:
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the sorted bounds of all spans and, for each two neighbouring bounds, the ranks whose
-    spans cover the elements between these bounds. spans: (start, stop, rank) of each span."""
+    """Return the sorted bounds of all spans. Also return, for each two neighboring bounds, the
+    ranks that hold the elements between these bounds. spans: (start, stop, rank) for each range of
+    elements that a rank holds."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -87,10 +91,10 @@ def plan_transfers(
     cost: Cost,
     most_elements: int,
 ) -> list[PieceTransfer]:
-    """Return the planned transfers. `haves`: for each rank, the extents that it has. `wants`: for
-    each rank, the extents that it needs. `cost`: the cost of sending from one rank to another.
-    `most_elements`: the most elements of one transfer. Raises GoneError if a rank needs elements
-    that no rank has."""
+    """Return the planned transfers. `haves`: for each rank, the extents that the rank has. `wants`:
+    for each rank, the extents that the rank needs. `cost`: (source, target) -> cost of sending an
+    element from rank `source` to rank `target`. `most_elements`: the largest number of elements of
+    one transfer. Raises GoneError if a rank needs elements that no rank has."""
     holders, load = _Holders(haves), defaultdict[int, int](int)
     of_target = list[list[PieceTransfer]]()
     for target, needed in enumerate(wants):
@@ -115,21 +119,22 @@ def plan_transfers(
 
 
 def cut_up(extent: Extent, most_elements: int) -> Iterator[Extent]:
-    """Cut `extent` into parts of `most_elements`; the last part may be smaller."""
+    """Cut `extent` into extents of `most_elements` elements. The last of these extents may be
+    smaller."""
     for start in range(extent.start, extent.stop, most_elements):
         yield Extent(extent.name, start, min(start + most_elements, extent.stop))
 
 
 def uncovered(haves: Sequence[Iterable[Extent]], needed: Iterable[Extent]) -> list[Extent]:
-    """Return the parts of `needed` that no rank has. `haves`: for each rank, the extents that it
-    has."""
+    """Return the ranges of `needed` that no rank has. `haves`: for each rank, the extents that the
+    rank has."""
     holders = _Holders(haves)
     return [part for extent in needed for part, ranks in holders.parts(extent) if not ranks]
 
 
 def check_covered(received: Iterable[Extent], needed: Iterable[Extent], who: str) -> None:
-    """Raise StoreError if a part of `needed` was not received. `who` names the receiver in the
-    message."""
+    """Raise StoreError if some elements of `needed` were not received. `who`: the receiver's name
+    in the message."""
     if lacking := uncovered([received], needed):
         first = lacking[0]
         raise StoreError(

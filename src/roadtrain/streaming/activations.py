@@ -1,17 +1,18 @@
 """Activations: the inputs of blocks, which are kept from the forward to the backward.
 
 The inputs are kept in host memory up to a byte budget, and in a scratch file beyond the budget. A
-kept tensor of n bytes is in one of these states. Each state uses the given part of the budget:
-    HERE     n bytes: it is a reference to a CPU tensor, or a pinned copy of a CUDA tensor. The CUDA
-             tensor itself is kept until the copy is complete.
-    LEAVING  n bytes: it is being written to the scratch file
-    AWAY     0 bytes: it is in the file
-    COMING   n bytes: it is being read from the file
-Backward uses the newest tensor first. Therefore the oldest tensors are written first. When a tensor
-is loaded, the thread also starts to read the tensor that was saved before it. A tensor object that
-is the input of several blocks (a mask, position embeddings) is kept once. Tensors smaller than
-SMALL and expanded tensors are kept by reference and never written. A single thread writes and reads
-the file; it starts with the first write.
+kept tensor of n bytes is in one of four states. The table shows how much of the budget the tensor
+uses in each state:
+    HERE     n bytes: the tensor is in host memory. A CPU tensor is kept by reference. A CUDA tensor
+             is copied to pinned memory, and is itself kept until the copy is complete.
+    LEAVING  n bytes: the tensor is being written to the scratch file
+    AWAY     0 bytes: the tensor is in the file
+    COMING   n bytes: the tensor is being read from the file
+Backward needs the newest tensor first. Therefore the oldest tensors are written first. While a
+tensor is loaded, the tensor that was saved just before it is already read from the file. A tensor
+object that is the input of several blocks (a mask, position embeddings) is kept once. Tensors
+smaller than SMALL and expanded tensors are kept by reference and never written. A single thread
+writes and reads the file. The thread starts with the first write.
 
 Kept tensors must not be changed in place. Loading a tensor that was changed raises ModelError.
 Does NOT keep the autograd graph of a tensor, or any tensor after close().
@@ -62,7 +63,8 @@ class KeptTensor:
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
     def let_go(self) -> None:
-        """Drop the reference to the saved tensor, which may change afterwards."""
+        """Drop the reference to the saved tensor. After this call, in-place changes of the saved
+        tensor are allowed."""
         self.was_changed = self.is_changed()
         self.source = None
 
@@ -75,7 +77,8 @@ class KeptTensor:
 def version_of(tensor: torch.Tensor) -> int:
     """Return torch's count of in-place changes of `tensor`.
 
-    Returns -1 for a tensor that was created under inference_mode, which has no such count.
+    Returns -1 for a tensor that was created under inference_mode, because torch does not count the
+    changes of such a tensor.
     """
     return -1 if tensor.is_inference() else tensor._version
 
@@ -174,8 +177,8 @@ class Activations:
             self._settle(ticket)
             if ticket.is_changed():
                 raise ModelError(
-                    f"an input of shape {tuple(ticket.shape)} was changed in place between forward"
-                    " and backward",
+                    f"an input of the block, of shape {tuple(ticket.shape)}, was changed in place"
+                    " between forward and backward",
                     hint="change a copy of the input instead (x = x + y instead of x += y)",
                 )
             data = ticket.data
@@ -211,7 +214,7 @@ class Activations:
                 self._file.close()
 
     def check(self) -> None:
-        """Assert the invariants."""
+        """Assert the invariants of the class."""
         with self._lock:
             self._sweep()
             held = [t for t in self._live.values() if t.state in (HERE, LEAVING, COMING)]
@@ -267,9 +270,9 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the reference to the device tensor, whose copy must be complete.
+        """Drop the reference to the device tensor. The copy of this tensor must be complete.
 
-        The tensor may change afterwards.
+        After this call, in-place changes of the device tensor are allowed.
         """
         if ticket.event is None:
             return
@@ -279,14 +282,15 @@ class Activations:
     def _make_room(self, nbytes: int) -> None:
         """Wait until a tensor of `nbytes` fits in the budget.
 
-        If no other tensor can be written to the file, the tensor may exceed the budget.
+        If the tensor does not fit, but no kept tensor can be written to the file, return without an
+        error. The tensor may then exceed the budget.
         """
         while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:
                 raise BudgetError(
-                    f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, but"
-                    f" the budget is {show_bytes(self.budget_bytes)}",
+                    f"block inputs need {show_bytes(self.bytes_held + nbytes)} of host memory, but"
+                    f" the activation budget is {show_bytes(self.budget_bytes)}",
                     hint=f"raise the activation budget by {show_bytes(over)}, set a scratch"
                     " directory, or use a smaller batch",
                 )
@@ -413,12 +417,17 @@ class Activations:
     def _move(
         self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
     ) -> int:
-        """Write or read all bytes of `tensor`, and return the xxh3 of the bytes."""
+        """Write `tensor` to the file, or read `tensor` from the file, and return the xxh3 of its
+        bytes.
+
+        `transfer` writes or reads some bytes, like `os.pwrite` or `os.preadv`. `at` is the offset
+        in the file.
+        """
         left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             done = transfer(self._file.fileno(), left, at)
             if done == 0:
-                raise OSError(f"the scratch file ends at offset {at}")
+                raise OSError(f"the scratch file ends too early, at offset {at}")
             left, at = left[done:], at + done
         return xxhash.xxh3_64_intdigest(whole)
 

@@ -1,20 +1,21 @@
 """BlockStream: runs a model's blocks on fetched parameters, in forward and backward.
 
-The `forward` of each block module is replaced. Without gradients, the replacement fetches the
-block, runs it, and releases it. With gradients, the block becomes a node of the autograd graph that
-keeps only the inputs of the block. The node's backward fetches the block again, recomputes it,
-pushes its gradients as one flat buffer, and releases it. Parameters of the root are ordinary
-parameters. A root parameter that a block uses (tied weights) is an input of the block's node, so
-autograd adds up its gradient as usual.
+The `forward` of each block module is replaced. If no gradient is needed (as under
+`torch.no_grad()`), the replacement fetches the block's parameters, runs the block, and releases the
+parameters. Otherwise the block becomes a node of the autograd graph. This node keeps only the
+inputs of the block. The backward of the node fetches the block's parameters again, recomputes the
+block, releases the parameters, and pushes the block's gradients as one flat buffer. Parameters of
+the root are ordinary parameters. A root parameter that a block uses (tied weights) is an input of
+the block's node, so autograd adds up its gradient as usual.
 
 Note SAME GRAPH. The forward of a node runs the block with gradients enabled, but drops all tensors
-that autograd saves. This has three reasons. The block runs the same kernels as in backward and in
-plain training. The run shows which outputs need gradients. If a gradient flows to a tensor that is
-neither an argument nor a parameter of the block, an error is raised, because this gradient would be
-lost.
+that autograd saves. Gradients are enabled for three reasons. First, the block runs the same kernels
+as in backward and in plain training. Second, the run shows which outputs need gradients. Third, the
+run shows whether a gradient flows to a tensor that is neither an argument nor a parameter of the
+block. In this case, an error is raised, because this gradient would be lost.
 
-Assumes that blocks are called; that their results depend only on arguments, parameters, buffers and
-RNG; and that they return tensors in tuples, lists, dicts or types registered with
+Assumes that blocks are called; that the results of a block depend only on arguments, parameters,
+buffers and RNG; and that blocks return tensors in tuples, lists, dicts or types registered with
 torch.utils._pytree. Does NOT support double backward through a block. Does NOT average gradients
 over workers.
 """
@@ -46,9 +47,10 @@ from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """The object from which a BlockStream fetches parameters, and to which it pushes gradients.
+    """The object from which a BlockStream fetches parameters, and to which the BlockStream pushes
+    gradients.
 
-    Blocks are indices of the ChunkTable.
+    In all methods, `block` is the index of a block in the ChunkTable.
     """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
@@ -64,7 +66,7 @@ class BlockSource(GradBook, Protocol):
         """
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Wait for a buffer for the block's gradients, and return it.
+        """Wait for a buffer for the block's gradients, and return this buffer.
 
         The buffer is an uninitialized uint8 tensor of shape [push_nbytes] on the compute device.
         """
@@ -73,8 +75,8 @@ class BlockSource(GradBook, Protocol):
         """Receive all gradients of one backward of `block`.
 
         `present` has the indices of the parameters with a gradient. The gradients of all other
-        parameters are zero. Called before `p.grad` is set. BlockStream.pending no longer counts
-        this backward.
+        parameters are zero. BlockStream calls this method before it sets `p.grad`. At the time of
+        the call, BlockStream.pending no longer counts this backward.
         """
 
 
@@ -262,8 +264,8 @@ class _Call:
 
     A _Call lives as long as its node in the autograd graph. When the node is freed, the kept inputs
     are freed as well. `inputs` has the distinct tensors in (args, kwargs), and `tickets` the
-    tickets of these tensors in the same order. `slots` has the leaves of (args, kwargs), as
-    returned by `distinct`.
+    tickets of these tensors in the same order. `slots` has one pair for each leaf of (args,
+    kwargs); see `leaves.distinct`.
     """
 
     def __init__(
@@ -473,8 +475,8 @@ def _refuse(name: str, _: None) -> Any:
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, or a copy if the tensor is a view of `buffer`.
 
-    If the block returns a parameter, the tensor is such a view. The memory of `buffer` will be
-    reused.
+    A block that returns one of its parameters returns such a view. The copy is necessary, because
+    the memory of `buffer` will be reused.
     """
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()

@@ -24,7 +24,8 @@ from roadtrain.streaming.split import DTYPES
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of a parameter: elements [start, stop) of `run`."""
+    """The location of a parameter: elements [start, stop) of `run`. A run contains all parameters
+    of the block that have the same dtype, parameter group and trainability."""
 
     index: int  # index in ChunkTable.params
     param: nn.Parameter
@@ -66,7 +67,8 @@ class FetchedParameters:
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
-        """Move every parameter to the device and release it. The values are lost."""
+        """Move every parameter to the device and release the parameter. The parameters lose their
+        values."""
         for place in self.places:
             settle(place.param, place.released_value)
             set_released(place.param)
@@ -111,7 +113,10 @@ class FetchedParameters:
 
 
 def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:
-    """Return the elements of `run`, which starts at byte `offset` of `buffer`."""
+    """Return the elements of `run` in `buffer`, as a tensor of the run's dtype.
+
+    `offset` is the byte offset of the run in `buffer`.
+    """
     dtype = DTYPES[run.dtype]
     return buffer[offset : offset + run.numel * dtype.itemsize].view(dtype)
 

@@ -5,9 +5,9 @@ norms, scaling by a number and `torch.amp.GradScaler` accept it like a tensor, a
 ordinary gradients. A norm asks the server for the sum of squares. A product changes `scale`, a
 factor that the server applies in the update.
 
-Assumes that the sum of squares refers to the gradient as accumulated in this step, without `scale`.
-Assumes that the sum is inf or nan if any element is inf or nan. Does NOT provide the elements:
-every operation that needs them raises LoopError.
+Assumes that the server's sum of squares is of the gradient that has accumulated in this step,
+without `scale`. Assumes that this sum is inf or nan if any element of the gradient is inf or nan.
+Does NOT provide the elements: every operation that needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Wait for the sum of squares of a gradient, and return the sum.
+        """Wait for the server's sum of squares of a gradient, and return this sum.
 
-        The gradient is accumulated over this step and not scaled. `param`: Index of the parameter
-        in ChunkTable.params.
+        The sum is of the gradient that has accumulated in this step, without `scale`. `param`:
+        Index of the parameter in ChunkTable.params.
         """
 
 
@@ -145,7 +145,10 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _on_rest(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply `func` to the tensors in the list args[0] that are not PlacedGrads."""
+    """Apply `func` to the ordinary gradients in the list `args[0]`, without the PlacedGrads.
+
+    Returns None if the list contains only PlacedGrads.
+    """
     rest = [g for g in args[0] if not isinstance(g, PlacedGrad)]
     return func(rest, *args[1:], **kwargs) if rest else None
 

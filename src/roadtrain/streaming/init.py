@@ -14,9 +14,9 @@ same values.
 
 The root must be first, because the initialization of its modules may write to blocks. At that time
 blocks are still on `meta`, where a write has no effect. While a part is initialized, all other
-parts are on `meta` or released. Parameters that the part shares with another part are restored
-afterwards. The values differ from those of a model that is built on the CPU with the same seed,
-because the order of random draws differs.
+parts are on `meta` or released. If the initialization of a part changes parameters of another part
+(tied weights), these parameters get their previous values back. The values differ from the values
+of a model that is built on the CPU with the same seed, because the order of random draws differs.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor whose values show that it was not initialized.
+    """Return a CPU tensor for `tensor`, with values that mark it as not initialized.
 
-    The values are NaN, or the minimum of an integer dtype.
+    These values are NaN, or the minimum of an integer dtype.
     """
     return released_value(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
         memory_format=torch.contiguous_format

@@ -39,9 +39,9 @@ def pristine(leaf: Any, name: str) -> Any:
     """Return the value that a run of block `name` gets in place of a leaf that is not a tensor.
 
     In place of a key-value cache, the run gets a new empty cache. A block appends to its cache, and
-    the recomputation would append again. None would not be enough, because a cache determines the
-    memory layout of keys, and the rounding of kernels depends on the layout. Any other leaf is
-    returned unchanged. Raises ModelError if the cache is not empty.
+    the recomputation would append again. The run cannot get None instead, because a cache
+    determines the memory layout of keys, and the rounding of kernels depends on this layout. Any
+    other leaf is returned unchanged. Raises ModelError if the cache is not empty.
     """
     if not _is_cache(leaf):
         return leaf

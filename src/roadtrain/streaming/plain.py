@@ -51,8 +51,8 @@ HINT = (
 def encode(value: Any, what: str = "the state") -> bytes:
     """Encode `value`.
 
-    Raises ConfigError if a value has an unsupported type. The error names the place of this value
-    in `what`.
+    Raises ConfigError if `value` contains an object of an unsupported type. The error names the
+    path to this object, such as `the state['loader'][2]`. `what` is the beginning of the path.
     """
     pieces: list[memoryview] = []
     header = msgspec.msgpack.encode(_to_header(value, pieces, what, 0))
@@ -62,14 +62,15 @@ def encode(value: Any, what: str = "the state") -> bytes:
 def decode(raw: bytes | memoryview) -> Any:
     """Decode the result of `encode`.
 
-    Raises ForeignError if the bytes are not a result of `encode`, and DamagedError if they are
-    incomplete or contain unknown types.
+    Raises ForeignError if the bytes do not begin like a result of `encode`. Raises DamagedError if
+    the bytes are incomplete or contain unknown types.
     """
     view = memoryview(raw)
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
             f"the job state begins with {bytes(view[:8])!r} instead of {MAGIC!r}",
-            hint="another version of roadtrain wrote it: 0.2.0 still reads states of 0.1.0",
+            hint="another version of roadtrain wrote this state; roadtrain 0.2.0 can read states of"
+            " version 0.1.0",
         )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:
@@ -109,7 +110,8 @@ def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> 
         if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
                 raise ConfigError(
-                    f"{where} is an OrderedDict with other attributes: {', '.join(vars(value))}",
+                    f"{where} is an OrderedDict with the attributes {', '.join(vars(value))}, but"
+                    f" only the attribute {METADATA} can be saved",
                     hint=HINT,
                 )
             bare = _to_header(OrderedDict(value), pieces, where, depth)
@@ -152,7 +154,7 @@ def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
 
 
 class _Unread:
-    """The bytes of the tensors that were not read yet."""
+    """The bytes of all tensors that were not decoded yet."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -162,7 +164,8 @@ class _Unread:
         return len(self._view)
 
     def take(self, shape: list[int], itemsize: int) -> bytearray:
-        """Return the bytes of the next tensor. Raises ValueError if too few bytes are left."""
+        """Return the bytes of the next tensor. Raises ValueError if fewer bytes are left than the
+        tensor needs."""
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{shape!r} is not a shape")
         nbytes = itemsize
@@ -175,7 +178,7 @@ class _Unread:
 
 
 def _from_header(header: Any, rest: _Unread) -> Any:
-    """Decode a value of the header.
+    """Decode a value of the header. `rest` has the bytes of the tensors.
 
     Raises ValueError or TypeError if `header` cannot be a result of `_to_header`.
     """

@@ -1,16 +1,17 @@
-"""Released and stale parameters: Parameters whose current values are not in their memory.
+"""Released and stale parameters. The memory of such a parameter does not contain its current
+values.
 
 A released parameter has its shape, dtype, device and gradient, but no values and no memory.
 Computing with it would silently give NaN (Rule 6). Therefore the class of a parameter is changed
 while the parameter is released: metadata can be read, and any other use raises LoopError.
-`detach()` and `.data` return tensors with the same behaviour.
+`detach()` and `.data` return tensors that behave in the same way.
 
 A stale parameter has old values in its memory. (Only parameters of the root block become stale,
-after an update.) The first use of a stale parameter fetches the new values of all stale parameters,
-with the function that was passed to `set_stale`.
+after an update.) The first use of a stale parameter calls the function that was passed to
+`set_stale`. This function fetches the new values of all stale parameters.
 
-Assumes that parameters are used through torch's Python functions. C++ code that reads their memory
-is not detected; it reads NaN from a released parameter.
+Assumes that parameters are used through torch's Python functions. Reads by C++ code are not
+detected: such code reads NaN from a released parameter, and old values from a stale parameter.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Refusing:
 
 
 class _Stale:
-    """A mixin for parameter classes. The first use of an instance fetches its new values."""
+    """A mixin for parameter classes. The first use of an instance fetches the instance's new
+    values."""
 
     _fetch: Callable[[], object]  # fetches the values, and calls set_fetched at its end
 
@@ -104,7 +106,8 @@ class _Stale:
 
 
 class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
-    """The result of `detach()` or `.data` of a released parameter. It has no values either."""
+    """The result of `detach()` or `.data` of a released parameter. This tensor has no values, like
+    the parameter."""
 
 
 def _name_of(function: Any) -> str | None:
@@ -135,9 +138,10 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Make reading `params` raise LoopError in a forked child.
+    """Change `params` in a forked child, so that reading a parameter raises LoopError.
 
-    The child does not have the memory of the parameters.
+    The child does not have the memory of the parameters. `maker` is the id of the process that
+    placed the model.
     """
     global _maker
     _maker = maker
@@ -181,7 +185,8 @@ def is_stale(p: torch.Tensor) -> bool:
 
 
 def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of NaN, or of the minimum of an integer dtype.
+    """Return a tensor whose elements are all NaN. For an integer dtype, the elements are the
+    minimum of the dtype.
 
     The tensor only takes the memory of one element.
     """
@@ -191,7 +196,7 @@ def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def has_released_value(p: torch.Tensor) -> bool:
-    """Whether `p` was released and has not been assigned values since."""
+    """Return whether `p` was released and has not been assigned values since."""
     return (
         not p.is_meta
         and p.numel() > 1
@@ -243,9 +248,10 @@ def set_fetched(p: nn.Parameter) -> None:
 
 
 def is_called_by_dynamo() -> bool:
-    """Whether torch.compile is tracing or running the caller.
+    """Return whether torch.compile is tracing or running the caller.
 
-    Compiled code is only valid while the classes of parameters do not change.
+    Compiled code is only valid while the classes of parameters do not change. So the caller must
+    not change these classes if the result is True.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -259,8 +265,8 @@ def is_called_by_dynamo() -> bool:
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
     """Raise LoopError if a parameter was changed in place, because the change would be lost.
 
-    `versions` has the `_version` of each parameter at an earlier time. It is compared with the
-    current `_version`.
+    `versions` has the `_version` that each parameter had at an earlier time. If a parameter's
+    current `_version` differs, the parameter was changed.
     """
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:

@@ -1,11 +1,11 @@
-"""ForwardState: the state, apart from arguments and parameters, on which a block's forward depends.
+"""ForwardState: all state on which a block's forward depends, except arguments and parameters.
 
-It consists of RNG state (CPU and the compute device), autocast, the choice of attention kernels,
-the training flags of the block's modules, and the block's buffers. The state is recorded before the
-forward, and restored for the recomputation of the block in backward. After the recomputation, the
-values from before the recomputation are put back, so a batch norm counts every batch once. Buffers
-are compared by value, because the kernel of batch norm does not increment the version of its
-buffers.
+The state consists of the RNG state (CPU and the compute device), autocast, the choice of attention
+kernels, the training flags of the block's modules, and the block's buffers. The state is recorded
+before the forward, and restored for the recomputation of the block in backward. After the
+recomputation, the state gets its previous values back, so that a batch norm counts every batch only
+once. Changes of buffers are detected by comparing values, because the kernel of batch norm does not
+increment the `_version` of its buffers.
 
 Assumes that all other state that a block reads is the same in forward and backward. Does NOT
 restore Python's or numpy's random numbers, or attributes that a module sets on itself.
@@ -22,10 +22,11 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 class ForwardState:
-    """The state that is recorded just before a forward, when an instance is created.
+    """The state that a block's forward depends on. The constructor records this state.
 
-    The caller must call `forward_ended` just after the forward. `last` has the latest copies of the
-    block's buffers. Instances that record the same values share a copy.
+    The caller must create an instance just before the forward, and call `forward_ended` just after
+    the forward. `last` is a dictionary with the latest copies of the block's buffers. Two instances
+    share the copy of a buffer if the buffer has the same values.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class ForwardState:
     def replay(self) -> Iterator[None]:
         """Context manager that restores the state from before the forward, except autocast.
 
-        At the end of the context, the state from before the restoration is put back.
+        At the end of the context, the state gets the values back that it had at the beginning of
+        the context.
         """
         with ExitStack() as stack:
             devices = [] if self.cuda_rng is None else [self.device]
@@ -102,9 +104,10 @@ class ForwardState:
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager that disables autocast's cache and gradient checkpointing in `modules`.
 
-    Autocast caches the cast of a Parameter by the identity of the object, but the same Parameter
-    has different values later. The whole block is recomputed anyway, so checkpointing of a
-    transformers layer would only compute the layer once more.
+    Autocast caches the cast of a Parameter by the identity of the object. This cache would be
+    wrong, because the same Parameter has different values later. Gradient checkpointing would be
+    useless: the whole block is recomputed anyway, so a checkpoint of a transformers layer would
+    only compute the layer once more.
     """
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]

@@ -2,10 +2,10 @@
 
 If the user names no blocks, the blocks are the items of the outermost `nn.ModuleList`s; there may
 be several lists, as in an encoder and a decoder. In a model without such a list, the blocks are the
-children of the largest `nn.Sequential`. If there is none either, all parameters are in the root
-block. The user names blocks by dotted names, or by patterns with one pattern per part of the name
-(`model.layers.*`). A parameter that is used by two blocks, or by a block and outside of it (tied
-weights), belongs to the root.
+children of the largest `nn.Sequential`. If the model has neither such a list nor an
+`nn.Sequential`, all parameters are in the root block. The user names blocks by dotted names or
+patterns. In a pattern, `*` does not match dots (`model.layers.*`). A parameter belongs to the root
+if two blocks use it, or if a block and code outside of the block use it (tied weights).
 
 Assumes that blocks are called (`block(x)`), and that their parameters are not read from outside
 (`block.weight`), because parameters are released between calls. Does NOT move or change values.
@@ -46,7 +46,7 @@ ROOT = "root"
 
 def _check_trainable(dtype: torch.dtype) -> None:
     if NAMES.get(dtype) not in TRAINABLE:
-        raise ConfigError("update rules do not support this dtype")
+        raise ConfigError(f"update rules do not support the dtype {dtype}")
 
 
 ComputeDtype = Annotated[
@@ -73,8 +73,8 @@ class ModulePart:
 class Split:
     """The split of a model into its root and its blocks.
 
-    `root.module` is the model, and `root.params` are the parameters that belong to no block.
-    `blocks` are in module order. They are disjoint and not nested.
+    `root.module` is the model, and `root.params` are the parameters that belong to no block. The
+    blocks are in module order, and no block contains another block.
     """
 
     root: ModulePart
@@ -133,7 +133,8 @@ def table(
         held = dtype if dtype is not None and p.is_floating_point() else p.dtype
         if held not in NAMES:
             raise ModelError(
-                f"parameter {name!r} has dtype {held}; supported are {', '.join(map(str, NAMES))}"
+                f"parameter {name!r} has the unsupported dtype {held}; the supported dtypes are"
+                f" {', '.join(map(str, NAMES))}"
             )
         trainable = p.requires_grad and p in groups
         group = groups[p] if trainable else -1
@@ -220,9 +221,10 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 
 
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
-    """Map the id of each parameter to the names of the blocks (or ROOT) that contain it.
+    """Map the id of each parameter to the names of the blocks that contain the parameter.
 
-    If a parameter has several paths in the model, all paths count.
+    The name ROOT stands for modules outside of all blocks. If a parameter has several names in the
+    model, the result includes the block of each name.
     """
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}

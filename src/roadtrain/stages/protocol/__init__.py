@@ -1,1 +1,2 @@
-"""The pure logic of pipeline stages: the order of runs, sizes, memory and step times (Rule 7)."""
+"""The pure logic of pipeline stages (Rule 7): the order of forwards and backwards, the sizes of
+stages, memory and step times."""

@@ -34,8 +34,8 @@ MOST_CACHED = 64  # number of speeds whose best sizes are cached
 
 @dataclass(frozen=True)
 class SizesOffer:
-    """Proposed sizes of stages. `before_s` and `after_s` are the seconds of a step with the current
-    and the proposed sizes, at the current speeds."""
+    """Proposed sizes of stages. `before_s` and `after_s` are the seconds of a step at the current
+    speeds of the stages: `before_s` with the current sizes, `after_s` with the proposed sizes."""
 
     before: tuple[int, ...]  # the current sizes
     after: tuple[int, ...]  # the proposed sizes
@@ -48,7 +48,7 @@ class SizesOffer:
 
     @property
     def gain(self) -> float:
-        """The fraction of a step that the proposed sizes save."""
+        """The fraction of the time of a step that the proposed sizes save."""
         return 1 - self.after_s / self.before_s
 
     def __str__(self) -> str:
@@ -64,9 +64,10 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """A watch over the speeds of stages. work: the work of a step, with the speeds at which `sizes`
-    were chosen. sizes: the current sizes. fits: as in `best_sizes`. gain: other sizes are offered
-    if they shorten a step by more than this fraction."""
+    """A watch over the speeds of stages. work: the work of a step. The speeds in `work` are those
+    with which `sizes` were chosen. sizes: the current number of blocks of each part of the model.
+    fits: a function that returns whether given blocks fit into a stage's memory (see `Fits`). gain:
+    DriftWatch offers other sizes if they shorten a step by more than this fraction."""
 
     work: StepWork
     sizes: tuple[int, ...]
@@ -85,8 +86,9 @@ class DriftWatch:
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
         """Record the speeds in a step. Return an offer of other sizes, or None if the sizes should
-        not change. passes_s: for each stage, the seconds in which its slowest replica ran one
-        micro-batch forward and backward through a block of weight 1."""
+        not change. passes_s: the speed of each stage, as the seconds in which the stage's slowest
+        replica ran the forward and backward of one micro-batch through an ordinary block (a block
+        of weight 1)."""
         for seen, pass_s in zip(self._seen, passes_s, strict=True):
             seen.append(pass_s)
         if self._resting:
@@ -102,15 +104,16 @@ class DriftWatch:
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
-        """Record that stages have the sizes of `offer` from the next step on."""
+        """Record that blocks have moved: from the next step on, stages have the sizes of
+        `offer`."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
         self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Return an offer of the best sizes at these speeds. Return None if the best sizes do not
-        shorten a step enough."""
+        """Return an offer of the best sizes for stages with the speeds `passes_s`. Return None if
+        the best sizes do not shorten a step enough."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
         if key not in self._cache:
@@ -128,8 +131,8 @@ class DriftWatch:
         return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
-        """Return the work at new speeds. The forward and the backward of a stage are scaled by the
-        same factor."""
+        """Return the work of a step for stages with the speeds `passes_s`. The forward and the
+        backward of a stage change by the same factor."""
         stages = tuple(
             replace(
                 stage,

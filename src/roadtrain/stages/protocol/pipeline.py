@@ -2,9 +2,9 @@
 with which it exchanges tensors. The schedule alternates one forward and one backward, and flushes
 the pipeline at the end of a step.
 
-Stage s of p runs min(m, p - 1 - s) forwards, then alternates a forward and a backward, then runs
-the remaining backwards (PipeDream-Flush; Narayanan et al., 2021). At any time, it holds the
-activations of at most p - s of the m micro-batches.
+A step runs m micro-batches through p stages. Stage s runs min(m, p - 1 - s) forwards, then
+alternates a forward and a backward, then runs the remaining backwards (PipeDream-Flush; Narayanan
+et al., 2021). At any time, stage s holds the activations of at most p - s micro-batches.
 
 Stage s may have a width d_s, which is its number of replicas. Replica r runs the micro-batches i
 with i mod d_s = r, in ascending order. The number w_s of forwards before the first backward is
@@ -14,9 +14,9 @@ computed from the last stage to the first, so that all replicas of the next stag
 
 Deadlock is impossible. Before the backward of micro-batch i, stage s + 1 must run its forwards up
 to micro-batch i + w_{s+1} d_{s+1}. Stage s runs the forwards of these micro-batches after the
-backward of micro-batch i + w_{s+1} d_{s+1} - (w_s + 1) d_s at the latest. This number is less than
-i, because (w_s + 1) d_s > w_{s+1} d_{s+1}; so no backward waits for itself. Equal widths give the
-order above.
+backward of micro-batch i + w_{s+1} d_{s+1} - (w_s + 1) d_s at the latest. The number of that
+micro-batch is less than i, because (w_s + 1) d_s > w_{s+1} d_{s+1}. So no backward waits for
+itself. If all widths are equal, the order is the order of PipeDream-Flush.
 
 A stage may have v parts of the model; part k of any stage follows the parts k - 1 of all stages
 (interleaved schedule; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a
@@ -43,7 +43,7 @@ SPARE_SLOTS = 1  # number of micro-batches that may arrive before the order need
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """The action of running the blocks of the stage's `part` forward or backward for micro-batch
+    """One forward or backward (`what`) of the blocks of the stage's part `part`, for micro-batch
     `micro`. `last`: whether the gradients of these blocks are complete after this run."""
 
     what: str
@@ -53,8 +53,8 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A sender or receiver of messages: a replica of a stage, and the number of one of the parts of
-    the model that this stage has."""
+    """A sender or receiver of messages: one part of the model on one replica of a stage. `part` is
+    the index of the part among the parts of this stage."""
 
     stage: int
     part: int
@@ -78,8 +78,8 @@ class PipelineShape:
     """The position of one replica of a stage in the pipeline, and the size of a step.
 
     widths: the number of replicas of each stage. virtual_stages: the number of parts of the model
-    that each stage has.
-    num_microbatches: the number of micro-batches of the step, over all replicas.
+    that each stage has. num_microbatches: the number of micro-batches of the step, over all
+    replicas.
     """
 
     stage: int
@@ -94,7 +94,7 @@ class PipelineShape:
 
     @property
     def own(self) -> range:
-        """The numbers of the micro-batches that this replica runs."""
+        """The indices of the micro-batches that this replica runs."""
         return range(self.replica, self.num_microbatches, self.widths[self.stage])
 
     @property
@@ -110,26 +110,26 @@ class PipelineShape:
 
     @property
     def ahead(self) -> int:
-        """The most forwards whose activations this rank holds at once, counted over all of its
-        parts of the model."""
+        """The largest number of forwards whose activations this rank holds at once. The number
+        counts the forwards of all parts of the model that the rank has."""
         return min(len(self.own) * self.virtual_stages, self.first_forwards + 1)
 
     @property
     def slots(self) -> int:
-        """The number of micro-batches for which a rank has buffers in each of its parts of the
-        model."""
+        """The number of micro-batches for which this rank has buffers. Each part of the model on
+        this rank has its own buffers."""
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
-        """Return all runs of the step on this rank, in order. Raises ConfigError if the interleaved
-        schedule cannot run this number of micro-batches."""
+        """Return all forwards and backwards of the step on this rank, in order. Raises ConfigError
+        if the interleaved schedule cannot run this number of micro-batches."""
         own, parts = self.own, range(self.virtual_stages)
         if len(parts) > 1 and self.num_microbatches % (self.stages * self.widths[0]):
             raise ConfigError(
                 f"{self.num_microbatches} micro-batches cannot be divided over {self.stages} stages"
                 f" of {len(parts)} parts each, in {self.widths[0]} replicas",
                 hint="with virtual_stages above 1, num_microbatches must be a multiple of stages x"
-                " width",
+                " replicas of a stage",
             )
         turns = [own[first : first + self.stages] for first in range(0, len(own), self.stages)]
         if self.virtual_stages == 1:
@@ -149,12 +149,13 @@ class PipelineShape:
 
 
 class StageStateMachine:
-    """The state machine of one replica of a stage in one step. Invariants (`check`): the number of
-    begun forwards minus the number of ended backwards is at most `ahead`; each run happens once,
-    after its inputs have arrived."""
+    """The state machine of one replica of a stage in one step. A run is one forward or backward of
+    a part of the model. Invariants (`check`): the number of begun forwards minus the number of
+    ended backwards is at most `ahead`; each run happens once, after its inputs have arrived."""
 
     def __init__(self, shape: PipelineShape) -> None:
-        """Prepare the step. Raises ConfigError as `PipelineShape.order` does."""
+        """Compute the order of the step's forwards and backwards. Raises ConfigError if the
+        interleaved schedule cannot run this number of micro-batches."""
         self.shape = shape
         self.order = shape.order()
         self.at = 0  # the index in `order` of the next run
@@ -167,8 +168,10 @@ class StageStateMachine:
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Record an arrival for micro-batch `micro`: of the input of `part` (FORWARD), or of the
-        gradient of the output of `part` (BACKWARD). Return the runs that begin."""
+        """Record that a tensor for micro-batch `micro` and the model's part `part` has arrived. If
+        `what` is FORWARD, the tensor is the input of the part. If `what` is BACKWARD, the tensor is
+        the gradient of the part's output. Return the forward or backward that can begin now, as a
+        list of at most one element."""
         self.here[what].add((micro, part))
         return self._next()
 
@@ -198,8 +201,9 @@ class StageStateMachine:
 
     def receives(self) -> list[Transfer]:
         """Return the messages from other ranks in this step, in the order in which this rank needs
-        the messages. So receives can be posted ahead. For each sender, boundary and direction, the
-        messages are in the same order as in the sender's `sends`."""
+        the messages. With this list, a rank can post receives before it needs the messages. For
+        each sender, boundary and direction, the messages have the same order as in the list that
+        the sender's `sends` returns."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:

@@ -2,7 +2,7 @@
 
 Each replica has all parameters and gradients of the stage. The optimizer's state is divided among
 the replicas. A stage holds the activations of at most `PipelineShape.ahead` forwards at a time.
-This module only computes; it does NOT measure memory.
+Does NOT measure memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A model of the device memory that a pipeline's stages need. The method `fits` is passed to
-    `best_sizes`."""
+    """A model of the device memory that a pipeline's stages need. Callers pass the method `fits` to
+    `best_sizes`, which then ignores sizes that do not fit into memory."""
 
     work: StepWork
     rooms: tuple[float, ...]  # for each stage, the free bytes of its smallest device
@@ -48,9 +48,9 @@ class StageMemory:
         return len(self.rooms)
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
-        """Return the bytes that a stage needs on each device. blocks: the blocks of each part of
-        the model that the stage has. If `blocks` lacks the last parts, the result is a lower
-        bound."""
+        """Return the bytes that a stage needs on each of its devices. blocks: the range of blocks
+        of each part of the model that the stage has. The last parts may be left out; then the
+        result is a lower bound."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
@@ -62,8 +62,8 @@ class StageMemory:
         return self.need(stage, blocks) <= self.rooms[stage]
 
     def refusal(self) -> BudgetError:
-        """Return the error for the case that no sizes fit in memory. The error reports the sizes
-        that lack the fewest bytes."""
+        """Return the error for the case that no sizes fit in memory. For its message, the error
+        uses the sizes that would fit with the least additional memory."""
         sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
@@ -78,7 +78,8 @@ class StageMemory:
         )
 
     def _least_lacking(self) -> float:
-        """Return how many more bytes each device would need at least, so that some sizes fit."""
+        """Return the smallest number of additional bytes per device with which some sizes would
+        fit."""
         total = range(len(self.blocks))
         low, high = 0.0, max(self.need(s, (total,)) for s in range(self.stages))
         for _ in range(HALVINGS):
@@ -87,8 +88,9 @@ class StageMemory:
         return high
 
     def _with_more(self, nbytes: float) -> tuple[int, ...] | None:
-        """Return sizes that would fit if each device had `nbytes` more memory, or None. Beginning
-        with the first part, each part gets as many blocks as fit."""
+        """Return sizes that fit if each device has `nbytes` more memory. Return None if no such
+        sizes exist. The parts of the model are filled in order, and each part gets as many blocks
+        as fit."""
         sizes: list[int] = []
         for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)
@@ -105,7 +107,7 @@ class StageMemory:
         return tuple(sizes) if sum(sizes) == len(self.blocks) else None
 
     def _ahead(self, stage: int) -> int:
-        """Return the most forwards whose activations the stage holds at once."""
+        """Return the largest number of forwards whose activations the stage holds at once."""
         work = self.work
         shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
         return shape.ahead

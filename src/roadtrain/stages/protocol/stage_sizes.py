@@ -1,22 +1,23 @@
 """Choose the sizes of pipeline stages: the number of blocks of each stage. There are three ways: an
 exact search for the shortest step, the formula of a paper, and equal sizes ("even").
 
-The exact search starts from good sizes: equal sizes and the caller's candidates. They are improved
-by moving single blocks between parts of the model while this shortens the step. The search
-continues with a best-first branch and bound: it extends partial sizes in the order of their lower
-bounds, and evaluates complete sizes with the step model, until no bound is below the best step. If
-this takes too long (deep pipelines over slow links, many interleaved parts), the search stops
-early. In this case, its result has a lower bound on the step of all sizes. A pass of a stage is the
-forward and backward of one micro-batch. A step takes at least as long as each of these:
+The exact search starts from good sizes: equal sizes and the caller's candidates. It improves these
+sizes: it moves single blocks between parts of the model as long as each move shortens the step.
+Then the search continues with a best-first branch and bound: it extends partial sizes (the sizes of
+the first parts) in the order of their lower bounds, and computes the step time of complete sizes
+with `StepModel`, until no lower bound is below the best step time. If the search takes too long
+(deep pipelines over slow links, many interleaved parts), it stops early. In this case,
+`FoundSizes.at_least_s` is a lower bound on the step time of all sizes. A pass of a stage is the
+forward and backward of one micro-batch. A step takes at least as long as each of these two sums:
 
-    the time until the first micro-batch reaches a stage, plus all passes of the stage's busiest
-    replica, plus the time of the last micro-batch's return
-    the same travel time, plus one round trip from the stage to the last stage and back for each
-    time that the stage's activation slots are used
+    the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
+    passes of the busiest replica of stage s
+    the same travel time, plus n times the time of a round trip from stage s to the last stage and
+    back, if the busiest replica of stage s must fill its activation slots n times
 
 If partial sizes do not contain all stages, the bound uses the smallest value over all ways to
 divide the remaining blocks among the remaining stages. These values are computed from the last
-stage to the first. This module only computes.
+stage to the first.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class FoundSizes:
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Return, for each stage, the blocks of each of its parts."""
+    """Return, for each stage, the block ranges of the model's parts that the stage has. sizes: the
+    number of blocks of each part, in the model's order."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -81,15 +83,16 @@ def best_sizes(
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
     """Return the sizes with the shortest step among the sizes that fit, or None if no sizes fit. If
-    no other sizes are better, all parts have an equal number of blocks. candidates: sizes to try
-    first. The result is at least as good as each candidate that fits. most_looked_at: the limit of
-    the search, in partial sizes."""
+    no other sizes are better, all parts have an equal number of blocks. fits: a function that
+    returns whether given blocks fit into a stage's memory. candidates: sizes to try first. The
+    result is at least as good as each candidate that fits. most_looked_at: the number of partial
+    sizes after which the search stops early."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """The sizes of the first parts: a node of the search tree."""
+    """The sizes of the first parts of the model: a node of the search tree."""
 
     sizes: tuple[int, ...]
     stop: int  # index of the first block after these parts
@@ -101,8 +104,8 @@ class _Prefix:
 
 
 class _SizeSearch:
-    """The exact search for the sizes with the shortest step. `best`: the best result so far, as a
-    pair of the seconds of a step and the sizes; None until the search finds sizes that fit."""
+    """The exact search for the sizes with the shortest step. `best`: (seconds of a step, sizes) for
+    the best sizes so far, or None if the search has not found sizes that fit."""
 
     def __init__(self, work: StepWork, fits: Fits) -> None:
         self.work, self.fits = work, fits
@@ -132,7 +135,7 @@ class _SizeSearch:
     def _search(self, most_looked_at: int) -> float:
         """Search by branch and bound, until no bound is better than the best step. If the search
         has found sizes that fit, stop after `most_looked_at` partial sizes. Return a lower bound on
-        the step with any of the sizes that were not examined."""
+        the seconds of a step with any sizes that were not examined."""
         numbers = itertools.count()
         start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
@@ -158,8 +161,9 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Move single blocks between parts while this shortens the best step. The shorter the best
-        step is, the fewer sizes the search has to examine."""
+        """Move single blocks between parts while this shortens the best step. The search then has
+        to examine fewer sizes, because it skips all sizes whose lower bound is not below the best
+        step."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -232,11 +236,12 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute the bounds `ends[part][block]` and `rests[part][block]`. They hold if `part` and
-        all later parts have exactly `block` and all later blocks. `ends` has the least seconds from
-        the first forward of these parts to their last backward. `rests` has the least seconds in
-        which one micro-batch goes through these parts and back. Both are minima over all sizes that
-        fit."""
+        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. Both
+        entries are for the case that `part` is the first of the remaining parts, and `block` is the
+        first block of `part`. `ends` has the least seconds from the first forward of the remaining
+        parts to their last backward. `rests` has the least seconds in which one micro-batch goes
+        through the remaining parts and back. Both values are minima over all sizes of the remaining
+        parts that fit."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]
@@ -263,12 +268,13 @@ def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
     """Return the sizes of Yang et al. (Holmes), section 3.3. The number of blocks of a cluster is
-    proportional to the cluster's speed. It is multiplied by `alpha` if the cluster is faster than
-    the mean, and rounded down. The last cluster gets the remaining blocks. Inside a cluster, the
-    sizes are equal. If the memory of a cluster is too small, this cluster gives blocks to the last
-    cluster. If the memory of the last cluster is too small, it gives blocks to the first cluster
-    with enough memory. Return None if no sizes fit in this way. Also return None for interleaved
-    stages, because the paper does not cover them.
+    proportional to the cluster's speed. If the cluster is faster than the mean, its number of
+    blocks is multiplied by `alpha`. The number is rounded down. The last cluster gets the remaining
+    blocks. Inside a cluster, the sizes are equal. If the memory of a cluster is too small, this
+    cluster gives blocks to the last cluster. If the memory of the last cluster is too small, the
+    last cluster gives blocks to the first cluster with enough memory. Return None if these moves do
+    not lead to sizes that fit. Also return None for interleaved stages, because the paper does not
+    cover interleaved stages.
 
     clusters: the cluster of each stage. The stages of a cluster must be adjacent.
     """
@@ -329,7 +335,7 @@ def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
 @dataclass(frozen=True)
 class SizesTable:
     """A comparison of the exact search (`best`) with the paper's formula and equal sizes. others:
-    for "paper" and "even", the sizes and the seconds of a step; None if the sizes do not fit."""
+    "paper" or "even" -> (sizes, seconds of a step), or None if the sizes do not fit."""
 
     best: FoundSizes
     others: Mapping[str, tuple[tuple[int, ...], float] | None]

@@ -1,5 +1,6 @@
 """Compute the time of a pipeline step for given sizes of the stages. The state machines of
-`pipeline` decide the order of runs and messages. The durations of runs and messages are given.
+protocol/pipeline.py decide the order of runs (forwards and backwards) and messages. The caller
+passes the durations of runs and messages.
 
 Each replica runs in the order of its state machine. A replica's messages over one boundary and
 direction are sent one after another, while the replica continues to compute. The step ends with the
@@ -8,7 +9,7 @@ used for many sizes. In this model, messages of different senders, boundaries or
 slow each other down. If a network card carries several such messages and is the bottleneck, a real
 step takes longer.
 
-Pure arithmetic. Does NOT measure durations.
+Does NOT measure durations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StageSpeed:
-    """The seconds that a block of weight 1 takes on the slowest replica of a stage."""
+    """The seconds that an ordinary block (a block of weight 1) takes on the slowest replica of a
+    stage."""
 
     forward_s: float  # per micro-batch
     backward_s: float  # per micro-batch
@@ -73,27 +75,29 @@ class StepWork:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the model; part i belongs to stage i mod p."""
+        """The number of parts of the model. If there are p stages, part i belongs to stage i mod
+        p."""
         return len(self.stages) * self.virtual_stages
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """For each block, the total weight of all blocks before this block. The last element is the
-        weight of all blocks."""
+        """One element per block, with the total weight of all earlier blocks, and a last element
+        with the weight of all blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
-        """Return the weight of a part that consists of the blocks [begin, stop)."""
+        """Return the weight of the model's part `part` if it consists of the blocks [begin, stop).
+        The weight of a block is its work relative to an ordinary block."""
         ends = self.ends[0] * (part == 0) + self.ends[1] * (part == self.parts - 1)
         return self.before[stop] - self.before[begin] + ends
 
 
 @dataclass(slots=True)
 class _Order:
-    """The runs and messages of a step, each after its dependencies. A table has the durations of
-    all runs and messages. Its rows are, in this order: the forwards of each part, the backwards of
-    each part, the activations of each boundary, and the gradients of each boundary.
-    """
+    """The runs and messages of a step, in an order in which each run or message comes after its
+    dependencies. `rows` refers to the rows of the table that `StepModel._durations` returns. These
+    rows have, in this order: the forwards of each part, the backwards of each part, the activations
+    of each boundary, and the gradients of each boundary."""
 
     # for each run or message, its row in the table of durations
     rows: list[int] = field(default_factory=list)
@@ -120,8 +124,8 @@ class StepModel:
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Return the seconds of a step for each element of `many`. An element has the form of
-        `sizes` in `seconds`."""
+        """Return the seconds of a step for each element of `many`. An element has the number of
+        blocks of each part, in the model's order."""
         sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
@@ -138,7 +142,8 @@ class StepModel:
         return ends[order.last].max(axis=0)
 
     def _durations(self, sizes: npt.NDArray[np.int64]) -> Array:
-        """Return the table of durations, with the shape [rows of `_Order`, number of sizes]."""
+        """Return the table of durations in seconds. The rows are described in `_Order`, and there
+        is one column for each element of `sizes`."""
         work, stages = self.work, len(self.work.stages)
         stops = np.cumsum(sizes, axis=1)
         weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
