@@ -68,7 +68,7 @@ class Dither(Codec):
     def __init__(self, argument: str) -> None:
         self.bits = int(argument)
         if self.bits not in (2, 4, 8):
-            raise ValueError("needs 2, 4 or 8 bits per value")
+            raise ValueError(f"dither needs 2, 4 or 8 bits per value, not {self.bits}")
 
     def nbytes(self, n: int) -> int:
         return 4 + -(-n * self.bits // 8)
@@ -101,7 +101,8 @@ def register(kind: type[Codec]) -> type[Codec]:
 
 @lru_cache
 def format_of(text: str) -> Codec:
-    """Return the codec for a format NAME or NAME:ARGUMENT. Raises ConfigError."""
+    """Return the codec of the format `text`, which is NAME or NAME:ARGUMENT. Raises ConfigError if
+    the name is unknown or the argument is wrong."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         raise ConfigError(
@@ -131,7 +132,9 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
-        raise WireError(f"received {len(raw)} malformed bytes of {text}: {error}") from error
+        raise WireError(
+            f"received {len(raw)} bytes that cannot be decoded as {text}: {error}"
+        ) from error
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:

@@ -42,7 +42,7 @@ def unpack_signs(bits: Any, scale: Any, out: Any) -> Any:
 
 @kernel
 def largest(x: Any) -> Any:
-    """Return the largest magnitude, or NaN if any element is not finite."""
+    """Return the largest magnitude of the elements of `x`, or NaN if any element is not finite."""
     most = np.float32(0)
     for i in range(x.size):
         if not np.isfinite(x[i]):
