@@ -59,8 +59,9 @@ class Agreement:
     """The agreement of one worker with all other workers.
 
     A mismatch means that workers have begun different operations. The program gets the error of
-    each mismatch once. If an operation of this worker was abandoned because of the mismatch, waiting
-    for this operation raises the error. Otherwise beginning the next operation raises the error.
+    each mismatch once. If an operation of this worker was abandoned because of the mismatch, the
+    error is raised by waiting for this operation. Otherwise the error is raised by beginning the
+    next operation.
 
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous

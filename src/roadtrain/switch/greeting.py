@@ -1,4 +1,5 @@
-"""The greeting that a fan-in participant sends to the fan-in end, and how the fan-in end checks it.
+"""The greeting that a fan-in participant sends to the fan-in end, and the checks that the fan-in
+end makes.
 
 Participant --> hello_of --> (the TCP link) --> plan_of, check_same
 """

@@ -130,8 +130,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Register the job with epoll: to wait for packets, or, while the job has unsent packets,
-        to wait for room in its send buffer."""
+        """Set the event of the job for which epoll waits: room in the send buffer if the job has
+        unsent packets, otherwise arriving packets."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

@@ -110,7 +110,7 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """Make runs of received bytes. The kernel may coalesce packets of equal length and a last
+    """Divide received bytes into runs. The kernel may coalesce packets of equal length and a last
     packet that is shorter. The shorter packet gets a run of its own."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
@@ -134,8 +134,11 @@ class PacketSender:
         name: str,
         delay_s: float = 0.0,
     ) -> None:
-        """`delay_s`: Seconds added to the retransmission timeout. If several senders send the same
-        numbers, different delays keep them from resending at the same time."""
+        """
+        Args:
+            delay_s: Seconds added to the retransmission timeout. If several senders send the same
+                numbers, different delays keep the senders from resending at the same time.
+        """
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
