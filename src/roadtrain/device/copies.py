@@ -198,8 +198,8 @@ class HostBuffer:
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that the caller's stream has launched its last read of the device side. The next
-        copy to the device waits for this read."""
+        """Record that the caller's stream has launched all reads of the device side. The next copy
+        to the device waits for these reads."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))

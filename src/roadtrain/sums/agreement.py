@@ -44,8 +44,8 @@ def short(text: str) -> str:
 
 
 class OperationTicket:
-    """An operation that this worker has begun. `error`: Why the operation was abandoned; None if
-    the operation was not abandoned."""
+    """An operation that this worker has begun. `error`: The reason why the operation was abandoned;
+    None if the operation was not abandoned."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
@@ -168,7 +168,7 @@ class Agreement:
     ) -> None:
         """Call `ready` once all workers agree on the operation. The lock `order` is held during the
         call. If the operation is abandoned, call `dropped` with the error. An operation can be
-        abandoned until `done` is called, also after `ready` was called."""
+        abandoned until `done` is called, even after `ready` was called."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():

@@ -45,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: the sign of every value and one mean magnitude of all values are sent."""
+    """onebit: sends the sign of each value, and the mean magnitude of all values."""
 
     name = "onebit"
 
@@ -60,8 +60,8 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS, with BITS 2, 4 or 8: every value is rounded to the next level above or below.
-    The choice is random, and its probabilities make the expected value exact."""
+    """dither:BITS, with BITS 2, 4 or 8: rounds each value at random to the next level above or
+    below. The probabilities are chosen so that the expected result equals the value."""
 
     name = "dither"
 

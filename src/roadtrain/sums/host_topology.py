@@ -36,7 +36,8 @@ def _read(path: Path) -> str:
 
 
 def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> list[str]:
-    """List the paths of the PCI functions of some classes, in the order of their addresses."""
+    """List the paths in /sys of the PCI functions whose class begins with one of `classes` and
+    whose vendor begins with `vendor`. The paths are sorted by PCI address."""
     places = [path.resolve() for path in sorted((root / "bus/pci/devices").glob("*"))]
     return [
         str(place)

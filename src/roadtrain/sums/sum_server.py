@@ -42,7 +42,8 @@ class Reducers:
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
         """Accept the link of a worker or of a status request. If the worker's job has no reducer
-        yet, create its reducer. Returns the Receiver of the link. Raises WireError, BusyError."""
+        yet, create a reducer for the job. Returns the Receiver of the link. Raises WireError,
+        BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(

@@ -1,4 +1,4 @@
-"""One round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
+"""A round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
 encoding of parts.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out

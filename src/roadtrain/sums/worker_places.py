@@ -1,7 +1,7 @@
 """The greetings and addresses that workers exchange at the start, and the groups of workers that
 sum with each other. A root is a worker that sums for the workers of its host.
 
-    a host's workers <--(shared memory)--> its roots <--(network)--> the same roots of other hosts,
+    a host's workers <--(shared memory)--> its roots <--(network)--> roots of other hosts,
                                                                      spare hosts
 
 The first stage sums inside each host, and is left out if each host has one worker. The second stage

@@ -4,8 +4,8 @@ part to its reducer in the order of priorities, and receives the sums.
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most AHEAD
     parts each -> out, then `done`
 
-Parts for the worker's own reducer cross no network. Bytes are sent from `grad` and received in
-`out` without copies, unless they are encoded. Spare hosts may be added and removed
+Parts for the worker's own reducer cross no network. Unless parts are encoded, bytes are sent from
+`grad` and received in `out` without copies. Spare hosts may be added and removed
 (sums/protocol/membership.py). If a removed host has not returned the sum of a part to all workers,
 the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
 the other workers push their parts from `grad`. For this purpose, the `out` of the last round and
@@ -377,8 +377,8 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have a sum that this worker had pushed. So this worker may send
-        the next round of the sum's part."""
+        """Note that all workers now have the sum of a part that this worker had pushed. After that,
+        this worker may send its part of the next round."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
@@ -478,9 +478,10 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the entries of `_owed` (sums that this worker pushes because other workers lacked
-        these sums) that all workers have now, but whose reducers were removed. A removed reducer
-        cannot send the notice that all workers have the sum."""
+        """List the sums in `_owed` that need no notice any more, because all workers have the sum
+        and the reducer was removed. `_owed` contains the sums that this worker pushes because other
+        workers lacked these sums. The worker waits for the reducer's notice that all workers have
+        the sum, but a removed reducer cannot send this notice."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]

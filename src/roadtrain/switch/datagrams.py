@@ -257,8 +257,8 @@ class DatagramSocket:
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline - time.monotonic()):
                     raise DeadlineError(
-                        f"datagrams to {to[0]}:{to[1]}: the send buffer of {self.send_nbytes} bytes"
-                        f" has been full for {SEND_S:.0f} s"
+                        f"cannot send datagrams to {to[0]}:{to[1]}: the send buffer of"
+                        f" {self.send_nbytes} bytes has been full for {SEND_S:.0f} s"
                     ) from None
             except OSError as error:
                 if error.errno in _LOST:

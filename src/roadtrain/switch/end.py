@@ -393,7 +393,7 @@ class FanInEnd(IntermediarySession):
             self._check(now)
 
     def _check(self, now: float) -> None:
-        """Tick the state machine and report stragglers."""
+        """Send the current time to the state machine, and report stragglers."""
         self._send_silent()
         if not self._chunks:
             return

@@ -51,7 +51,7 @@ class FanInBudgets:
 
     @property
     def total(self) -> int:
-        """Bytes of all buffers."""
+        """Total size of all buffers, in bytes."""
         return self.buffers * (self.piece_bytes + self.scratch_bytes)
 
 

@@ -68,7 +68,7 @@ MAX_NONCE = 64
 
 @dataclass
 class _Member:
-    """The UDP side of the link, made when the FAN_IN frame arrives."""
+    """The UDP side of the link. Created when the FAN_IN frame arrives."""
 
     job: int
     child: int
@@ -356,6 +356,7 @@ class FanInLink:
         if batch.segment != PACKET_NBYTES:
             raise WireError(
                 f"received bulk packets of {batch.segment} bytes each, expected {PACKET_NBYTES}"
+                " bytes"
             )
         new = batch.ok.copy()
         new[new] = self._received.accept_many(batch.numbers[new])

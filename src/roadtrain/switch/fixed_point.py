@@ -220,8 +220,8 @@ def dequantize(
     maxima: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Convert the integers of the valid packets of a run to float32, and write them to `out`. Sums
-    beyond the range of float32 become infinite. Raises the same errors as `quantize`.
+    """Convert the integers of the valid packets of a run to float32, and write the results to
+    `out`. Sums beyond the range of float32 become infinite. Raises the same errors as `quantize`.
 
     Args:
         ok: bool, one per packet of the run: whether the packet is valid.

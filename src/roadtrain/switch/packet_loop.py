@@ -2,7 +2,7 @@
 
     epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
 
-To serve a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
+Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
 send buffer of a job is full, its packets are not read until there is room again. If an exception is
 raised while a job is served, only this job ends. Jobs may be added and removed from any thread.
 """

@@ -7,12 +7,12 @@ gradients.
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
 If a participant has no gradient for a round, the participant sends zeros. Packets are made from the
-memory of the gradient, also when they are sent again. So this memory is released only when all
-packets are acknowledged and no packet is being made.
+memory of the gradient each time they are sent. So this memory is released only when all packets are
+acknowledged and no packet is being made.
 
 Pulls: requests to the server for parameters that have not arrived yet. Requested parameters are
-broadcast to all participants in datagrams. If the other participants do not request the same
-parameters, these are sent to one participant over TCP.
+broadcast to all participants in datagrams. Parameters that the other participants do not request
+are sent over TCP, only to the participant that requested these parameters.
 
 NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Several pulls of this
 chunk and version may be pending. The broadcast fills the oldest pull that no other broadcast has

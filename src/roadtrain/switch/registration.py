@@ -233,7 +233,8 @@ class Registration:
             if answer.slots < self.tree.plan.window or answer.port != (port or answer.port):
                 raise WireError(
                     f"switch {node.address} gave {answer.slots} slots at port {answer.port}, but"
-                    f" the job needs {self.tree.plan.window} slots at port {port or 'any'}"
+                    f" the job needs {self.tree.plan.window} slots at"
+                    f" {f'port {port}' if port else 'any port'}"
                 )
         self.ports[node.address] = answer.port
         self._links[node.address] = receiver

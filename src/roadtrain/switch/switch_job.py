@@ -99,8 +99,8 @@ class Children:
 
     A child is a worker, or a switch with all workers below it. The address of a child is learned
     from its verified heartbeats. A heartbeat from another address may have been recorded and
-    replayed. So such a heartbeat changes the child's address only if it acknowledges more packets
-    than before, or if the child has been silent.
+    replayed. So such a heartbeat changes the child's address only if the heartbeat acknowledges
+    more packets than before, or if the child has been silent.
 
     Invariants: `addresses` has the known addresses of all children without duplicates; `merged` is
     the merged heartbeat of all children, or NOTHING if a child has not sent a heartbeat yet."""
@@ -272,7 +272,8 @@ class SwitchJob:
             self.out.send(whole, PACKET_NBYTES, (self._parent,))
 
     def _copy(self, run: DatagramRun, headers: np.ndarray, there: np.ndarray) -> None:
-        """Copy packets from the parent's host to the children; their tags stay valid."""
+        """Copy packets from the parent's host to the children. The tags of the packets stay
+        valid."""
         host = self._parent[0]
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
         accepted = there & above

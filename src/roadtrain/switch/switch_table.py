@@ -232,7 +232,7 @@ class SwitchTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How many packets were added, answered or dropped, by counter:
+        """Numbers of packets that were added, answered or dropped, by counter:
 
         added: added to a sum that is still incomplete.
         completed: added to a sum as its last packet.

@@ -86,7 +86,7 @@ AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 @dataclass(slots=True)
 class _Worker:
-    """The state of a worker, as reported in its last Stall (a frame that a waiting worker
+    """The state of a worker, as reported in the worker's last Stall (a frame that a waiting worker
     sends)."""
 
     pending: Sequence[Operation] = ()

@@ -19,7 +19,7 @@ from roadtrain.sums.protocol.shares import optimum, reducers
 
 @dataclass
 class _Epoch:
-    """The assignment of parts to reducers between two changes."""
+    """The assignment of parts to reducers between two changes of the spare hosts."""
 
     shares: Mapping[int, float]  # by reducer
     # Change.rounds: the shares apply to the rounds after the first number of each tensor
@@ -27,7 +27,7 @@ class _Epoch:
 
 
 class Map:
-    """Assigns parts to reducers, which have unique numbers.
+    """Assigns the parts of tensors to reducers. Each reducer has a unique number.
 
     Args:
         rates: Rates of the workers' links, in bytes/s.

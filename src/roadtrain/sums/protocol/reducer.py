@@ -58,8 +58,9 @@ class ReducerStateMachine:
         self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """Handle a pushed part. Returns the part's round if the parts of all workers can be added
-        now, otherwise None. Raises LoopError if the workers contradict each other."""
+        """Handle a pushed part. Returns the part's round if the parts of all workers have arrived
+        and can be added now, otherwise None. With the rule "accumulate", each part can be added at
+        once. Raises LoopError if the workers contradict each other."""
         where = part.key, part.start
         current = self.rounds.get(where)
         if current is None or (current.round < part.round and not current.here):
@@ -79,7 +80,10 @@ class ReducerStateMachine:
                 hint="every worker must run the same loop over the same model",
             )
         if worker in current.here:
-            raise LoopError(f"worker {worker} pushed round {part.round} of tensor {part.key} twice")
+            raise LoopError(
+                f"worker {worker} pushed the same part of tensor {part.key} twice in round"
+                f" {part.round}"
+            )
         current.here.add(worker)
         if part.summed:
             current.summed[worker] = part.summed

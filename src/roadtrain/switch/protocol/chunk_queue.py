@@ -65,8 +65,8 @@ class QueuedMessage:
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """The state of one chunk. Invariant: at least one of `queues`, one for each worker, is
-    empty."""
+    """The state of one chunk. Invariant: `queues` has a queue for each worker, and at least one of
+    these queues is empty."""
 
     number: int
     # for each worker, its messages for which some other worker has not sent the matching message
@@ -103,8 +103,8 @@ class ChunkQueue:
 
     @property
     def dropped(self) -> bool:
-        """Whether the sum is to be discarded. This is so if each worker with a gradient in the sum
-        has a DiscardGrad as its first message."""
+        """True if the sum is to be discarded: some worker's first message is a DiscardGrad, and so
+        is the first message of each worker with a gradient in the sum."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 

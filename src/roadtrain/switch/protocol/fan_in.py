@@ -158,8 +158,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Function that returns, for a chunk's number, how many packets the chunk's
-                exponents have, and how many its gradient has.
+            packets: Function that takes the number of a chunk. Returns the number of packets for
+                the exponents of the chunk, and the number of packets for the gradient of the chunk.
             now_s: The current time, by the clock of the ticks.
             replicated: Whether another server has the same chunks and must compute the same bytes.
         """
@@ -370,8 +370,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """Return the step that the first messages of all workers name. Raises LoopError if they
-        name different steps."""
+        """Return the step that the first messages of all workers name. Raises LoopError if these
+        messages name different steps."""
         steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
@@ -409,8 +409,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _paid(self, message: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
-        """Count an update that is sent to the server. If the update was the last of its step,
-        returns the end of the step that was held back."""
+        """Count an update that is sent to the server. If this was the last update of its step,
+        return the EndStep message that was held back until then, if there is one."""
         if not isinstance(message, m.ApplyUpdate):
             return []
         self.owed[message.step] -= 1
@@ -465,8 +465,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """List the stragglers. Each is listed with the chunk for which the others have waited
-        longest."""
+        """List the stragglers. Each straggler is listed with the chunk for which the other workers
+        have waited longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
             since = min(queue[0].since for queue in chunk.queues if queue)

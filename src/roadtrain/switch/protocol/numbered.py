@@ -2,9 +2,9 @@
 
 See Sun et al. (LuWu), section 3.2.3: a sender sends the packets with numbers up to its credit. The
 heartbeats of the receiver carry the next number that the receiver expects (Ack), and the greatest
-number for which it has room (Credit). Beyond the paper, a heartbeat has a bitmap of later numbers
-that have arrived (`have`). So the sender resends only the missing packets (selective repeat), and
-the receiver accepts packets in any order.
+number for which the receiver has room (Credit). Beyond the paper, a heartbeat has a bitmap of later
+numbers that have arrived (`have`). So the sender resends only the missing packets (selective
+repeat), and the receiver accepts packets in any order.
 
 NOTE sets. A set of numbers is an int. Bit i of the int stands for the number `ack + i`. All
 operations take time proportional to window / 64.
@@ -182,7 +182,7 @@ class NumberedSender:
 
     @property
     def idle(self) -> bool:
-        """Whether the packets of all numbers that may be sent have arrived."""
+        """True if all numbers that may be sent have arrived."""
         return self.ack >= self.ready
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class NumberedSender:
             assert (missing & ~self.lost) >> (number - self.ack) & 1
 
     def _first_sends_arrived(self, last: Heartbeat) -> bool:
-        """Return whether a number that was never resent has arrived since `last`."""
+        """Return whether a number that was never resent has arrived since the heartbeat `last`."""
         missing = self._missing(self.next)
         before = ~last.have & ((1 << (self.next - last.ack)) - 1)
         again = sum(not self._holds(missing, number) for number in self.resent)

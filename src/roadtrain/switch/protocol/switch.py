@@ -72,8 +72,7 @@ class SwitchStateMachine:
 
     def packet(self, packet: Packet) -> Packet | None:
         """Process a packet of a child. If the packet completes a sum, or belongs to a sum that is
-        already complete, returns a packet for the parent that contains the sum. Otherwise returns
-        None."""
+        already complete, return a packet with this sum for the parent. Otherwise return None."""
         entry = self._entry(packet)
         if entry is None or entry.op != packet.op:
             return None
