@@ -366,7 +366,7 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
     for other, words in (
         (
             hello_of(replace(plan, window=64), hello(1)),
-            r"worker 1 has fan_in.window = 64, worker 0",
+            r"worker 1 has fan_in.window = 64, but worker 0",
         ),
         (hello_of(replace(plan, wire="int8"), hello(1)), r"fan_in.wire = int8"),
         (hello_of(plan, hello(1, signature="y")), "another model"),

@@ -373,7 +373,7 @@ def bad_maxima(it: Scene) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (bad_grant, "round 1 of chunk 0 was granted but not announced"),
+        (bad_grant, "granted round 1 of chunk 0, but this participant has not announced"),
         (bad_parameters, "parameters that were not requested: chunk 0, version 3"),
         (bad_maxima, "unexpected maxima: packet 0 of chunk 0, round 3"),
     ],

@@ -15,7 +15,8 @@ from roadtrain.errors import ConfigError
 
 def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"over TCP, but link is roadtrain_rdma\.RdmaOptions"):
+    words = r"over TCP, but the option `link` is roadtrain_rdma\.RdmaOptions"
+    with pytest.raises(ConfigError, match=words):
         roadtrain.place(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

@@ -1,16 +1,18 @@
 """Buffer: anonymous memory for fast direct I/O.
 
 The rate of direct I/O depends on huge pages. Therefore a buffer starts on a 2 MiB boundary, and
-requests huge pages for its memory. The rest after the last full 2 MiB has ordinary pages. So a
-buffer smaller than 2 MiB does not cost 2 MiB. `nbytes` is the memory that counts against a budget.
-Does NOT pin memory for a device, and does NOT pool buffers.
+requests huge pages for its memory. If the size is not a multiple of 2 MiB, the last bytes (less
+than 2 MiB) have ordinary pages. So a buffer smaller than 2 MiB does not cost 2 MiB. `nbytes` is the
+size that counts against a memory budget. Does NOT pin memory for a device, and does NOT pool
+buffers.
 
-NOTE fork. A forked process (a DataLoader's worker) does not inherit the bytes of buffers. With
-copy-on-write, a write by the parent would move a page to new memory. A storage device that is
-filling the page would still write to the old memory, and its bytes would be lost. The child keeps
-the address ranges, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK
-would free the ranges in the child. The child could then map other memory at these addresses, and
-would unmap that memory when it frees an inherited buffer.)
+NOTE fork. A forked process (such as a worker of a DataLoader) does not inherit the contents of
+buffers. If the child shared the pages with the parent (copy-on-write), the parent's next write to a
+page would move the page to new memory. A storage device that is filling the page would still write
+to the old memory, and the parent would lose these bytes. In the child, the addresses of the buffers
+stay reserved, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would
+free the addresses in the child. The child could then map other memory at these addresses. When the
+child later frees an inherited Buffer, it would unmap this other memory.)
 """
 
 from __future__ import annotations
@@ -67,20 +69,23 @@ class Buffer:
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-    """Return an array of `count` elements that shares the memory of `view` and begins at its byte
-    `offset`. If `dtype` is bf16 or fp16, the array's dtype is uint16."""
+    """Return an array of `count` elements that begins at byte `offset` of `view` and shares the
+    memory of `view`. If `dtype` is bf16 or fp16, the array's dtype is uint16."""
     return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:
-    """The C heap of the process. Torch's temporaries fragment the heap, so that it grows with the
-    number of blocks. `trim` prevents this (Rule 4).
+    """The C heap of the process. `trim` returns free pages to the system, so that the process does
+    not grow with the number of blocks (Rule 4).
 
-    Each block leaves a few small objects between its freed temporaries, so glibc's heap grows by
-    some megabytes per block and returns no pages (measured: 700 MB at 128 blocks of width 512).
+    While a block runs, torch allocates temporaries and a few small objects. The temporaries are
+    freed, but the small objects between them remain, so glibc returns no pages, and its heap grows
+    by some megabytes per block (measured: 700 MB at 128 blocks of width 512).
+
     Call `trim` after each block. If the process has grown by `slack` bytes since pages were last
-    returned, `trim` returns free pages to the system. If a single block takes and frees that much,
-    `slack` is doubled. Without glibc or /proc, `trim` does nothing.
+    returned, `trim` returns free pages to the system. If this happens after a single block, and
+    `trim` returns more than half of `slack` bytes, `slack` is doubled. Without glibc or /proc,
+    `trim` does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -1,12 +1,13 @@
 """Choice of a worker's device, and HostBuffer: host memory with a copy on the device.
 
-On the CPU both sides of a HostBuffer are the same memory. On CUDA, the host side is registered as
-pinned memory of exactly its size (torch's pinned allocator rounds up to powers of two). Copies run
-on a side stream. Each device has one side stream, and events order the copies with compute. Streams
-and events always name the buffer's device, because a thread that delivers messages may have another
-current device than the training thread.
+A HostBuffer has a host side and a device side. On the CPU, both sides are the same memory. On CUDA,
+the host side is registered as pinned memory of exactly its size (torch's pinned allocator rounds up
+to powers of two). Copies between the sides run on a side stream. Each device has one side stream,
+and events order the copies with compute. Each thread has its own current device in torch, so the
+thread that delivers messages may have a different current device than the training thread.
+Therefore streams and events always name the buffer's device.
 
-Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device; all
+Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device. All
 other functions may be called with a lock held.
 """
 
@@ -36,9 +37,10 @@ def own_device(
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
     """Return the requested device with an index. If `requested` is `cuda` without an index, the
-    index is that of the current device if the program has set a current device
-    (torch.cuda.set_device), 0 if torch sees only one device, and otherwise LOCAL_RANK. The returned
-    device then becomes the current device. Raises ConfigError for a missing device."""
+    index is the first of these that applies: the current device, if the program has set a current
+    device other than 0 (torch.cuda.set_device); 0, if torch sees only one device; LOCAL_RANK. In
+    this case the returned device also becomes the current device. Raises ConfigError if the device
+    is missing or not supported."""
     try:
         device = torch.device(requested)
     except RuntimeError as error:
@@ -49,7 +51,7 @@ def own_device(
         return torch.device("cpu")
     if device.type != "cuda":
         raise ConfigError(
-            f"device {device} is not supported, only cuda and cpu are",
+            f"device {device} is not supported, only cuda and cpu are supported",
             hint="use device='cuda' or device='cpu'",
         )
     count = torch.accelerator.device_count() if torch.cuda.is_available() else 0
@@ -87,7 +89,8 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
         return 0
     if not 0 <= rank < count:
         raise ConfigError(
-            f"LOCAL_RANK is {rank}, but torch sees {count} cuda devices here",
+            f"LOCAL_RANK is {rank}, but torch sees {count} cuda devices here: there is no"
+            f" cuda:{rank} for this worker",
             hint="start one worker per device on each host, or name a device (device='cuda:0')",
         )
     return rank
@@ -97,8 +100,8 @@ def device_of(
     model: nn.Module, requested: torch.device | str | None, report: Callable[[str], None]
 ) -> torch.device:
     """Return the device that the blocks of `model` run on: `requested`, or the device of the
-    model's parameters if `requested` is None. Raises ConfigError for a missing device, and
-    ModelError if the parameters are on several devices."""
+    model's parameters if `requested` is None. Raises ConfigError if the device is missing or not
+    supported, and ModelError if the parameters are on several devices."""
     if requested is not None:
         return own_device(requested, report)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
@@ -161,8 +164,8 @@ class HostBuffer:
             self._copied.synchronize()
 
     def copying(self) -> Any:
-        """Return the event at the end of the copy that still reads the host side, or None if no
-        copy reads the host side."""
+        """Return the event that marks the end of the running copy from the host side to the device
+        side, or None if no such copy is running."""
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
@@ -188,14 +191,15 @@ class HostBuffer:
         return self.nbytes / (time.perf_counter() - start)
 
     def on_device(self) -> torch.Tensor:
-        """Return the device side, and make the caller's stream wait for the last copy to it."""
+        """Return the device side, and make the caller's stream wait for the last copy to the device
+        side."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that the caller's stream has launched its last read of the device side. The next
-        copy to the device waits for this read."""
+        """Record that the caller's stream has launched all reads of the device side. The next copy
+        to the device waits for these reads."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))

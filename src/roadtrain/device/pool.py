@@ -1,5 +1,5 @@
-"""A pool of buffers of one size, allocated once, for received messages and for sums. The pool does
-NOT know the contents of its buffers."""
+"""A pool of buffers of equal size, which are allocated once. The buffers hold messages and sums.
+The pool does NOT know the contents of its buffers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ POOL_S = 600.0  # timeout of waiting for a free buffer
 
 
 class BufferPool:
-    """A pool of buffers of one size. `get` waits until a buffer is free. While a receiver waits for
-    a buffer, it reads no messages, which slows down the sender."""
+    """A pool of buffers of equal size. `get` waits until a buffer is free. While a receiver waits
+    for a buffer, the receiver reads no messages, so the sender slows down."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.buffers = [Buffer(nbytes) for _ in range(count)]
@@ -27,10 +27,11 @@ class BufferPool:
         with self._ready:
             there = self._ready.wait_for(lambda: self._free or self._closed, POOL_S)
             if self._closed:
-                raise LostError("the session has ended")
+                raise LostError("there is no free buffer, because the session has ended")
             if not there:
                 raise DeadlineError(
-                    f"waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to become free",
+                    f"no buffer became free within {POOL_S:.0f} s: all {len(self.buffers)} buffers"
+                    " of this pool are in use",
                     hint="find the worker or storage device that hangs",
                 )
             return self._free.pop()

@@ -3,16 +3,16 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-The training processes thus spend no CPU time on the network. The relay pulls parameters once
-for all workers and caches as many as its memory can hold. Gradients of a single worker are
+The training processes thus spend no CPU time on the network. The relay pulls parameters once for
+all workers and caches as many parameters as its memory can hold. Gradients of a single worker are
 forwarded as they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule
-1), and the sum is sent. To the servers, the relay looks like one worker. The relay has one
-ServerChannel per server. A ServerChannel has no threads of its own: threads of links call the state
-machine in relay/protocol/relay.py.
+1), and only the sum is sent to the server. To the servers, the relay looks like one worker. The
+relay has one ServerChannel per server. A ServerChannel has no threads of its own: the threads of
+the links call the state machine in relay/protocol/relay.py, which makes all decisions.
 
 Worker 0 of the host starts the relay and writes an Orders object to the relay's standard input. The
-relay ends when the workers have left. Does NOT import torch, make decisions, or hold state that is
-needed after a restart.
+relay ends when the workers have left. Does NOT import torch. No state of the relay is needed after
+a restart.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 class ServerChannel(IntermediarySession):
     """The traffic between the workers of this host and one server.
 
-    It is the session of the workers, and the Receiver of the link to the server.
-    The rank of a worker counts only the workers of this host.
+    A ServerChannel is the session of these workers, and the Receiver of the relay's link to the
+    server. It numbers the workers of this host from 0, whatever their ranks in the job are.
     """
 
     machine: RelayStateMachine
@@ -148,7 +148,8 @@ class ServerChannel(IntermediarySession):
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """Connect to the server like a worker; the rank is the number of this host.
+        """Connect to the server. The server treats the relay as a worker. The rank of this worker
+        is the number of this host.
 
         Raises PeerError.
         """
@@ -180,8 +181,8 @@ class ServerChannel(IntermediarySession):
                 )
             if caller.signature != self._signature:
                 raise ForeignError(
-                    f"the model, dtype, chunk size or optimizer of worker {caller.rank} is not the"
-                    " same as on worker 0 of its host",
+                    f"worker {caller.rank} has another model, dtype, chunk size or optimizer than"
+                    " the first worker of the same host",
                     hint="run the same job on every worker",
                 )
             return self.join(index, link)
@@ -210,7 +211,10 @@ class ServerChannel(IntermediarySession):
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
-            raise WireError(f"chunk {number} does not exist: there are {len(self._chunks)} chunks")
+            raise WireError(
+                f"a worker sent a request for chunk {number}, but there are only"
+                f" {len(self._chunks)} chunks"
+            )
         return self._chunks[number]
 
     def beat(self) -> None:

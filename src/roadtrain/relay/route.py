@@ -1,7 +1,7 @@
 """The route through a relay, which `Servers(relay=SIZE)` selects.
 
 Worker 0 of each host starts the relay process (relay/relay.py). The workers of the host reach the
-relay over shared memory, and the relay reaches the servers by the route `onward`.
+relay over shared memory. The relay reaches the servers by another route, `onward`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RelayRoute:
             )
         if type(options) is not TcpOptions:
             raise ConfigError(
-                "a relay reaches the servers over TCP, but link is"
+                "a relay reaches the servers over TCP, but the option `link` is"
                 f" {type(options).__module__}.{type(options).__name__}",
                 hint="leave out relay, or pass a roadtrain.transport.tcp.TcpOptions as link",
             )
@@ -63,7 +63,8 @@ class RelayRoute:
         self.onward.check_workers(_hosts(group), compressed)
         if compressed and group.local > 1:
             raise ConfigError(
-                f"a relay sums whole gradients of its {group.local} workers, but TopK sends parts",
+                f"a relay sums whole gradients of its {group.local} workers, but TopK sends only"
+                " some elements of a gradient",
                 hint="leave out relay or TopK",
             )
 
@@ -71,7 +72,8 @@ class RelayRoute:
         return self.onward.lossy(_hosts(group))
 
     def open(self, ends: RouteEnds) -> OpenRoute:
-        """Return the open route. Worker 0 of the host starts the relay.
+        """Open the route from a worker to the relay of its host. Worker 0 of the host also starts
+        the relay.
 
         Raises BudgetError if `host_bytes` is too small.
         """
@@ -101,7 +103,7 @@ class RelayRoute:
 
 @dataclass(frozen=True)
 class OpenRelayRoute:
-    """An OpenRoute through a relay."""
+    """The open route from a worker to the servers through the relay of its host."""
 
     directory: Path  # contains the sockets of the relay
     process: subprocess.Popen[bytes] | None  # the relay, in worker 0 of the host; else None
@@ -134,10 +136,10 @@ class OpenRelayRoute:
 
 
 def _hosts(group: WorkerIdentity) -> WorkerIdentity:
-    """Return the identity of this host's relay among all relays.
+    """Return the identity of this host's relay on the route from the relays to the servers.
 
-    The route from the relay to the servers uses this identity. `group`: The identity of a worker of
-    this host.
+    On this route, the relays take the place of workers. There is one relay per host, and the number
+    of the host is the rank of the relay. `group`: The identity of a worker of this host.
     """
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1
@@ -147,7 +149,7 @@ def _hosts(group: WorkerIdentity) -> WorkerIdentity:
 def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
     """Return the directory for the sockets of a host's relay.
 
-    The directory is the same for all workers of the host, and differs at every start of a job.
+    All workers of the host get the same directory. Each start of a job has a different directory.
     """
     name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
@@ -190,12 +192,13 @@ def start(orders: Orders) -> subprocess.Popen[bytes]:
 def derive_relay(
     table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
 ) -> RelayBudgets:
-    """Divide the memory of a relay. Raises BudgetError if `host_bytes` is too small."""
+    """Divide the memory of a relay, `host_bytes`, among its buffers. Raises BudgetError if
+    `host_bytes` is too small."""
     least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
     if host_bytes < least:
         raise BudgetError(
             f"a relay of {local} worker(s) and {servers} server(s) needs at least"
-            f" {-(-least // MIB)} MiB, but it has {show_bytes(host_bytes)}",
+            f" {-(-least // MIB)} MiB of memory, but has only {show_bytes(host_bytes)}",
             hint="give the relay more memory (the option `relay`), or use smaller chunks",
         )
     more = (host_bytes - least) // (servers * own.piece_bytes)
@@ -205,11 +208,13 @@ def derive_relay(
 def least_relay(
     table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
 ) -> tuple[int, RelayBudgets]:
-    """Return the minimum memory of a relay in bytes, and its division among the kinds of buffers.
+    """Return the minimum memory of a relay in bytes, and the sizes of the relay's buffers with this
+    memory.
 
-    Gradients of a single worker are forwarded at once. With several workers, the gradient of a
-    chunk is held until all workers have sent it. If `holds_gradients`, all gradients wait for
-    step(), so the gradients of the whole model must fit.
+    Gradients of a single worker are forwarded at once. With several workers, each gradient of a
+    chunk is held until all workers have sent their gradients of the chunk. If `holds_gradients` is
+    set too, all gradients are held until step(), so the buffers must have room for the gradients of
+    the whole model.
     """
     share = -(-len(table.trainable) // servers) + 2  # most trainable chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)

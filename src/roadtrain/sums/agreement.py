@@ -1,14 +1,15 @@
-"""Agreement: checks, at one worker, that all workers begin the same operations. The coordinator at
-worker 0 runs the state machine, sums/protocol/agreement.py.
+"""Agreement: checks, at one worker, that all workers begin the same operations. The decisions are
+made by the coordinator at worker 0, with the state machine in sums/protocol/agreement.py.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
     agreement.run(ticket, ready, dropped)     calls ready() once all workers have begun the same
                                               operation, or at once if they agreed on it earlier
     agreement.done(ticket)
 
-An operation on which the workers agreed earlier needs no messages. A thread reports to the
-coordinator when an operation has waited for more than a second. After the deadline, the thread ends
-the summation (Rule 5). Assumes that the callback `dropped` returns soon. Does NOT sum.
+An operation on which the workers agreed earlier needs no messages. If an operation is not done
+after a second, a thread reports the operation to the coordinator. If the workers have not agreed on
+an operation by the deadline, the thread ends the summation (Rule 5). The callback `dropped` must
+return soon. Does NOT sum.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def short(text: str) -> str:
 
 
 class OperationTicket:
-    """An operation that this worker has begun. `error`: Why the operation was abandoned; None if
-    the operation was not abandoned."""
+    """An operation that this worker has begun. `error`: The reason why the operation was abandoned;
+    None if the operation was not abandoned."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
@@ -57,18 +58,22 @@ class OperationTicket:
 class Agreement:
     """The agreement of one worker with all other workers.
 
-    The program gets the error of each mismatch once. If an operation was abandoned, waiting for it
-    raises the error. If no operation was abandoned, beginning the next operation raises the error.
+    A mismatch means that workers have begun different operations. The program gets the error of
+    each mismatch once. If an operation of this worker was abandoned because of the mismatch, the
+    error is raised by waiting for this operation. Otherwise the error is raised by beginning the
+    next operation.
 
     Args:
-        waits: As in AgreementStateMachine (protocol/agreement.py).
+        waits: Whether the workers wait for each other in every operation (False in asynchronous
+            training).
         say: Function that sends a frame to the coordinator. None if there is only one worker.
         give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
-            of the sums.
+            of these sums.
         failed: Called with the error that ends the summation.
 
-    Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; if
-    the `_ready` of a ticket is set, the workers have not agreed on its operation yet."""
+    Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; a
+    ticket has a `_ready` callback only as long as the workers have not agreed on the ticket's
+    operation."""
 
     def __init__(
         self,
@@ -105,7 +110,9 @@ class Agreement:
         """Begin an operation.
 
         Args:
-            each: Whether workers must agree on this operation even if they have agreed on its
+            identity: Name of the operation.
+            signature: Details that must be the same at all workers, such as the dtype and shape.
+            each: Whether the workers must agree on this operation even if they have agreed on its
                 identity and signature before.
 
         Raises:
@@ -161,7 +168,7 @@ class Agreement:
     ) -> None:
         """Call `ready` once all workers agree on the operation. The lock `order` is held during the
         call. If the operation is abandoned, call `dropped` with the error. An operation can be
-        abandoned until `done` is called, also after `ready` was called."""
+        abandoned until `done` is called, even after `ready` was called."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -189,8 +196,8 @@ class Agreement:
             self._open.pop(id(ticket), None)
 
     def agree(self, identity: str, signature: str) -> None:
-        """Wait until all workers have begun this operation. Raises DifferError, DeadlineError,
-        LostError."""
+        """Begin an operation, and wait until all workers have begun the same operation. Raises
+        DifferError, DeadlineError, LostError."""
         ticket = self.begin(identity, signature, each=True)
         with self.waiting(ticket):
             ticket.agreed.wait()
@@ -270,9 +277,8 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the mismatch that was held back, if its deadline has passed. Also handle it
-        earlier, if all operations on which the workers have agreed are done. The caller holds the
-        lock `order`."""
+        """Handle the pending mismatch (`_verdict`) if its deadline has passed, or if all operations
+        on which the workers have agreed are done. The caller holds the lock `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

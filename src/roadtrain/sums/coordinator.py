@@ -5,8 +5,8 @@ carry no gradients, so their small frames never wait behind gradients.
     worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
 The coordinator checks that all workers begin the same operations, and decides which spare hosts
-sum. When the link of a worker ends, the coordinator considers that the worker has left. A worker's
-side of the link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the
+sum. If the link of a worker ends, the coordinator treats the worker as lost. The worker's side of a
+link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the coordinator's
 decisions. Does NOT sum, does NOT restart workers.
 """
 
@@ -94,9 +94,10 @@ class Coordinator(HostedSession[WorkerConnection]):
     """The coordinator of one run of a job.
 
     Args:
-        waits: As in AgreementStateMachine (protocol/agreement.py).
-        groups: The groups that use spare hosts, each as the ranks of the workers that sum with each
-            other. A worker is in at most one group.
+        waits: Whether the workers wait for each other in every operation (False in asynchronous
+            training).
+        groups: The groups that use spare hosts. Each group is a list of ranks. The workers of a
+            group sum with each other. A worker is in at most one group.
         spares: The spare hosts that are used at the start.
     """
 
@@ -128,7 +129,10 @@ class Coordinator(HostedSession[WorkerConnection]):
         if kind in (sum_frames.REDUCER_LOST, sum_frames.STATE):
             group = self._group_of.get(worker.rank)
             if group is None:
-                raise WireError(f"worker {worker.rank} has no spare hosts, but sent frame {kind}")
+                raise WireError(
+                    f"worker {worker.rank} does not use spare hosts, but sent a frame of kind"
+                    f" {kind}, which is about spare hosts"
+                )
             if kind == sum_frames.REDUCER_LOST:
                 group.lost_reducer(*fields)
             else:
@@ -177,7 +181,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     def send(
         self, ranks: Sequence[int], kind: int, fields: tuple[Any, ...], payload: bytes = b""
     ) -> None:
-        """Send a frame to the workers in `ranks` that are connected."""
+        """Send a frame to all workers in `ranks` that are connected at the moment."""
         for worker in self.everyone():
             if worker.rank in ranks:
                 self._send(worker, kind, fields, payload)

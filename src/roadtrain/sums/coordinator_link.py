@@ -1,5 +1,5 @@
-"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames of the
-coordinator are passed to the worker's agreement and sums.
+"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames from the
+coordinator are passed to the worker's Agreement and WorkerSums.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The Receiver of a worker's link to the coordinator. Before the owner calls `linked`, it sets
-    `agreement` and `sums`. If the worker does not use spare hosts, `sums` stays None."""
+    """The Receiver of a worker's link to the coordinator. The attributes `agreement` and `sums`
+    must be set before `linked` is called. If the worker does not use spare hosts, `sums` stays
+    None."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
@@ -29,15 +30,16 @@ class CoordinatorLink:
         self._lock = threading.Lock()  # keeps frames in order
 
     def linked(self, link: Link) -> None:
-        """Set the link, and send the frames that `say` has kept. Called once. Raises PeerError."""
+        """Set the link, and send the frames that were passed to `say` earlier. Called once. Raises
+        PeerError."""
         with self._lock:
             self._link = link
             for kind, header, payload in self._early:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """Send a frame to the coordinator. If `linked` was not called yet, the frame is kept, and
-        `linked` will send the frame. (A spare host may die before `linked` is called.) Raises
+        """Send a frame to the coordinator. If `linked` was not called yet, keep the frame until
+        `linked` sends the frame. (A spare host may die before `linked` is called.) Raises
         PeerError."""
         header = m.encode(fields)
         with self._lock:
@@ -54,7 +56,10 @@ class CoordinatorLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.CHANGE:
-            raise WireError(f"a frame of kind {kind} has a payload of {nbytes} bytes, expected 0")
+            raise WireError(
+                f"the coordinator sent a frame of kind {kind} with a payload of {nbytes} bytes,"
+                " but frames of this kind have no payload"
+            )
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:

@@ -45,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: the sign of every value and one mean magnitude of all values are sent."""
+    """onebit: sends the sign of each value, and the mean magnitude of all values."""
 
     name = "onebit"
 
@@ -60,15 +60,15 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS, with BITS 2, 4 or 8: every value is rounded to the next level above or below.
-    The choice is random, and its probabilities make the expected value exact."""
+    """dither:BITS, with BITS 2, 4 or 8: rounds each value at random to the next level above or
+    below. The probabilities are chosen so that the expected result equals the value."""
 
     name = "dither"
 
     def __init__(self, argument: str) -> None:
         self.bits = int(argument)
         if self.bits not in (2, 4, 8):
-            raise ValueError("needs 2, 4 or 8 bits per value")
+            raise ValueError(f"dither needs 2, 4 or 8 bits per value, not {self.bits}")
 
     def nbytes(self, n: int) -> int:
         return 4 + -(-n * self.bits // 8)
@@ -101,7 +101,8 @@ def register(kind: type[Codec]) -> type[Codec]:
 
 @lru_cache
 def format_of(text: str) -> Codec:
-    """Return the codec for a format NAME or NAME:ARGUMENT. Raises ConfigError."""
+    """Return the codec of the format `text`, which is NAME or NAME:ARGUMENT. Raises ConfigError if
+    the name is unknown or the argument is wrong."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         raise ConfigError(
@@ -131,7 +132,9 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
-        raise WireError(f"received {len(raw)} malformed bytes of {text}: {error}") from error
+        raise WireError(
+            f"received {len(raw)} bytes that cannot be decoded as {text}: {error}"
+        ) from error
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:

@@ -1,8 +1,10 @@
-"""HostSums: sums in two levels. The workers of a host sum first; then the hosts sum their sums.
+"""HostSums: sums in two levels. First the workers of a host sum their tensors. Then the hosts add
+up the sums of all hosts.
 
     worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
 
-worker_places.py decides which of the two levels are needed.
+`near` is the first level and `above` is the second level. worker_places.py decides which of the two
+levels are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from roadtrain.sums.worker_sums import WorkerSums
 
 class CrossHostSums:
     """Adds this host's sums to the sums of other hosts. The host's reducer (reducer.py) calls this
-    object before the reducer answers its workers.
+    object with each sum of the host, and sends the workers the total of all hosts.
 
     Attributes:
         how: Maps the key of each tensor to the (priority, format) of the tensor's sum between
@@ -68,8 +70,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The connection of one worker to the summation service. It sums within the host, between
-    hosts, or both."""
+    """The connection of one worker to the summation service, which sums the workers' tensors within
+    the host, between hosts, or both."""
 
     near: WorkerSums  # sums this worker's tensors: inside the host, if there are two levels
     above: CrossHostSums | None  # sums with other hosts, if this worker does so in a second level

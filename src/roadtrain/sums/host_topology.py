@@ -36,7 +36,8 @@ def _read(path: Path) -> str:
 
 
 def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> list[str]:
-    """List the paths of the PCI functions of some classes, in the order of their addresses."""
+    """List the paths in /sys of the PCI functions whose class begins with one of `classes` and
+    whose vendor begins with `vendor`. The paths are sorted by PCI address."""
     places = [path.resolve() for path in sorted((root / "bus/pci/devices").glob("*"))]
     return [
         str(place)
@@ -70,14 +71,15 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 
 def roots_here() -> list[int]:
     """Choose the workers of this host that sum, by the PCIe topology of the host's accelerators and
-    network cards. If there are no accelerators, return an empty list. An empty list stands for all
-    workers."""
+    network cards. Returns the numbers of these workers on the host, counted from 0. If there are no
+    accelerators, the list is empty. An empty list stands for all workers."""
     return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
 
 @dataclass(frozen=True)
 class _Device:
-    """An accelerator, network card or disk. Unknown values are UNKNOWN."""
+    """An accelerator, network card or disk. A field is UNKNOWN if the system does not report its
+    value."""
 
     name: str
     path: str  # the PCI functions from the root port to the device
@@ -125,8 +127,8 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the paths of the disks of which an array or a volume consists. For any other block
-    device, return the path of the device itself."""
+    """Return the paths of the disks below a block device, such as a RAID array or a logical volume.
+    If there are none, return the path of the device itself."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 

@@ -2,10 +2,11 @@
 2017), packed.
 
 One bit (`pack_signs`) keeps the sign of each element, and one mean magnitude for all elements.
-Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|. The
-direction is random, and its probabilities make the expected value exact. The random numbers are a
-hash of `seed` and the element's index, so the same call gives the same bits on every host (Rule 1).
-If any value is not finite, all decoded values are NaN.
+Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|.
+Each element is rounded up or down at random, with probabilities such that the expected result
+equals the element. The random numbers are a hash of `seed` and the element's index, so the same
+call gives the same bits on every host (Rule 1). If any value is not finite, all decoded values are
+NaN.
 
 Arrays must be contiguous: float32 [N] and uint8. Single-threaded, allocates nothing.
 """
@@ -42,7 +43,7 @@ def unpack_signs(bits: Any, scale: Any, out: Any) -> Any:
 
 @kernel
 def largest(x: Any) -> Any:
-    """Return the largest magnitude, or NaN if any element is not finite."""
+    """Return the largest magnitude of the elements of `x`, or NaN if any element is not finite."""
     most = np.float32(0)
     for i in range(x.size):
         if not np.isfinite(x[i]):

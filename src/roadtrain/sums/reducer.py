@@ -1,15 +1,15 @@
-"""Reducer: a part of a worker's process or of a spare host's process. It adds the parts that the
-workers push, and returns the sums (BytePS's summation service). It keeps no parameters, no
-optimizer state and no files.
+"""Reducer: adds the parts of tensors that workers push, and returns the sums (BytePS's summation
+service). A reducer runs in the process of a worker or of a spare host. A reducer keeps no
+parameters, no optimizer state and no files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-A buffer is allocated when a part arrives for the first time. The buffer is reused in every round,
-until the part is assigned to another reducer. Encoded parts (formats.py) are decoded one by one,
-and their sum is encoded. One thread does the additions; links have their own threads.
-protocol/reducer.py makes the decisions. Does NOT know layers or models, does NOT divide by the
-number of workers.
+When a worker pushes a part for the first time, a buffer for the part is allocated. The buffer is
+reused in every round, until the part is assigned to another reducer. Encoded parts (formats.py) are
+decoded one by one, and the sum is encoded. One thread does the additions; links have their own
+threads. protocol/reducer.py makes the decisions. Does NOT know layers or models, does NOT divide by
+the number of workers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ Above = Callable[
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the number of bytes of a part on the wire. `summed`: The field of this name of the
-    class Arrived (protocol/reducer.py). Raises WireError for an unknown format."""
+    """Return the number of bytes of a part on the wire. `summed`: 0 for a worker's own part,
+    otherwise the number of bytes of an element of the sum. Raises WireError for an unknown
+    format."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -78,7 +79,8 @@ class _ReducerConnection(WorkerConnection):
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
-                f"a frame of kind {kind} with fields {fields[3:]} cannot have {nbytes} bytes"
+                f"worker {self.rank} sent a payload of {nbytes} bytes in a frame of kind {kind},"
+                f" which does not fit the elements, format and `summed` of the frame: {fields[3:]}"
             )
         where = fields.key, fields.start
         buffer = self.buffers.get(where)
@@ -92,7 +94,8 @@ class Reducer(HostedSession[_ReducerConnection]):
     """The reducer of one job on one host.
 
     Args:
-        rule: "sum" or "accumulate" (protocol/reducer.py).
+        rule: "sum" (all workers get the sum of a round) or "accumulate" (each part is added at
+            once, and its sender gets the new value).
         reserve: Function that reserves bytes of the host's budget. Raises BudgetError.
         forget: Called once, when the last worker has left or the reducer has failed.
         above: Function that adds the sums of other hosts to a sum of this host, before the workers
@@ -130,8 +133,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer of `nbytes`. If a buffer `instead` is given, the new buffer replaces
-        `instead`, whose bytes become free in the budget. Raises BudgetError."""
+        """Allocate a buffer of `nbytes` bytes, and reserve these bytes of the budget. If the new
+        buffer replaces another buffer, `instead`, the bytes of `instead` are given back. Raises
+        BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -155,7 +159,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         where = part.key, part.start
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
-                f"a part of {part.elements} elements of {part.format} has {nbytes} bytes"
+                f"worker {worker.rank} pushed a part of {part.elements} elements of {part.format}"
+                f" with a payload of {nbytes} bytes, which is empty or has the wrong size"
             )
         worker.coming.discard(where)
         with self.lock:
@@ -175,8 +180,9 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Release the buffers of parts that are not in use, because `worker` may not need them any
-        more. If a buffer is still being read, its memory is freed only when the readers are done.
+        """Release the buffers that `worker` does not use at the moment, because the worker may not
+        need these buffers any more. If a buffer is still being read, its memory is freed only when
+        the readers are done.
 
         Args:
             given_up: Whether the worker has abandoned its parts and will use other keys. If False,
@@ -325,8 +331,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         payload: memoryview | None,
         summed: bool,
     ) -> None:
-        """Send a sum, `payload`, to `workers`. If `payload` is None, send them the notice that all
-        workers have the sum."""
+        """Send a sum, `payload`, to `workers`. If `payload` is None, send the workers the notice
+        that all workers have the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for worker in workers:
             with suppress(PeerError):  # handled by `one_left`

@@ -56,7 +56,8 @@ class SpareHosts:
         rates = self.rates or [1.0] * len(self.spares)
         if len(rates) != len(self.spares):
             raise ConfigError(
-                f"{len(rates)} rates for {len(self.spares)} spare hosts", hint="give a rate to each"
+                f"there are {len(self.spares)} spare hosts, but {len(rates)} rates",
+                hint="give one rate for each spare host",
             )
         return {spare: rate for spare, rate in zip(self.spares, rates) if address_of(spare)}
 

@@ -140,7 +140,8 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Decode the payload of a State or a Change frame, a dict from tensors to rounds (`Rounds`)."""
+    """Decode the payload of a State or Change frame. Returns two round numbers for each tensor,
+    which the comment of `Rounds` explains."""
     return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 

@@ -42,7 +42,8 @@ class Reducers:
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
         """Accept the link of a worker or of a status request. If the worker's job has no reducer
-        yet, create its reducer. Returns the Receiver of the link. Raises WireError, BusyError."""
+        yet, create a reducer for the job. Returns the Receiver of the link. Raises WireError,
+        BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
@@ -53,7 +54,9 @@ class Reducers:
                 raise self.coordinator.busy()
             return self.coordinator.join(rank, link)
         if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
-            raise WireError(f"invalid greeting: worker {rank} of {workers}, rule {rule!r}")
+            raise WireError(
+                f"invalid greeting of a worker: rank {rank}, {workers} workers, rule {rule!r}"
+            )
         with self._lock:
             reducer = self.jobs.get(session)
             if reducer is None:
@@ -82,8 +85,9 @@ class Reducers:
         with self._lock:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
-                    f"reducers of {len(self.jobs)} job(s) need {show_bytes(self._used + nbytes)} of"
-                    f" buffers, but the budget is {show_bytes(self.nbytes)}",
+                    f"the reducers of {len(self.jobs)} job(s) on this host need buffers of"
+                    f" {show_bytes(self._used + nbytes)} in total, but the budget is"
+                    f" {show_bytes(self.nbytes)}",
                     hint="raise the budget, or give the job more spare hosts",
                 )
             self._used += nbytes
@@ -135,7 +139,8 @@ def serve_sums(
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"--formats {module}: {error}", hint="add the module's directory to PYTHONPATH"
+                f"the module {module} (--formats) cannot be imported: {error}",
+                hint="add the module's directory to PYTHONPATH",
             ) from error
     reducers = Reducers(nbytes)
     listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)

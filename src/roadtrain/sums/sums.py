@@ -9,13 +9,13 @@ Once the workers are connected, `HostSums` (host_sums.py) sums memory, and Tenso
 (tensor_sums.py) sums torch tensors. Reducers are in reducer.py, the process of a spare host is in
 sum_server.py, and the state machines are in protocol/.
 
-NOTE no secrets. Messages of `gather` (usually a torch process group) are not encrypted, so they
-contain no token. Workers of one host connect through Unix sockets, which check the user. Workers of
-several hosts authenticate with a token. Each worker derives this token from the token in its token
-file. If there is no token file, only loopback addresses are used.
+NOTE no secrets. The argument `gather` of `connect` exchanges messages among all workers, usually
+with a torch process group. These messages are not encrypted, so they contain no token. Workers of
+one host connect through Unix sockets, which check the user. Workers of several hosts authenticate
+with a token. Each worker derives this token from the token in its token file. If there is no token
+file, only loopback addresses are used.
 
-Assumes that the function `gather` exchanges a few bytes among all workers. `gather` is called only
-at the start. Does NOT know torch.
+`gather` is called only at the start, with a few bytes. Does NOT know torch.
 """
 
 from __future__ import annotations
@@ -132,14 +132,18 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(
-            f"{len(rates)} rates for {setup.workers} workers", hint="give one rate for each worker"
+            f"there are {setup.workers} workers, but {len(rates)} rates",
+            hint="give one rate for each worker",
         )
     spares = spare_hosts.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
     try:
         found = socket.getaddrinfo(setup.address, 0, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise ConfigError(f"address {setup.address!r}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"the address {setup.address!r} of this host cannot be resolved:"
+            f" {error.strerror or error}"
+        ) from error
     tls = spare_hosts.tls
     return WorkerHello(
         secrets.token_hex(8),
@@ -199,9 +203,14 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """Set the budgets of the reducers. At worker 0, also create the coordinator. If `twice`,
-        gradients are summed inside hosts and then between hosts; the reducers of each of these two
-        stages get half of the budget."""
+        """Set the budgets of the reducers. At worker 0, also create the coordinator.
+
+        Args:
+            groups: The ranks of each group that sums between hosts.
+            elastic: The groups for which spare hosts may be added and removed.
+            twice: Whether gradients are summed inside hosts and then between hosts. The reducers of
+                each of these two stages then get half of the budget.
+        """
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)
@@ -218,9 +227,9 @@ class _JoiningWorker:
     def sum_between_hosts(
         self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
     ) -> WorkerSums | None:
-        """Connect this worker with the other workers of its group. These are workers of other
-        hosts, or all workers if sums have only one stage. Returns None if this worker is in no
-        group."""
+        """Connect this worker with the other workers of its group. The group consists of workers of
+        different hosts, or of all workers if there are no sums inside hosts. Returns None if this
+        worker is in no group."""
         rank, start = self.setup.rank, self.start
         number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
         if number is None:
@@ -303,7 +312,8 @@ class _JoiningWorker:
         return place.far if same else address_of(place.address)
 
     def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
-        """Give the spare hosts the numbers that follow the numbers of a group's workers. All groups
-        have the same size, so the numbers are the same in all groups."""
+        """Return the spare hosts of a group, with the numbers of their reducers. These numbers
+        follow the numbers of the group's workers. All groups have the same size, so a spare host
+        has the same number in all groups."""
         first = len(groups[0]) if groups else 0
         return tuple((first + i, *spare) for i, spare in enumerate(self.start.spares.items()))

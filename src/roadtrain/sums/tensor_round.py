@@ -1,4 +1,4 @@
-"""One round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
+"""A round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
 encoding of parts.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
@@ -69,8 +69,8 @@ class TensorRound:
 
     def number(self, start: int) -> int:
         """Return the number of the part that begins at element `start`, or -1 if no part begins
-        there. If the part goes to another reducer because its first reducer was removed
-        (Map.moved), `start` is inverted (~first element)."""
+        there. In frames of parts that go to another reducer because the first reducer was removed
+        (Map.moved), the bits of `start` are inverted; both forms are accepted."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1

@@ -28,8 +28,8 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """A sum of a tensor that is in progress. `ticket`: The ticket of
-    this sum's operation in `agreement`."""
+    """A sum of a tensor, in progress. `ticket`: The ticket of this sum's operation in
+    `agreement`."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
@@ -106,7 +106,8 @@ class TensorSums:
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in TRAINABLE:
             raise ConfigError(
-                f"{identity} has {tensor.dtype}, but only {', '.join(TRAINABLE)} can be summed"
+                f"{identity} has the dtype {tensor.dtype}, but only {', '.join(TRAINABLE)} can be"
+                " summed"
             )
         if self._sums.error is not None:
             raise self._sums.error
@@ -180,8 +181,9 @@ class TensorSums:
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum or raise the error. The method is a `then` callback of the future. It does
-        not use the future's `set_exception`, because DDP would take the exception for a value."""
+        """Return the sum or raise the error. The method is a `then` callback of the future. The
+        future's `set_exception` is not used, because DDP would treat the exception as if it were
+        the sum."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:

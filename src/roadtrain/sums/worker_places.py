@@ -1,7 +1,7 @@
 """The greetings and addresses that workers exchange at the start, and the groups of workers that
 sum with each other. A root is a worker that sums for the workers of its host.
 
-    a host's workers <--(shared memory)--> its roots <--(network)--> the same roots of other hosts,
+    a host's workers <--(shared memory)--> its roots <--(network)--> roots of other hosts,
                                                                      spare hosts
 
 The first stage sums inside each host, and is left out if each host has one worker. The second stage
@@ -18,8 +18,8 @@ from roadtrain.errors import ConfigError
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """The greeting that a worker sends to all workers before it listens. The fields from `session`
-    to `rates` are used only in the greeting of worker 0."""
+    """The greeting that a worker sends to all workers before the worker listens for links. The
+    fields from `session` to `rates` are used only in the greeting of worker 0."""
 
     session: str  # name of the run
     spares: dict[str, float]  # address -> link rate
@@ -61,12 +61,14 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
     hosts = len({hello.host for hello in hellos})
     if hosts > 1 and not all(hello.listens for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts accept links, but a worker has tls without cert or ca",
+            f"workers on {hosts} hosts must accept links from each other, but a worker has tls"
+            " without cert or ca",
             hint="give every worker tls=Tls(cert, key, ca) of its host",
         )
     if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts without a token: anybody who can reach them could join",
+            f"there are workers on {hosts} hosts without a token, so anybody who can reach a worker"
+            " could join",
             hint=(
                 "use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
                 " /dev/urandom | base64 > PATH)"
@@ -81,6 +83,8 @@ def groups_of(
 
     Args:
         names: The host of each worker.
+        inside: Whether to sum inside each host before summing between hosts.
+        spares: Whether there are spare hosts now, or may be later.
 
     Returns:
         The ranks of each host, or an empty list if there are no sums inside hosts; and the ranks of
@@ -100,9 +104,9 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Return the workers of a host that sum, as numbers on the host from 0. If the workers of a
-    host have sent different roots, those of the host's first worker count. Raises ConfigError if
-    the user chose invalid roots.
+    """Return the workers of a host that sum, as numbers on the host from 0. If the workers of the
+    host have sent different roots, the roots of the host's first worker are used. Raises
+    ConfigError if the user chose invalid roots.
 
     Args:
         own: The ranks of the host's workers.
@@ -114,6 +118,6 @@ def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
             return everyone  # the host has devices that no worker uses
         raise ConfigError(
             f"invalid roots {roots} for a host with {len(own)} workers",
-            hint="list each worker once, counted from 0",
+            hint="list each worker that sums once; workers are counted from 0 on each host",
         )
     return roots

@@ -4,12 +4,13 @@ part to its reducer in the order of priorities, and receives the sums.
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most AHEAD
     parts each -> out, then `done`
 
-Parts for the worker's own reducer cross no network. Bytes are sent from `grad` and received in
-`out` without copies, unless they are encoded. Spare hosts may be added and removed
+Parts for the worker's own reducer cross no network. Unless parts are encoded, bytes are sent from
+`grad` and received in `out` without copies. Spare hosts may be added and removed
 (sums/protocol/membership.py). If a removed host has not returned the sum of a part to all workers,
 the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
-the other workers push their part from `grad`. So the memory of the last two rounds is kept. Every
-wait has a deadline (Rule 5). Does NOT divide by the number of workers, does NOT know torch.
+the other workers push their parts from `grad`. For this purpose, the `out` of the last round and
+the `grad` of the current round are kept. Every wait has a deadline (Rule 5). Does NOT divide by the
+number of workers, does NOT know torch.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ class _ReducerLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.SUM:
-            raise WireError(f"a frame of kind {kind} has a payload of {nbytes} bytes, expected 0")
+            raise WireError(
+                f"{self.name} sent a frame of kind {kind} with a payload of {nbytes} bytes, but"
+                " frames of this kind have no payload"
+            )
         key, start, number, summed = m.header(kind, header)
         place = self.owner.place_of(key, start, number, summed, nbytes)
         if place is None:
@@ -215,8 +219,8 @@ class WorkerSums:
 
         Args:
             grad: This worker's tensor. Must not change until the sum is done.
-            out: Destination of the sum, of the size of `grad`, in other memory. Must not change
-                until the key's next sum is done.
+            out: Destination of the sum. As large as `grad`, and must not overlap `grad`. Must not
+                change until the next sum of the same key is done.
             done: Called from a thread of a link when the sum is in `out`.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor (sums/formats.py).
@@ -349,8 +353,8 @@ class WorkerSums:
         expected = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
         if nbytes != expected:
             raise WireError(
-                f"the sum of tensor {key} from element {start} on has {nbytes} bytes, expected"
-                f" {expected}"
+                f"received {nbytes} bytes as the sum of tensor {key} from element {start} on,"
+                f" expected {expected} bytes"
             )
         return place if codec is None else None
 
@@ -373,15 +377,16 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have a sum that this worker had pushed. So this worker may send
-        the next round of the sum's part."""
+        """Note that all workers now have the sum of a part that this worker had pushed. After that,
+        this worker may send its part of the next round."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
                 return
             if self._owed.pop(owed, True):
                 raise WireError(
-                    f"unexpected notice that round {number} of tensor {key} has reached all workers"
+                    f"a reducer reported that all workers have the sum of round {number} of tensor"
+                    f" {key}, but this worker has not pushed this sum"
                 )
             if (entry := self._after.pop(owed, None)) is not None:
                 heapq.heappush(self._queue, entry)
@@ -389,9 +394,9 @@ class WorkerSums:
         self._post(posts)
 
     def give_up(self) -> None:
-        """Abandon all sums in progress. Their `done` is not called. All workers must call this
-        method, and must use other keys for later sums. The rounds of these keys are counted from
-        1."""
+        """Abandon all sums in progress. The `done` callbacks of these sums are not called. All
+        workers must call this method, and must use other keys for later sums. The rounds of the new
+        keys are counted from 1."""
         with self._lock:
             self._given_up |= self._rounds.keys()
             for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
@@ -473,8 +478,10 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the entries of `_owed` whose sums all workers have, but whose reducers were removed.
-        A removed reducer cannot send the notice that all workers have the sum."""
+        """List the sums in `_owed` that need no notice any more, because all workers have the sum
+        and the reducer was removed. `_owed` contains the sums that this worker pushes because other
+        workers lacked these sums. The worker waits for the reducer's notice that all workers have
+        the sum, but a removed reducer cannot send this notice."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
@@ -485,8 +492,9 @@ class WorkerSums:
 
     def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
         """Make queue entries for the parts of a tensor whose reducer was removed. If the sum of a
-        part has not arrived, the part is pushed again. If the sum has arrived but some worker lacks
-        it, the sum is pushed. Some worker lacks the sum if the tensor's round is `lacked`."""
+        part has not arrived, the part is pushed again. If the sum has arrived, but some worker
+        lacks the sum, the sum is pushed. `lacked`: The round of the tensor whose sum some worker
+        lacks."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):

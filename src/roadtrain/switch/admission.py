@@ -45,7 +45,10 @@ MOST_NAME = 200  # characters of a session's name that are shown
 def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     """Validate a greeting and return it with a printable session name. Raises WireError."""
     if hello.first > ROOT - hello.children:
-        raise WireError(f"the sender number {hello.first} of the first child is too large")
+        raise WireError(
+            f"the sender number {hello.first} of the first child is too large: a switch with"
+            f" {hello.children} children can have at most {ROOT - hello.children}"
+        )
     shown = "".join(c for c in hello.session if c.isprintable())[:MOST_NAME]
     return hello._replace(session=shown)
 
@@ -72,11 +75,12 @@ class SlotQuota:
             )
 
     def receive_nbytes(self, slots: int, children: int) -> int:
-        """Return the size of a job's receive buffer."""
+        """Return the size in bytes of the kernel's receive buffer for a job with `slots` slots and
+        `children` children."""
         return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
 
     def _cost(self, slots: int, receive_nbytes: int) -> int:
-        """Return the number of bytes of memory that a job needs."""
+        """Return the memory in bytes that a job with `slots` slots needs."""
         of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 

@@ -116,8 +116,8 @@ class DatagramSocket:
         self.address: Address = _named(self._socket.getsockname())
 
     def send(self, buffer: memoryview | np.ndarray, segment: int, to: Address) -> None:
-        """Send a run of packets of `segment` bytes each; the last may be shorter. Blocks while the
-        send buffer is full.
+        """Send a run of packets of `segment` bytes each. The last packet may be shorter. Blocks
+        while the send buffer is full.
 
         Raises:
             ConfigError: The packets are too long for the path to `to`.
@@ -257,8 +257,8 @@ class DatagramSocket:
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline - time.monotonic()):
                     raise DeadlineError(
-                        f"datagrams to {to[0]}:{to[1]}: the send buffer of {self.send_nbytes} bytes"
-                        f" has been full for {SEND_S:.0f} s"
+                        f"cannot send datagrams to {to[0]}:{to[1]}: the send buffer of"
+                        f" {self.send_nbytes} bytes has been full for {SEND_S:.0f} s"
                     ) from None
             except OSError as error:
                 if error.errno in _LOST:
@@ -283,7 +283,8 @@ class DatagramSocket:
         needed, mtu = segment + HEADERS_NBYTES[self._family], self._mtu(to)
         if mtu < needed:
             raise ConfigError(
-                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, but it is {mtu} bytes",
+                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, but the MTU of the path"
+                f" is {mtu} bytes",
                 hint=f"run `ip link set DEVICE mtu {needed}` on every host of the path",
             )
 
@@ -302,7 +303,9 @@ class DatagramSocket:
             return
         far = _resolved(group, self._family)[1]
         if self._family != socket.AF_INET or not ipaddress.ip_address(far[0]).is_multicast:
-            raise ConfigError(f"{group[0]} is not a multicast address", hint="such as 239.1.2.3")
+            raise ConfigError(
+                f"{group[0]} is not a multicast address", hint="use an address such as 239.1.2.3"
+            )
         # lets several processes of a host receive from one group
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(far)

@@ -8,8 +8,9 @@ or the relay of a host for its workers.
 
 To the server, all participants together look like one relay that pushes sums in fp32. The state
 machine in switch/protocol/fan_in.py makes the decisions. First the job is registered at the
-switches (Registration). Then each participant gets a FAN_IN frame with the addresses and numbers
-that the participant needs to take part. The FanInEnd and its ServerSession end together.
+switches (Registration). Then each participant gets a FAN_IN frame, with the UDP port of the job at
+the participant's switch and the participant's sender number. The FanInEnd and its ServerSession end
+together.
 
 Links have their own threads. Besides these, one thread sends packets, one thread receives packets
 and runs timers, and one thread keeps the links to the switches. Does NOT decide, restart switches,
@@ -103,7 +104,7 @@ class FanInConnection(ParameterConnection):
                 chunk = self.session.chunk(fields.chunk)
                 if not chunk.trainable:
                     raise WireError(
-                        f"a worker announced a gradient of chunk {chunk.id}, which is frozen"
+                        f"{self.link.peer} announced a gradient of the frozen chunk {chunk.id}"
                     )
                 self.session.post(Announce(chunk.id, fields.fresh, self.rank))
             case switch_frames.TRIAL_RESULT:
@@ -345,9 +346,9 @@ class FanInEnd(IntermediarySession):
     # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """Select the packets that the root switch sent. If somebody records a packet on its way to
-        a switch and replays it to this host, the packet has a valid tag too. But the header of such
-        a packet names another sender."""
+        """Select the packets that the root switch sent. If somebody records a packet that is sent
+        to a switch, and replays the packet to this host, the packet has a valid tag, but its header
+        names another sender."""
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
@@ -392,7 +393,7 @@ class FanInEnd(IntermediarySession):
             self._check(now)
 
     def _check(self, now: float) -> None:
-        """Tick the state machine and report stragglers."""
+        """Send the current time to the state machine, and report stragglers."""
         self._send_silent()
         if not self._chunks:
             return
@@ -434,8 +435,8 @@ class FanInEnd(IntermediarySession):
 
     def _group_is_lost(self) -> bool:
         """Check whether multicast has stopped working, for example because network switches forgot
-        the members of the group. If it has, send parameters to the root switch instead, and return
-        True. The caller holds `lock`."""
+        the members of the group. If multicast has stopped working, send parameters to the root
+        switch from now on, and return True. The caller holds `lock`."""
         sender = self._sender
         if sender is None or sender.to != self._group or not sender.stuck:
             return False
@@ -552,8 +553,8 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP side and the link to the server. `over` was set before, so `_send_to`
-        starts no more threads."""
+        """Close the UDP side and the link to the server. The attribute `over` is already set, so
+        `_send_to` starts no more threads."""
         with self.lock:
             sender = self._sender
         if sender is not None:
@@ -565,8 +566,8 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """End, and release all memory. Called by the host's thread, after the thread has torn down
-        the ServerSession."""
+        """End this fan-in end, and release all memory. Called by the host's thread, after the
+        thread has torn down the ServerSession."""
         self.end(error)
         self.wait_for_the_end(END_S)
         for buffer in [*self._sums, *(self._copies if self._chunks else [])]:

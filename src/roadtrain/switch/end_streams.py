@@ -1,12 +1,14 @@
 """The two streams at the fan-in end, which map packet numbers to bytes. No threads, no I/O.
 
-Incoming: exponents and gradients. Sums are converted to fp32 in their destination buffers.
+Incoming: the summed gradients, and the maxima of the workers' exponents. Sums are converted to fp32
+in their destination buffers.
 
     expect (numbers were granted) -> take (packets) -> take -> ... -> the complete run
 
 The same thread must make all calls of `take`. Does NOT decide which participant sends, or when.
 
-Outgoing: parameters and maxima, kept until all workers have them.
+Outgoing: parameters, and the maxima, for all workers. A run is kept until all workers have received
+the run.
 
     add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
@@ -49,7 +51,7 @@ class FanInBudgets:
 
     @property
     def total(self) -> int:
-        """Bytes of all buffers."""
+        """Total size of all buffers, in bytes."""
         return self.buffers * (self.piece_bytes + self.scratch_bytes)
 
 
@@ -60,10 +62,10 @@ LEAST_BUFFERS, MOST_BUFFERS = 2, 6
 def derive_fan_in(
     table: ChunkTable, records: Mapping[int, Record], host_bytes: int
 ) -> FanInBudgets:
-    """Derive the sizes of the buffers. The total is at most a quarter of the server's budget,
-    `host_bytes`, or the minimum that a fan-in end needs, if this is more. The server gets the rest
-    of the budget, and `derive_server` checks that the rest suffices. `records`: The records of this
-    server."""
+    """Derive the sizes of the buffers. In total, the buffers take at most a quarter of the server's
+    budget, `host_bytes`. If this is less than the minimum that a fan-in end needs, the buffers take
+    this minimum. The server gets the rest of the budget, and `derive_server` checks that the rest
+    suffices. `records`: The records of the server, by chunk."""
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -85,12 +87,16 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The incoming stream. Invariants: `_runs` are sorted by their numbers, and no run is complete.
-    `_lock` guards `_runs`."""
+    """The incoming stream. Invariants: `_runs` are sorted by packet numbers, and no run is
+    complete. `_lock` guards `_runs`."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
-        """`width`: Number of bytes of an element on the wire. `workers`: Number of gradients in a
-        sum."""
+        """
+        Args:
+            window: Maximum number of packets in flight.
+            width: Number of bytes of an element on the wire.
+            workers: Number of gradients in a sum.
+        """
         self._receiver = NumberedReceiver(window)
         self._width, self._workers = width, workers
         self._runs: list[ExpectedRun] = []
@@ -108,8 +114,13 @@ class Incoming:
     def expect_gradient(
         self, chunk: int, round: int, first: int, maxima: np.ndarray, into: np.ndarray
     ) -> None:
-        """Prepare to receive the packets of a sum. `into`: The destination of the sum, fp32
-        [elements]."""
+        """Prepare to receive the packets of a sum.
+
+        Args:
+            first: Number of the first packet.
+            maxima: uint8, the largest exponent of each block.
+            into: fp32 [elements], the destination of the sum.
+        """
         count = fixed_point.packets_of(into.size, self._width)
         self._expect(ExpectedRun(first, count, Kind.GRADIENT, chunk, round, maxima, into, count))
 
@@ -124,12 +135,18 @@ class Incoming:
         packets with numbers that were not granted."""
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
-            raise WireError(f"a sum's packet has {batch.segment} bytes, expected {PACKET_NBYTES}")
+            raise WireError(
+                f"received packets of sums with {batch.segment} bytes each, expected"
+                f" {PACKET_NBYTES} bytes"
+            )
         with self._lock:
             end = self._end
         ok = np.flatnonzero(batch.ok)
         if int(numbers[ok].max()) >= end:
-            raise WireError(f"packet {int(numbers[ok].max())} arrived, but only {end} were granted")
+            raise WireError(
+                f"received packet number {int(numbers[ok].max())}, but only numbers below {end}"
+                " were granted"
+            )
         new = np.zeros(batch.count, np.bool_)
         new[ok] = self._receiver.accept_many(numbers[ok])
         self.packets += len(ok)
@@ -152,8 +169,8 @@ class Incoming:
             return False
         if batch.kind is not run.kind:
             raise WireError(
-                f"received a packet of {batch.kind.name} with a number granted for {run.kind.name}"
-                f" of chunk {run.chunk}"
+                f"received a packet of kind {batch.kind.name}, but the packet's number was granted"
+                f" for {run.kind.name} of chunk {run.chunk}"
             )
         index = numbers - run.first
         if run.kind is Kind.EXPONENTS:
@@ -177,7 +194,8 @@ class Incoming:
         return True
 
     def heartbeat(self) -> Heartbeat:
-        """Make a heartbeat. Must be called by the thread that calls `take`."""
+        """Make a heartbeat that acknowledges the packets received so far. Must be called by the
+        thread that calls `take`."""
         return self._receiver.heartbeat()
 
     def check(self) -> None:
@@ -206,7 +224,7 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The outgoing stream. Invariant: `_runs` are sorted by their numbers, without gaps, and the
+    """The outgoing stream. Invariant: `_runs` are sorted by packet numbers, without gaps, and the
     last run ends at `end`. `_lock` guards `_runs`. The lock is also held while bytes are copied
     into packets, so that no run is acknowledged during the copy."""
 

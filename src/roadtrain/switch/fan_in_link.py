@@ -8,15 +8,15 @@ a worker, or the relay of a host for its workers.
      UDP  UDP  the participant's switch                  integers and exponents up, parameters down
 
 The owner uses a FanInLink like any other link. When the callback `sent` of a push is called, the
-memory of the gradient may be reused. Parameters arrive as PULLED frames. If frames are sent after a
-push, they follow the announcement of the push on the TCP link. The fan-in end holds these frames
-back until the sum is complete.
+memory of the gradient may be reused. Parameters arrive as PULLED frames. The push is announced on
+the TCP link. Frames that the owner sends after the push follow the announcement, and the fan-in end
+holds these frames back until the sum is complete.
 
 The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
 second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
 that a sum will free, packets and grants are not blocked. For the same reason the destination of a
 pull is determined when the pull is sent. An exception in a thread ends the link. The owner's `lost`
-is called with this error, which names the server and the switch. Does NOT know which frames belong
+is then called with an error that names the server and the switch. Does NOT know which frames belong
 to a step.
 """
 
@@ -68,7 +68,7 @@ MAX_NONCE = 64
 
 @dataclass
 class _Member:
-    """The UDP side of the link, made when the FAN_IN frame arrives."""
+    """The UDP side of the link. Created when the FAN_IN frame arrives."""
 
     job: int
     child: int
@@ -173,8 +173,8 @@ class FanInLink:
                 raise
 
     def close(self) -> None:
-        """Close the link, and release the gradients that are not summed yet. After a committed
-        step, all gradients are summed."""
+        """Close the link, and release the gradients that are not summed yet. If the last step is
+        committed, all gradients are already summed, so no gradient is lost."""
         self._closed = True
         if threading.current_thread() is self._caller:  # a thread cannot join itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
@@ -205,7 +205,9 @@ class FanInLink:
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind == switch_frames.FAN_IN:
             if nbytes > MAX_NONCE:
-                raise WireError(f"the nonce has {nbytes} bytes, at most {MAX_NONCE} are allowed")
+                raise WireError(
+                    f"{self.peer} sent a nonce of {nbytes} bytes, at most {MAX_NONCE} are allowed"
+                )
             return memoryview(bytearray(nbytes))
         if kind == m.PULLED:
             pulled: m.PulledHeader = m.header(kind, header)
@@ -258,8 +260,8 @@ class FanInLink:
         child += self._plan.first_child(node, own.count)
         if fan_in.child != child:
             raise WireError(
-                f"{self.peer}: according to this participant's plan it is child {child} of switch"
-                f" {node.address}, but according to the server's plan it is child {fan_in.child}"
+                f"{self.peer}: this participant is child {child} of switch {node.address} in its"
+                f" own plan, but child {fan_in.child} in the server's plan"
             )
         switch = (address_of(node.address)[0], fan_in.port)
         if member is not None:  # the switch was lost and has been replaced
@@ -352,7 +354,10 @@ class FanInLink:
         """Return a mask of the packets that are not duplicates. Raises WireError for a wrong packet
         length."""
         if batch.segment != PACKET_NBYTES:
-            raise WireError(f"bulk packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
+            raise WireError(
+                f"received bulk packets of {batch.segment} bytes each, expected {PACKET_NBYTES}"
+                " bytes"
+            )
         new = batch.ok.copy()
         new[new] = self._received.accept_many(batch.numbers[new])
         self._clock.received(int(np.count_nonzero(batch.ok)))
@@ -454,8 +459,9 @@ class FanInLink:
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make the packets of gradients, as streams.Fill describes. Called by the thread that sends
-        packets."""
+        """Make the unacknowledged packets of gradients with numbers from `first` to `first` +
+        `count` - 1, and write the packets to `staging`. Returns the number of packets. Called by
+        the thread that sends packets."""
         with self._lock:
             if (member := self._member) is None:
                 return 0

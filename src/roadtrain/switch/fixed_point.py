@@ -3,9 +3,10 @@
     each worker: exponents -> switches: maximum -> each worker: quantize -> switches: sum
     -> server: dequantize
 
-The exponent byte of a block of BLOCK elements is 0 if all elements are zero, 255 if one is NaN or
-infinite, else e + 126 (1 to 254), where e is the least integer with |x| < 2^e for all elements. Let
-E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits` bits:
+Each block of BLOCK elements has an exponent byte. This byte is 0 if all elements are zero, and 255
+if an element is NaN or infinite. Otherwise the byte is e + 126 (1 to 254), where e is the least
+integer with |x| < 2^e for all elements. Let E be the maximum e of W workers, L = ceil(log2 W), and
+let integers have `bits` bits:
 
     q = rint(x 2^(bits - 1 - L - E)), clamped to a magnitude of 2^(bits - 1 - L) - 1
     sum = (q of worker 0 + q of worker 1 + ...) 2^(E + L + 1 - bits)
@@ -66,12 +67,14 @@ def _spare_bits(workers: int, width: int) -> int:
     workers does not overflow. This is 8 width - 1 - L, where L = ceil(log2 workers). Raises
     ConfigError if `width` is not supported, or is too small for so many workers."""
     if width not in INTEGER:
-        raise ConfigError(f"integers of {width} bytes are not supported", hint="use 1, 2 or 4")
+        raise ConfigError(
+            f"integers of {width} bytes are not supported", hint="use 1, 2 or 4 bytes"
+        )
     bits = 8 * width - 1 - (workers - 1).bit_length()
     if workers < 1 or bits < 1:
         raise ConfigError(
-            f"{workers} workers cannot be summed in integers of {width} bytes, at most"
-            f" {1 << (8 * width - 2)} can",
+            f"{workers} workers are too many for integers of {width} byte(s), which can hold the"
+            f" sum of at most {1 << (8 * width - 2)} workers",
             hint="use wider integers: int16 or int32",
         )
     return bits
@@ -81,10 +84,10 @@ def error_bound(maximum: int, workers: int, width: int) -> float:
     """Return a bound of the absolute error of an element of the sum. `maximum` is the largest
     exponent byte of the element's block.
 
-    The bound is one unit of the integers per worker. (If nothing was clamped, the error is at most
-    half a unit per worker.) For a block that becomes NaN, the bound is infinite. Rounding the sum
-    to float32 adds at most 2^-24 of the sum's magnitude, or at most 2^-150 if this is larger.
-    Raises ConfigError.
+    A unit is the value by which an element changes if its integer changes by 1. The bound is one
+    unit for each worker. (If no integer was clamped, half a unit for each worker is a bound too.)
+    For a block that becomes NaN, the bound is infinite. Rounding the sum to float32 adds at most
+    2^-24 of the sum's magnitude, or at most 2^-150 if this is larger. Raises ConfigError.
     """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
@@ -217,8 +220,8 @@ def dequantize(
     maxima: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Convert the integers of the valid packets of a run to float32, and write them to `out`. Sums
-    beyond the range of float32 become infinite. Raises the same errors as `quantize`.
+    """Convert the integers of the valid packets of a run to float32, and write the results to
+    `out`. Sums beyond the range of float32 become infinite. Raises the same errors as `quantize`.
 
     Args:
         ok: bool, one per packet of the run: whether the packet is valid.

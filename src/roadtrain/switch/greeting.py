@@ -1,4 +1,5 @@
-"""The greeting that a fan-in participant sends to the fan-in end, and how the fan-in end checks it.
+"""The greeting that a fan-in participant sends to the fan-in end, and the checks that the fan-in
+end makes.
 
 Participant --> hello_of --> (the TCP link) --> plan_of, check_same
 """
@@ -54,7 +55,7 @@ def check_same(first: switch_frames.FanInHello, hello: switch_frames.FanInHello)
     for name in ("switches", "wire", "window", "multicast"):
         if getattr(hello, name) != getattr(first, name):
             raise ForeignError(
-                f"worker {rank} has fan_in.{name} = {getattr(hello, name)}, worker"
+                f"worker {rank} has fan_in.{name} = {getattr(hello, name)}, but worker"
                 f" {first.hello.rank} has {getattr(first, name)}",
                 hint="give every worker the same fan_in",
             )

@@ -30,7 +30,7 @@ WINDOW = 2048
 
 @dataclass(frozen=True)
 class SwitchNode:
-    """One switch of the tree that a `FanIn` describes.
+    """A switch in the tree that a `FanIn` describes.
 
     Args:
         address: HOST:PORT of the switch's `roadtrain serve --switch`.
@@ -90,7 +90,9 @@ class FanIn:
             raise ConfigError("fan_in has no switch", hint="add switches = [{address = ...}]")
         names = [node.address for node in self.switches]
         if not all(names):
-            raise ConfigError("fan_in: a switch has no address", hint="give its HOST:PORT")
+            raise ConfigError(
+                "fan_in: a switch has no address", hint="give the HOST:PORT of each switch"
+            )
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"fan_in: switch {sorted(twice)[0]} is listed twice")
         for node in self.switches:

@@ -2,7 +2,7 @@
 
     epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
 
-To serve a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
+Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
 send buffer of a job is full, its packets are not read until there is room again. If an exception is
 raised while a job is served, only this job ends. Jobs may be added and removed from any thread.
 """
@@ -130,8 +130,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Register the job with epoll: to wait for packets, or, while the job has unsent packets,
-        to wait for room in its send buffer."""
+        """Set the event of the job for which epoll waits: room in the send buffer if the job has
+        unsent packets, otherwise arriving packets."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

@@ -7,18 +7,19 @@ gradients.
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
 If a participant has no gradient for a round, the participant sends zeros. Packets are made from the
-memory of the gradient, also when they are sent again. So this memory is released only when all
-packets are acknowledged and no packet is being made.
+memory of the gradient each time they are sent. So this memory is released only when all packets are
+acknowledged and no packet is being made.
 
 Pulls: requests to the server for parameters that have not arrived yet. Requested parameters are
-broadcast to all participants in datagrams. If the other participants do not request the same
-parameters, these are sent to one participant over TCP.
+broadcast to all participants in datagrams. Parameters that the other participants do not request
+are sent over TCP, only to the participant that requested these parameters.
 
-NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Of the pulls of this
-chunk and version that no other broadcast has begun to fill, the broadcast fills the oldest. The
-packets of a broadcast have consecutive numbers, so `number - index` identifies the broadcast. Each
-pull is answered once. So when an answer arrives over TCP, there are pulls that no broadcast has
-begun to fill. The answer fills the newest of these, even if it names the ticket of another pull.
+NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Several pulls of this
+chunk and version may be pending. The broadcast fills the oldest pull that no other broadcast has
+begun to fill. The packets of a broadcast have consecutive numbers, so `number - index` identifies
+the broadcast. Each pull is answered once. So when an answer arrives over TCP, there are pulls that
+no broadcast has begun to fill. The answer fills the newest of these pulls, even if the answer names
+the ticket of another pull.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Round:
         return fixed_point.blocks_of(self.elements)
 
     def exponents(self) -> np.ndarray:
-        """Return `own`, the exponents of this participant's gradient. They are computed on the
-        first call. Not thread-safe."""
+        """Return the exponents of this participant's gradient (`own`). The first call computes the
+        exponents. Not thread-safe."""
         if self.own is None:
             self.own = np.zeros(self.blocks, np.uint8)
             if len(self.gradient.values):
@@ -83,7 +84,7 @@ class Round:
 
 @dataclass(slots=True)
 class Numbers(NumberRun):
-    """The packet numbers that were granted for the exponents of a round, or for its integers."""
+    """The packet numbers that were granted for the exponents or for the integers of a round."""
 
     kind: Kind
     round: Round
@@ -109,21 +110,22 @@ class Granted:
         self._announced.setdefault(chunk, deque()).append(gradient)
 
     def take_back(self, chunk: int) -> None:
-        """Undo the last `announce` of the chunk."""
+        """Undo the last `announce` of a chunk."""
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
         """Process a grant: the packet numbers for the exponents of a round. Raises WireError."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
-                f"invalid grant of packet {grant.first} for chunk {grant.chunk}: there are"
-                f" {len(self._chunks)} chunks, and packet {self.ready} is the next"
+                f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but there"
+                f" are {len(self._chunks)} chunks, and the next packet is {self.ready}"
             )
         gradient = NOTHING
         if grant.announced:
             if not (waiting := self._announced.get(grant.chunk)):
                 raise WireError(
-                    f"round {grant.round} of chunk {grant.chunk} was granted but not announced"
+                    f"the fan-in end granted round {grant.round} of chunk {grant.chunk}, but this"
+                    " participant has not announced a gradient for this round"
                 )
             gradient = waiting.popleft()
         elements = self._chunks[grant.chunk].numel
@@ -151,7 +153,9 @@ class Granted:
 
     def _add(self, run: Numbers) -> None:
         if run.first < self.ready:
-            raise WireError(f"packet {run.first} was granted twice, {self.ready} is the next")
+            raise WireError(
+                f"the fan-in end granted packet {run.first} twice: the next packet is {self.ready}"
+            )
         insort(self._runs, run, key=lambda other: other.first)
         for granted in self._runs:
             if granted.first == self.ready:
@@ -207,8 +211,8 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull whose answer is incomplete. Invariant: `missing` is the number of packets that are not
-    set in `here`."""
+    """A pull whose answer is incomplete. Invariant: `missing` is the number of packets that have
+    not arrived, which are False in `here`."""
 
     ticket: int
     key: Key
@@ -274,7 +278,10 @@ class Pulls:
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:
-            raise WireError(f"received chunk {chunk} for ticket {ticket}, which has no such pull")
+            raise WireError(
+                f"received chunk {chunk} over TCP for ticket {ticket}, but no pull of this chunk"
+                " waits for an answer over TCP"
+            )
         pull = waiting.pop()
         self._answered(key)
         return pull

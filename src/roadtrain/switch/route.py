@@ -57,7 +57,7 @@ class SwitchRoute:
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         if type(options) is not TcpOptions:
             raise ConfigError(
-                "fan_in needs links over TCP, but link= is"
+                "fan_in needs links over TCP, but the option `link` is"
                 f" {type(options).__module__}.{type(options).__name__}",
                 hint="remove fan_in, or use roadtrain.transport.tcp.TcpOptions",
             )

@@ -52,7 +52,7 @@ Fill = Callable[[int, int, np.ndarray], int]
 
 @dataclass(frozen=True, slots=True)
 class DatagramRun:
-    """A run of packets of the same length that were read at once. The next read overwrites
+    """A run of packets of equal length, read by one call of `read_runs`. The next call overwrites
     `buffer`."""
 
     buffer: np.ndarray  # uint8; packet i begins at i * segment
@@ -90,8 +90,8 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
             the bulk packets.
 
     Returns:
-        The run of bulk packets and the run of other packets, without empty runs; and whether all
-        packets of the socket were read.
+        A list with the run of bulk packets and the runs of other packets (empty runs are left out);
+        and whether all packets of the socket were read.
     """
     bulk, other = list[Address](), list[DatagramRun]()
     most, found = (memory.size - RECEIVE_NBYTES) // PACKET_NBYTES, None
@@ -110,7 +110,7 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """Make runs of received bytes. The kernel may coalesce packets of equal length and a last
+    """Divide received bytes into runs. The kernel may coalesce packets of equal length and a last
     packet that is shorter. The shorter packet gets a run of its own."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
@@ -134,8 +134,11 @@ class PacketSender:
         name: str,
         delay_s: float = 0.0,
     ) -> None:
-        """`delay_s`: Seconds added to the retransmission timeout. If several senders send the same
-        numbers, different delays keep them from resending at the same time."""
+        """
+        Args:
+            delay_s: Seconds added to the retransmission timeout. If several senders send the same
+                numbers, different delays keep the senders from resending at the same time.
+        """
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
@@ -168,7 +171,7 @@ class PacketSender:
 
     @property
     def stuck(self) -> bool:
-        """Whether packets have been resent for some seconds without progress."""
+        """True if packets have been resent for some seconds without progress."""
         return self._patience_s >= MOST_LOSS_S and not self.machine.idle
 
     def close(self) -> None:
@@ -269,7 +272,8 @@ class PacketPort:
             first.wait(BUSY_S, *others)
 
     def _drain(self, socket: DatagramSocket) -> bool:
-        """Handle packets that have arrived at a socket. Returns whether all of them were read."""
+        """Handle packets that have arrived at a socket. Returns whether all packets of the socket
+        were read."""
         runs, drained = read_runs(socket, self._buffer)
         for run in runs:
             self._take_run(run)

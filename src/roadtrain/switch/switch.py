@@ -77,7 +77,8 @@ class SwitchHost:
         if not hello.startswith(switch_frames.SWITCH_GREETING):
             raise WireError(
                 f"{self.where} is a switch: it sums and copies packets, and serves no parameters",
-                hint="list it in the job's fan_in, and a `roadtrain serve --store` as the server",
+                hint="list this switch in the job's fan_in, and give the job the address of a"
+                " `roadtrain serve --store` process as the server",
             )
         rest = hello[len(switch_frames.SWITCH_GREETING) :]
         request = m.decoded(switch_frames.SWITCH_HELLO, rest, "invalid greeting of a fan-in end")
@@ -138,9 +139,9 @@ class SwitchHost:
             self._forget(link, error)
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
-        """Report why a job has ended, to the user and to the job's fan-in end. A new thread reports
-        to the fan-in end, because the caller may be the link's own thread. If the job had already
-        ended, returns False."""
+        """Report why a job has ended, both to the user and to the job's fan-in end. The report to
+        the fan-in end is sent in a new thread, because the caller may be the link's own thread.
+        Returns False if the job had already ended."""
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False
@@ -204,7 +205,9 @@ class _JobLink:
         self.host, self.job, self.link = host, job, link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a switch received an unexpected frame of kind {kind}, {nbytes} bytes")
+        raise WireError(
+            f"a switch received an unexpected frame of kind {kind} with a payload of {nbytes} bytes"
+        )
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         raise WireError(f"a switch received an unexpected frame of kind {kind}")

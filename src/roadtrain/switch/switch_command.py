@@ -53,8 +53,9 @@ def serve_switch(
 
 
 def _opened(device: str) -> TableDevice | str:
-    """Attach the kernel program to the device, and return its TableDevice. If the program cannot be
-    attached, returns the reason as a string. Raises ConfigError if the plugin is not installed."""
+    """Attach the kernel program to the network device, and return the TableDevice that uses this
+    program. If the program cannot be attached, returns the reason as a string. Raises ConfigError
+    if the plugin is not installed."""
     if "xdp" not in plugin_names(TABLES):
         raise ConfigError(
             f"--xdp {device}: summing in the kernel needs a plugin that is not installed",

@@ -29,7 +29,7 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """Header of ANNOUNCE: a worker announces its next gradient of the chunk. The gradient is to be
+    """Header of ANNOUNCE: a worker announces its next gradient of a chunk. The gradient is to be
     summed."""
 
     chunk: int
@@ -54,7 +54,7 @@ class FanInHeader(NamedTuple):
 
 class GrantHeader(NamedTuple):
     """Header of GRANT: the fan-in end asks a worker to send the exponents of the worker's gradient
-    of the chunk. GRANT is sent when each worker has either announced a gradient of the chunk or
+    of a chunk. GRANT is sent when each worker has either announced a gradient of the chunk or
     closed the chunk."""
 
     chunk: int

@@ -7,9 +7,10 @@ executes no Python code for single packets.
                     GRADIENT_BEAT               --> ack is read --> unchanged, every child
 
 See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is the one of
-switch/protocol/switch.py. The code of that module handles the heartbeats here, and SwitchTable is a
-compiled version of its code for sums. A packet without the job's tag is counted and dropped. All
-methods but `rows` run in the thread of the packet loop. Does NOT block, does NOT know other jobs.
+switch/protocol/switch.py. The code of that module handles the heartbeats here. For sums,
+SwitchTable is a compiled version of that module's code. A packet without the job's tag is counted
+and dropped. All methods but `rows` run in the thread of the packet loop. Does NOT block, does NOT
+know other jobs.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Children:
 
     A child is a worker, or a switch with all workers below it. The address of a child is learned
     from its verified heartbeats. A heartbeat from another address may have been recorded and
-    replayed. So such a heartbeat changes the child's address only if it acknowledges more packets
-    than before, or if the child has been silent.
+    replayed. So such a heartbeat changes the child's address only if the heartbeat acknowledges
+    more packets than before, or if the child has been silent.
 
     Invariants: `addresses` has the known addresses of all children without duplicates; `merged` is
     the merged heartbeat of all children, or NOTHING if a child has not sent a heartbeat yet."""
@@ -209,7 +210,12 @@ class SwitchJob:
         key: PacketKey,
         report: Report,
     ) -> None:
-        """`parent`: the numeric address of `hello.parent`. Owns `socket` and `table`."""
+        """
+        Args:
+            parent: The numeric address of `hello.parent`.
+            socket: Closed by `close`.
+            table: Closed by `close`.
+        """
         self.hello, self._parent, self.socket, self.table = hello, parent, socket, table
         self._key, self._report = key, LineLimit(report)
         machine = SwitchStateMachine(hello.slots, hello.children, hello.child)
@@ -266,7 +272,8 @@ class SwitchJob:
             self.out.send(whole, PACKET_NBYTES, (self._parent,))
 
     def _copy(self, run: DatagramRun, headers: np.ndarray, there: np.ndarray) -> None:
-        """Copy packets from the parent's host to the children; their tags stay valid."""
+        """Copy packets from the parent's host to the children. The tags of the packets stay
+        valid."""
         host = self._parent[0]
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
         accepted = there & above
@@ -308,8 +315,8 @@ class SwitchJob:
                 self.counters.refused += 1
 
     def tick(self, now: float) -> None:
-        """Send unsent packets. If their time has come, send heartbeats and check for silent
-        children."""
+        """Send unsent packets. Also send heartbeats and check for silent children, each at its own
+        interval."""
         self.table.now = int(now * 1000)
         if self.out.waits:
             self.out.resume()

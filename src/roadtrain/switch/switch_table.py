@@ -207,8 +207,11 @@ class SwitchTable:
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: The sender number of child 0, as in the headers of packets. The other children
-        have the following numbers."""
+        """
+        Args:
+            first: The sender number of child 0, as in the headers of packets. The other children
+                have the following numbers.
+        """
         assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
         self.acked = 0  # the receiver of the sums has every sum with a smaller sequence number
@@ -229,7 +232,7 @@ class SwitchTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How many packets were added, answered or dropped, by counter:
+        """Numbers of packets that were added, answered or dropped, by counter:
 
         added: added to a sum that is still incomplete.
         completed: added to a sum as its last packet.
@@ -277,8 +280,8 @@ class SwitchTable:
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """List the incomplete sums that began at least `older_than` ticks ago, sorted by packet
-        number."""
+        """List the incomplete sums, sorted by packet number, whose first packet arrived at least
+        `older_than` ago. `older_than` and the attribute `now` have the same unit."""
         slots = self._slots
         partial = (slots["number"] >= self.acked) & (slots["seen"] != 0) & (slots["done"] == 0)
         found = slots[partial & (self.now - slots["began"] >= older_than)]

@@ -2,14 +2,15 @@
 Events in, actions out; pure.
 
 The workers use the relay as their server. The server sees the relay as a single worker:
-    Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
-              of `buffers` until this buffer is needed (least recently used first). A block that was
-              pulled for the forward is thus usually still in memory for the backward.
-    Push ..   The gradients of a single worker are forwarded unchanged. With several workers,
-              gradients are held until every worker has closed the chunk (reported that its gradient
-              is complete). The sum is then forwarded.
-    EndStep   Forwarded once every worker has sent it.
-The parts shared with other intermediaries are in servers/protocol/intermediary.py.
+    Pull      The relay pulls each version of a chunk from the server once, for all workers. The
+              parameters stay in one of `buffers` until another chunk needs the buffer (least
+              recently used first). So if a block was pulled for the forward, the backward usually
+              finds the block in memory.
+    Push ..   The gradients of a single worker are forwarded unchanged. The gradients of several
+              workers are held until every worker has closed the chunk (reported that its gradient
+              is complete). Then the sum of the gradients is forwarded.
+    EndStep   Forwarded once every worker has sent an EndStep.
+The code shared with the state machine of switches is in servers/protocol/intermediary.py.
 
 Assumes that messages of a worker arrive in order. Does NOT know what a step computes.
 """
@@ -43,7 +44,7 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 @dataclass(slots=True)
 class ChunkRound:
-    """The state of one chunk in the open step. Only used with several workers."""
+    """The state of one chunk in the open step. Not used if the host has only one worker."""
 
     # Workers whose gradient is complete. Cleared when the last worker completes its gradient.
     closed: set[int] = field(default_factory=set)

@@ -57,8 +57,8 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tells all workers to begin a new epoch. The reason is that workers have begun different
-    operations, or wait for each other."""
+    """Tells all workers to begin a new epoch. Either workers have begun different operations, or
+    workers wait for each other."""
 
     epoch: int  # number of the new epoch
     words: str  # describes the mismatch
@@ -66,7 +66,8 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class AskWhetherBegun:
-    """Ask worker `to`, which is blocked, whether it has begun the operation at `place`."""
+    """Ask worker `to`, which is blocked, whether this worker has begun the operation with the
+    identity and number in `place`."""
 
     to: int
     place: tuple[str, int]
@@ -85,7 +86,8 @@ AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 @dataclass(slots=True)
 class _Worker:
-    """The state of a worker as of the last Stall that this worker sent."""
+    """The state of a worker, as reported in the worker's last Stall (a frame that a waiting worker
+    sends)."""
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None  # the operation on which the worker is blocked
@@ -100,8 +102,9 @@ class AgreementStateMachine:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
             training: there they wait only in operations that are begun with `each=True`.
 
-    Invariants (`check`): for each operation in `begun`, at least one worker has not begun it, and
-    all others gave it the same signature. `lacks` is empty for workers that are not blocked."""
+    Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
+    operation (if `waits`), and all workers that have begun the operation gave the same signature.
+    `lacks` is empty for workers that are not blocked."""
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
@@ -136,11 +139,11 @@ class AgreementStateMachine:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[AgreementAction]:
-        """Handle a Stall: a worker has waited for a second.
+        """Handle a Stall: a worker reports operations that are not done after a second.
 
         Args:
-            pending: The operations for which the worker waits.
-            blocked: The operation that blocks the worker's thread, or None.
+            pending: The operations that the worker has begun and that are not done.
+            blocked: The operation on which the worker is blocked, or None.
         """
         if epoch != self.epoch or not self.waits:
             return []
@@ -170,9 +173,10 @@ class AgreementStateMachine:
         """Handle a worker's answer to AskWhetherBegun.
 
         Args:
-            place: The operation that was asked for.
+            place: The identity and number of the operation in the question.
             began: Whether the worker has begun this operation.
-            blocked: The operation on which the worker is blocked, or None.
+            blocked: The identity and number of the operation on which the worker is blocked, or
+                None.
         """
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
@@ -199,8 +203,9 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Compare the signatures that workers have given to the operation at `place`. If two
-        signatures differ, returns a list with a Mismatch, otherwise an empty list."""
+        """Compare the signatures that workers have given to the operation with the identity and
+        number in `place`. Returns a list with a Mismatch if two signatures differ, otherwise an
+        empty list."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
             for operation in worker.pending:

@@ -2,9 +2,10 @@
 
 See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share the switch's
 link to host memory. If some switches with devices have a network card and others have none, the
-links of the switches with a card are left to network traffic. Then only the devices below the
+links of the switches with a card are reserved for network traffic. Then only the devices below the
 switches without a card sum gradients (reduce and broadcast; these devices take turns as the root).
-Otherwise all devices sum, and each device sums its own piece (reduce-scatter, all-gather). No I/O.
+Otherwise all devices sum, and each device sums a different part of the gradients (reduce-scatter,
+all-gather). No I/O.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def choose(devices: Sequence[str], nics: Sequence[str]) -> list[int]:
 
 
 def _port(place: str) -> tuple[str, ...]:
-    """Return the root complex and the root port of a path."""
+    """Return the root complex and the root port in `place`, the path of a PCI function in /sys."""
     parts = [part for part in place.split("/") if part]
     at = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts) - 1)
     return tuple(parts[at : at + 2])

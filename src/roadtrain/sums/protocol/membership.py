@@ -6,8 +6,8 @@
         -- Change --> all workers: update the Map, then resume
 
 Summation pauses for one round trip. A Change contains, for each tensor, the last round that any
-worker has begun, so that all workers agree on the reducer of each part in each round (part_map.py).
-No I/O, no clock.
+worker has begun, so that all workers agree on the reducer of each part of the tensor in each round
+(part_map.py). No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class MembershipStateMachine:
         """Handle a worker's answer to AskRounds.
 
         Args:
-            rounds: For each tensor: (last round that the worker has begun, whether it has the sum
-                of this round).
+            number: The number of the query that the worker answers.
+            rounds: For each tensor: (last round that the worker has begun, whether the worker has
+                the sum of this round).
             refused: New reducers that the worker cannot reach.
         """
         if self.query is None or number != self.query.number:

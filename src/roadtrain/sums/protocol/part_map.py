@@ -1,9 +1,11 @@
-"""Map: assigns a reducer to each part in each round, while spare hosts are added and removed.
+"""Map: assigns a reducer to each part of a tensor in each round, while spare hosts are added and
+removed.
 
-A Change (membership.py) names a round of each tensor, and sets the shares of the reducers in later
-rounds. Earlier rounds keep their reducers, except for parts whose reducer was removed. For such a
-part, the assignments of later Changes are tried in order, and the first reducer that was not
-removed takes the part. So all workers agree on the reducer of every part in every round. No I/O.
+A Change (membership.py) contains a round number for each tensor. In later rounds of the tensor, the
+reducers have new shares. In earlier rounds, parts keep their reducers, except for parts whose
+reducer was removed. For such a part, the assignments of later Changes are tried in order, and the
+first reducer that was not removed takes the part. So all workers agree on the reducer of every part
+in every round. No I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from roadtrain.sums.protocol.shares import optimum, reducers
 
 @dataclass
 class _Epoch:
-    """The assignment of parts to reducers between two changes."""
+    """The assignment of parts to reducers between two changes of the spare hosts."""
 
     shares: Mapping[int, float]  # by reducer
     # Change.rounds: the shares apply to the rounds after the first number of each tensor
@@ -25,7 +27,7 @@ class _Epoch:
 
 
 class Map:
-    """Assigns parts to reducers, which have unique numbers.
+    """Assigns the parts of tensors to reducers. Each reducer has a unique number.
 
     Args:
         rates: Rates of the workers' links, in bytes/s.
@@ -71,8 +73,8 @@ class Map:
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
         """Return, for each part of a round, whether the part goes to another reducer because its
-        first reducer was removed. The other reducer keeps such parts separate, because it may
-        already have the next round of the same part."""
+        first reducer was removed. The other reducer may already have received the same part of the
+        next round, so the frames of such parts are marked (`start` is inverted)."""
         return self._lookup(key, parts, round)[2]
 
     def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -91,7 +93,7 @@ class Map:
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
         """Return the reducer of each part of a tensor in epoch `base`. Reducers that were removed
-        since are replaced."""
+        in or after this epoch are replaced."""
         out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
             if self.removed.isdisjoint(out):

@@ -7,12 +7,12 @@ value, and only the sender of the part gets the new value.
 
 If a spare host dies, another reducer takes over the spare host's parts. Workers that have the sum
 of a round push the sum, and the other workers push their parts again. If at least one worker has
-pushed the sum, the reducer does not add, but sends this sum to the workers that lack it. So all
+pushed the sum, the reducer does not add, but sends this sum to the workers without the sum. So all
 workers have the same bits.
 
-No I/O, no clock. A worker pushes round r of a part only when it has the sum of round r - 1. If the
-worker pushed that sum itself, it first waits until all workers have the sum. So a part is in one
-round at a time.
+No I/O, no clock. A worker pushes round r of a part only after the worker has received the sum of
+round r - 1. If the worker has then pushed this sum to another reducer, the worker also waits until
+all workers have the sum. So a part is in one round at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RULES = ("sum", "accumulate")
 
 
 class Arrived(NamedTuple):
-    """The header of pushed bytes, which are a worker's part of a tensor, or the sum of this
-    part."""
+    """The header of a pushed part. The payload is a worker's part of a tensor, or (see `summed`)
+    the sum of this part."""
 
     key: int  # of the tensor
     start: int  # first element of the part
@@ -58,8 +58,9 @@ class ReducerStateMachine:
         self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """Handle a pushed part. Returns the part's round if the parts of all workers can be added
-        now, otherwise None. Raises LoopError if the workers contradict each other."""
+        """Handle a pushed part. Returns the part's round if the parts of all workers have arrived
+        and can be added now, otherwise None. With the rule "accumulate", each part can be added at
+        once. Raises LoopError if the workers contradict each other."""
         where = part.key, part.start
         current = self.rounds.get(where)
         if current is None or (current.round < part.round and not current.here):
@@ -75,11 +76,14 @@ class ReducerStateMachine:
             raise LoopError(
                 f"worker {worker} pushed {part.elements} elements of {part.format} of tensor"
                 f" {part.key} in round {part.round}, but worker(s) {sorted(current.here)} pushed"
-                f" {current.elements} of {current.format} in round {current.round}",
+                f" {current.elements} elements of {current.format} in round {current.round}",
                 hint="every worker must run the same loop over the same model",
             )
         if worker in current.here:
-            raise LoopError(f"worker {worker} pushed round {part.round} of tensor {part.key} twice")
+            raise LoopError(
+                f"worker {worker} pushed the same part of tensor {part.key} twice in round"
+                f" {part.round}"
+            )
         current.here.add(worker)
         if part.summed:
             current.summed[worker] = part.summed
@@ -89,12 +93,13 @@ class ReducerStateMachine:
         return current
 
     def _begin(self, part: Arrived, before: PartRound | None) -> PartRound:
-        """Begin the part's next round."""
+        """Begin the next round of a part. `before`: The part's last round, or None. Raises
+        LoopError if the size or format of the part has changed."""
         if before is not None and (before.elements, before.format) != (part.elements, part.format):
             raise LoopError(
-                f"tensor {part.key} has changed: its part from element {part.start} on has"
+                f"tensor {part.key} has changed: the part that begins at element {part.start} has"
                 f" {part.elements} elements of {part.format} in round {part.round}, but had"
-                f" {before.elements} of {before.format} in the last round",
+                f" {before.elements} elements of {before.format} in the last round",
                 hint="use a new name for a tensor whose size or format has changed",
             )
         begun = PartRound(part.round, part.elements, part.format)
@@ -102,9 +107,9 @@ class ReducerStateMachine:
         return begun
 
     def give_up(self, worker: int) -> None:
-        """Drop the rounds in which `worker` waits for a sum. The worker has abandoned these rounds
-        and will use other keys; all other workers will do the same. For worker 0, drop complete
-        rounds too."""
+        """Drop the rounds in which `worker` waits for a sum, because the worker has abandoned these
+        rounds and will use other keys. All other workers will do the same. Complete rounds, in
+        which no worker waits, are dropped when worker 0 gives up."""
         for where, current in list(self.rounds.items()):
             if worker in current.here or (worker == 0 and not current.here):
                 del self.rounds[where]

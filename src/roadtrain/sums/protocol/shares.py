@@ -2,11 +2,11 @@
 link is minimal. Closed form.
 
 Let there be n worker hosts, where host i has a full-duplex link of rate b_i, and spare hosts, where
-spare host j has rate c_j. Of M bytes, worker host i sums the share x_i, and spare host j sums the
-share y_j. All shares add up to 1. In one exchange, worker host i sends M (1 - x_i) bytes of
-gradients to the hosts that sum these bytes, and sends its own sums, x_i M bytes, to each of the n -
-1 other worker hosts. A spare host sends each of its sums n times. Each host receives as much as it
-sends. So an exchange takes at least
+spare host j has rate c_j. If the gradient has M bytes, worker host i sums x_i M bytes, and spare
+host j sums y_j M bytes. The shares x_i and y_j add up to 1. In one exchange, worker host i sends M
+(1 - x_i) bytes of gradients to the hosts that sum these bytes, and sends its own sums, x_i M bytes,
+to each of the n - 1 other worker hosts. A spare host sends each of its sums n times. Each host
+receives as much as it sends. So an exchange takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 
@@ -120,10 +120,10 @@ def _hash(key: int) -> float:
 def order(of: Sequence[int], rank: int) -> list[int]:
     """Return the order in which worker `rank` sends its parts.
 
-    The parts are divided into turns, which are sent one after another. Each turn has parts of
-    different reducers, and each reducer's parts are spread evenly over the turns, so all links are
-    busy until the end. Within a turn, each worker begins with a different reducer, so the workers
-    do not all send to one reducer at once.
+    The parts are sent in turns, one turn after another. Each turn has at most one part for each
+    reducer. The parts of each reducer are spread evenly over the turns, so all links are busy until
+    the end. Within a turn, each worker begins with a different reducer, so the workers do not all
+    send to one reducer at once.
 
     Args:
         of: The reducer of each part.

@@ -65,8 +65,8 @@ class QueuedMessage:
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """The state of one chunk. Invariant: at least one of `queues`, one for each worker, is
-    empty."""
+    """The state of one chunk. Invariant: `queues` has a queue for each worker, and at least one of
+    these queues is empty."""
 
     number: int
     # for each worker, its messages for which some other worker has not sent the matching message
@@ -87,7 +87,7 @@ class ChunkQueue:
 
     @property
     def lacking(self) -> set[int]:
-        """The workers with an empty queue, for which the other workers wait."""
+        """The workers with an empty queue. All other workers wait for these workers."""
         return {worker for worker, queue in enumerate(self.queues) if not queue}
 
     @property
@@ -96,20 +96,20 @@ class ChunkQueue:
         return [queue[0].message for queue in self.queues if queue]
 
     def at(self, kind: type[Any]) -> set[int]:
-        """Return the workers whose first message is of the kind `kind`."""
+        """Return the workers whose first message is an instance of `kind`."""
         return {
             w for w, queue in enumerate(self.queues) if queue and isinstance(queue[0].message, kind)
         }
 
     @property
     def dropped(self) -> bool:
-        """Whether the first messages in the queues of all workers with a gradient in the sum ask to
-        discard the sum."""
+        """True if the sum is to be discarded: some worker's first message is a DiscardGrad, and so
+        is the first message of each worker with a gradient in the sum."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 
     def pop(self, kind: type[Any]) -> list[Any]:
-        """Remove and return the first messages that are of the kind `kind`, in the order of the
+        """Remove and return those first messages that are instances of `kind`, in the order of the
         workers."""
         return [self.queues[worker].popleft().message for worker in sorted(self.at(kind))]
 

@@ -14,16 +14,17 @@ The packet numbers of the upward stream are assigned here in order, each once. P
 the order of their numbers, so a round gets its numbers only when all workers can send. SendMaxima
 are issued in the order of the grants, each when a sum buffer is free. So memory is bounded by
 `sums` (Rule 4), and a round never waits for a buffer that a later round of the same chunk holds.
-Every announced gradient is granted at some time, also if it was discarded, because the sequence of
-packets may not have gaps.
+Every announced gradient is granted sooner or later, even a discarded gradient, because the sequence
+of packets may not have gaps.
 
-NOTE alone. If workers have gradients of different chunks (experts) and few buffers, they could
-deadlock: each worker has announced a chunk that the others have not announced. Let some workers
-lack the announcement of a chunk, and let all of these have waited with another chunk for ALONE_S.
-Then the announced gradients of the first chunk are summed without these workers, and the gradients
-of these workers are added in a later round. Time is taken from `Tick` events. One round and two
-rounds are rounded differently, so such a sum depends on timing. Such sums are counted (`apart`). If
-another server must compute the same bytes, such sums are refused.
+NOTE alone. If workers have gradients of different chunks (experts) and few buffers, the workers
+could deadlock: each worker has announced a gradient of a chunk that the others have not announced.
+To prevent this, a chunk is summed without the workers that have not announced it, if all of these
+workers have waited for ALONE_S with a gradient of another chunk. The gradients of these workers are
+added in a later round. Time is taken from `Tick` events. One round and two rounds are rounded
+differently, so the bits of such a sum depend on timing. Gradients that are added in a later round
+are counted (`apart`). If another server must compute the same bytes, such gradients raise
+LoopError.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
@@ -106,8 +107,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class SendMaxima:
-    """Send the maxima of a round's exponents to all workers. The workers then send their
-    integers."""
+    """Send the maxima of a round's exponents to all workers. The workers then send their gradients
+    as integers."""
 
     chunk: int
     round: int
@@ -157,8 +158,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Function that returns, for a chunk's number, how many packets the chunk's
-                exponents have, and how many its gradient has.
+            packets: Function that takes the number of a chunk. Returns the number of packets for
+                the exponents of the chunk, and the number of packets for the gradient of the chunk.
             now_s: The current time, by the clock of the ticks.
             replicated: Whether another server has the same chunks and must compute the same bytes.
         """
@@ -297,9 +298,10 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         for message in messages:
             if message.fresh == (message.worker in chunk.announced):
                 raise LoopError(
-                    f"worker {message.worker} announced a gradient of chunk {chunk.number} as"
-                    f" {'the first' if message.fresh else 'not the first'} of this step, but its"
-                    f" first one was {'summed before' if message.fresh else 'not announced'}",
+                    f"worker {message.worker} announced"
+                    f" {'the first' if message.fresh else 'another'} gradient of chunk"
+                    f" {chunk.number} in this step, but {'a' if message.fresh else 'no'} gradient"
+                    " of this worker was summed earlier in this step",
                     hint=SAME_LOOP,
                 )
         chunk.rounds += 1
@@ -315,14 +317,15 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [Grant(chunk.number, round.number, self._numbers(exponents), announced)]
 
     def _check_apart(self, chunk: ChunkQueue, announced: frozenset[int]) -> None:
-        """Count gradients of workers that an earlier round left out (NOTE alone)."""
+        """Count the announced gradients whose workers were left out of an earlier round (NOTE
+        alone). Raises LoopError if another server must compute the same bytes."""
         late = announced & chunk.without
         self.apart += len(late)
         if late and self._replicated:
             raise LoopError(
                 f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, which"
-                " waited with gradients of other chunks and sent one of this chunk later: the"
-                " server with the other copy may have rounded the sum differently",
+                " waited with gradients of other chunks and announced their gradient of this chunk"
+                " later: the server with the other copy may have rounded the sum differently",
                 hint="raise the host budget, so that workers need not wait, or remove fan_in",
             )
 
@@ -339,7 +342,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             drop = chunk.at(m.DiscardGrad)
             raise LoopError(
                 f"worker(s) {_listed(sorted(drop))} discard their gradient of chunk {chunk.number},"
-                f" worker(s) {_listed(sorted(keep))} do not, but both are already summed",
+                f" worker(s) {_listed(sorted(keep))} do not, but all these gradients are already"
+                " in one sum",
                 hint=SAME_LOOP,
             )
         chunk.pop(m.DiscardGrad)
@@ -366,8 +370,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """Return the step that the first messages of all workers name. Raises LoopError if they
-        name different steps."""
+        """Return the step that the first messages of all workers name. Raises LoopError if these
+        messages name different steps."""
         steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
@@ -405,8 +409,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _paid(self, message: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
-        """Count an update that is sent to the server. If the update was the last of its step,
-        returns the end of the step that was held back."""
+        """Count an update that is sent to the server. If this was the last update of its step,
+        return the EndStep message that was held back until then, if there is one."""
         if not isinstance(message, m.ApplyUpdate):
             return []
         self.owed[message.step] -= 1
@@ -461,8 +465,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """List the stragglers. Each is listed with the chunk for which the others have waited
-        longest."""
+        """List the stragglers. Each straggler is listed with the chunk for which the other workers
+        have waited longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
             since = min(queue[0].since for queue in chunk.queues if queue)
@@ -472,8 +476,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Count the rounds that have waited for packets of workers for more than `longer_s`: for
-        the exponents, or for the gradients."""
+        """Count the rounds that have waited for more than `longer_s` for packets of workers. These
+        are packets of exponents or of gradients."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s

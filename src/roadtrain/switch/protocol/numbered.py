@@ -2,12 +2,12 @@
 
 See Sun et al. (LuWu), section 3.2.3: a sender sends the packets with numbers up to its credit. The
 heartbeats of the receiver carry the next number that the receiver expects (Ack), and the greatest
-number for which it has room (Credit). Beyond the paper, a heartbeat has a bitmap of later numbers
-that have arrived (`have`). So the sender resends only the missing packets (selective repeat), and
-the receiver accepts packets in any order.
+number for which the receiver has room (Credit). Beyond the paper, a heartbeat has a bitmap of later
+numbers that have arrived (`have`). So the sender resends only the missing packets (selective
+repeat), and the receiver accepts packets in any order.
 
-Note "Sets of numbers": a set of numbers is an int. Bit i of the int stands for number `ack + i`.
-All operations take time proportional to window / 64.
+NOTE sets. A set of numbers is an int. Bit i of the int stands for the number `ack + i`. All
+operations take time proportional to window / 64.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
 
 @dataclass(slots=True)
 class NumberRun:
-    """A range of consecutive numbers. The packets with these numbers carry consecutive pieces of
-    the same data."""
+    """A range of consecutive packet numbers. The packets with these numbers carry consecutive parts
+    of the same data."""
 
     first: int
     count: int
@@ -116,7 +116,7 @@ class NumberedSender:
         # Every number below it has arrived or was considered lost at least once. ack <= judged <=
         # next.
         self.judged = 0
-        # Numbers to resend (note "Sets of numbers"). Below `judged`, not arrived.
+        # Numbers to resend (NOTE sets). Below `judged`, not arrived.
         self.lost = 0
         # Numbers resent since they were found lost. Below `judged`, not arrived, not in `lost`.
         self.resent: dict[int, Resend] = {}
@@ -154,7 +154,8 @@ class NumberedSender:
         acknowledgement of unsent numbers."""
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
-                f"{max(beat.ack, beat.end)} packets are acknowledged, {self.next} were sent",
+                f"a heartbeat acknowledges packets below number {max(beat.ack, beat.end)}, but only"
+                f" packets below number {self.next} were sent",
                 hint="do both ends run the same job and version?",
             )
         last, self.beat = self.beat, combined(self.beat, beat)
@@ -166,9 +167,9 @@ class NumberedSender:
             self._find_lost()
 
     def silent(self) -> None:
-        """Handle a timeout without progress: resend the first `probe` missing packets. `probe` is
-        doubled on each call, until a packet that was sent only once has arrived. `probe` begins
-        small, so that few packets are resent if a receiver, or another sender of the same numbers,
+        """Handle a timeout without progress: resend the first `probe` missing packets. Each call
+        doubles `probe`. When a packet that was sent only once arrives, `probe` is reset to a small
+        number, so that few packets are resent if a receiver, or another sender of the same numbers,
         is only slow."""
         missing, count = self._missing(self.next), 0
         while missing and count < self.probe:
@@ -181,7 +182,7 @@ class NumberedSender:
 
     @property
     def idle(self) -> bool:
-        """Whether the packets of all numbers that may be sent have arrived."""
+        """True if all numbers that may be sent have arrived."""
         return self.ack >= self.ready
 
     def check(self) -> None:
@@ -194,14 +195,14 @@ class NumberedSender:
             assert (missing & ~self.lost) >> (number - self.ack) & 1
 
     def _first_sends_arrived(self, last: Heartbeat) -> bool:
-        """Return whether a number that was never resent has arrived since `last`."""
+        """Return whether a number that was never resent has arrived since the heartbeat `last`."""
         missing = self._missing(self.next)
         before = ~last.have & ((1 << (self.next - last.ack)) - 1)
         again = sum(not self._holds(missing, number) for number in self.resent)
         return before.bit_count() - missing.bit_count() > again
 
     def _missing(self, below: int) -> int:
-        """Return the set of numbers below `below` that have not arrived."""
+        """Return the numbers less than `below` that have not arrived, as an int (NOTE sets)."""
         return ~self.beat.have & ((1 << max(0, below - self.ack)) - 1)
 
     def _take_lost(self, most: int) -> range:
@@ -241,7 +242,7 @@ class NumberedReceiver:
         assert depth > 0
         self.depth = depth  # packets that there is room for, from `ack` on
         self.ack = 0  # all numbers below it have arrived
-        # Numbers that have arrived (note "Sets of numbers"). Bit 0 and bits >= depth are never set.
+        # Numbers that have arrived (NOTE sets). Bit 0 and bits >= depth are never set.
         self.have = 0
 
     def accept(self, number: int) -> bool:

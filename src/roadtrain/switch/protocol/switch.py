@@ -11,11 +11,11 @@ heartbeats of the children are merged. A child is a worker or another switch; th
 or the server.
 
 In the paper, an entry is cleared when its sum is complete, although the sum is needed to answer
-resent packets. Then a late resent packet can corrupt the sum of the next number in the same slot
-(L10 in the paper's inconsistencies). Here an entry keeps its number and sum until a greater number
-takes the slot. The switch also reads the acknowledgements that it forwards. So late packets are
-recognized and dropped. A restarted switch begins with an empty table. The data of a number never
-change, so resent packets produce the same sums again.
+resent packets. Then a late resent packet can corrupt the sum of the next number in the same slot.
+Here an entry keeps its number and sum until a greater number takes the slot. The switch also reads
+the acknowledgements that it forwards. So late packets are recognized and dropped. A restarted
+switch begins with an empty table. The data of a number never change, so resent packets produce the
+same sums again.
 
 One state machine serves one job. It does NOT look into the data, but calls a packet's `op` to
 combine data. `switch/switch_table.py` is the compiled version of the table.
@@ -72,8 +72,7 @@ class SwitchStateMachine:
 
     def packet(self, packet: Packet) -> Packet | None:
         """Process a packet of a child. If the packet completes a sum, or belongs to a sum that is
-        already complete, returns a packet for the parent that contains the sum. Otherwise returns
-        None."""
+        already complete, return a packet with this sum for the parent. Otherwise return None."""
         entry = self._entry(packet)
         if entry is None or entry.op != packet.op:
             return None
