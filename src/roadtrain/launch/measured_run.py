@@ -40,7 +40,7 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """The content of measured.json."""
+    """The measurements of a run, which are the content of measured.json."""
 
     links: tuple[MeasuredLink, ...] = ()  # the ends are host names
     workers: tuple[MeasuredWorker, ...] = ()
@@ -49,7 +49,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The time of a step in seconds, which is the time of the slowest worker."""
+        """The seconds that a step takes on the slowest worker."""
         return max((worker.seconds.seconds for worker in self.workers), default=0.0)
 
 
@@ -90,7 +90,7 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
 
 
 def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
-    """Return the first host for each address."""
+    """Return the hosts in `names`, but only the first of several hosts with the same address."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(run.address(name), name)
@@ -98,15 +98,15 @@ def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield for each group the probing host and its listening hosts. Consecutive groups have one
-    host in common, so that the measured links connect all hosts."""
+    """Yield a pair for each group: the host that probes the links, and the hosts that listen. Two
+    consecutive groups have one host in common, so that the measured links connect all hosts."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 
 
 def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
-    """Return for each host its listening process and the ADDRESS:PORT at which that process
-    listens."""
+    """Return a pair for each host in `names`, by name: a process that listens on the host, and the
+    ADDRESS:PORT at which the process listens."""
     out: dict[str, tuple[Process, str]] = {}
     used = {port for host in run.machines.hosts for port in host.ports}
     planned = run.machines.rendezvous_port
@@ -158,8 +158,9 @@ def _workers(
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Return for each host the time for which the host's slowest worker computes in a step, divided
-    by the predicted time. Hosts whose workers have no prediction are omitted."""
+    """Return a factor for each host, by the host's name: the measured compute time per step of the
+    host's slowest worker, divided by the predicted compute time. Hosts whose workers have no
+    predictions are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)
@@ -169,5 +170,6 @@ def slower(measured: MeasuredRun) -> dict[str, float]:
 
 
 def computing(stages: Mapping[str, float]) -> float:
-    """Return the seconds spent on computing, which are those of the Forward and Backward stages."""
+    """Return the seconds that a step spends on computing. These are the sum of the times of the
+    stages Forward and Backward in `stages`."""
     return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)
