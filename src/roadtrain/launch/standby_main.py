@@ -22,7 +22,8 @@ AGAIN_S = 1.0  # pause between tries
 
 
 def stand_by(home: RunHome) -> int:
-    """Wait for the supervisor's end and take over if needed. Return the run's exit code."""
+    """Wait until the supervisor has ended. If the run has not ended, supervise the run to its end.
+    Return the run's exit code."""
     with home.taking_over():
         state = home.state()
         if state.phase == "ended":
