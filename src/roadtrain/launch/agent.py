@@ -43,11 +43,10 @@ class HostAgent:
     """The agent of one host.
 
     Args:
-        mark: A label of all processes of this agent, in an environment variable
-            (descendants.py).
-        source: The descriptor from which orders of the supervisor are read.
-        sink: The descriptor to which messages for the supervisor are written. No other process may
-            share the two descriptors.
+        mark: A label of all processes of this agent, in an environment variable (descendants.py).
+        source: The file descriptor from which the agent reads orders of the supervisor.
+        sink: The file descriptor to which the agent writes messages for the supervisor. No other
+            process may use the two descriptors.
     """
 
     def __init__(self, mark: str, source: int, sink: int) -> None:

@@ -43,7 +43,7 @@ KILLED = -9  # exit code of a process that signal 9 killed
 
 @dataclass
 class _HostState:
-    """A host and the agent on it."""
+    """The state of a host and of the agent on this host."""
 
     host: AgentHost
     link: AgentLink | None = None

@@ -1,5 +1,5 @@
-"""Find and kill the descendants of a run's processes. The environment variable MARK of each process
-has a label of the run, the mark. Descendants of the process inherit the variable.
+"""Find and kill the descendants of a run's processes. Each process of a run has an environment
+variable (MARK) with a label of the run, the mark. Descendants of the process inherit the variable.
 
 Assumes Linux (/proc, pidfd). Does NOT find processes that replaced their environment.
 """
@@ -64,5 +64,5 @@ def _die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that it can reap them."""
+    """Make this process the parent of orphaned descendants, so that waitpid() reports their end."""
     _prctl(SET_SUBREAPER, 1, 0, 0, 0)

@@ -201,9 +201,9 @@ def _is_locked(directory: Path) -> bool:
 
 
 def _mark(directory: Path) -> MarkRecord:
-    """Return the content of mark.json in the run's directory, which names the store of the run
-    and a committed step. Return an empty MarkRecord if the file is absent or
-    damaged; `train` reports the damage later."""
+    """Return the content of mark.json in the run's directory, which names the store of the run and
+    a committed step. Return an empty MarkRecord if the file is absent or damaged; `train` reports
+    the damage later."""
     try:
         return msgspec.json.decode(
             unsealed((directory / "mark.json").read_bytes()), type=MarkRecord

@@ -224,9 +224,9 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the run's directory has files of a run that has trained. If it has no such
-    files, the kept files of the lab's hosts belong to an older run of the same name and can be
-    removed."""
+    """Return True if the run's directory has files of a run that has trained. If the directory has
+    no such files, the kept files of the lab's hosts belong to an older run of the same name and can
+    be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

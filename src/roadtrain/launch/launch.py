@@ -95,9 +95,9 @@ def command(
         write: slurm or kubernetes: only write files from which Slurm or Kubernetes starts the run
         out: directory for the files of --write
         image: with --write kubernetes: container image whose `python` has roadtrain installed
-        stop: NAME: commit the run's step and end it
+        stop: NAME: commit the run's step and end the run
         resume: NAME: continue a run that has ended, or whose supervisor was killed
-        replan: NAME: measure the run's links and step times, and plan again with them
+        replan: NAME: measure the run's links and step times, and search for a better plan
         logs: NAME: print the run's log, and follow it while the run is alive
         leaves: NAME:HOST: announce that a host will be lost within --notice seconds
         comes: NAME:HOST: announce that a host is available (a new host, or a lost host again)
@@ -190,7 +190,8 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
     """Raise ConfigError if the job sets a batch or parallel degrees that differ from the plan's.
-    `job`: The job as loaded from the user's file. It records which values the user has set."""
+    `job`: The job as loaded from the user's file, so that the job knows which keys the user has
+    set."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
@@ -204,7 +205,8 @@ def check_batch(plan_file: PlanFile, job: Job) -> None:
 
 
 def check_engine(name: str) -> None:
-    """Raise ConfigError if an engine is unknown, and LaunchError if it is not installed."""
+    """Raise ConfigError if there is no engine called `name`, and LaunchError if the engine needs a
+    package that is not installed."""
     if name not in ENGINES:
         raise unknown_name("--on", name, ENGINES)
     if supervise := ENGINES[name].supervise:

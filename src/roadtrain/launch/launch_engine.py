@@ -26,7 +26,7 @@ Spawn = Callable[..., subprocess.Popen[Any]]
 
 @dataclass(frozen=True)
 class HostSeen:
-    """A host that is up."""
+    """A host that is up, as the engine reports it."""
 
     name: str  # the host's name in the plan, or the engine's name for a host not in the plan
     address: str

@@ -7,10 +7,12 @@ value replaces the stated value and is listed in `Cluster.measured`. If the host
 afterwards, the kind is split into one kind per host. Each new kind has the name of its host in the
 plan.
 
-A card counts as slower than stated only if all links of its host are too slow in one direction. A
-link is too slow if it is slower than the stated rates of the cards at both ends. The new rate of
-the card is the rate of the fastest link, in the slower direction. So one slow host does not make
-its peers look slow, unless there are only two hosts. Does NOT measure (measured_run.py).
+Rates are measured between pairs of hosts. A pair is too slow if its measured rate is more than
+WITHIN below the stated rates of both cards. A card counts as slower than stated only if, when
+sending or when receiving, all pairs with its host are too slow. So one slow host does not make its
+peers look slow, unless there are only two hosts. The new rate of the card is the highest rate
+measured for sending or the highest rate measured for receiving, whichever is lower. Does NOT
+measure (measured_run.py).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ WITHIN = 0.15  # largest relative difference at which a stated value is kept
 
 
 class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
-    """The measured link from one host of the run to another."""
+    """The measured rate and latency from one host of the run to another host."""
 
     sender: str
     receiver: str

@@ -68,7 +68,8 @@ class HostAnswer(msgspec.Struct):
 
 
 def answer(request: MeasureRequest) -> HostAnswer:
-    """Measure the links and read the metrics that a request names. Raises ConfigError."""
+    """Measure the links and read the metrics that a request names. Raises ConfigError if the token
+    or an address is not valid."""
     out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)

@@ -1,9 +1,9 @@
 """PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
 
-The run is resumed with the options with which it was launched. If these options say that the run
-ends with its launcher, the replan command becomes the launcher and stays until the run ends. If the
-run has ended for another reason than replanning (stopped by the user, done, failed), it is not
-resumed. Does NOT plan.
+The run is resumed with the options with which the run was launched. If these options say that the
+run ends when its launcher ends, the replan command becomes the launcher and waits until the run
+ends. If the run has ended for another reason than replanning (stopped by the user, done, failed),
+the run is not resumed. Does NOT plan.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file that an engine writes to a host before it starts a process on the host."""
+    """A file that an engine writes to a host before the engine starts a process on the host."""
 
     path: str  # absolute
     content: str

@@ -72,12 +72,13 @@ def resume_run(
     *,
     paused: bool = False,
 ) -> int:
-    """Resume a run that has ended, and follow it. Return the exit code of the command.
+    """Resume a run that has ended, and print its log until the run ends again. Return the exit code
+    of the command.
 
     Args:
         name: The name of the run.
         if_launcher_dies: "keep" or "stop", as in `launch`.
-        detach: If True, do not follow the run.
+        detach: If True, return at once, without printing the log.
         ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
         paused: True if the run was stopped for --replan. In this case, the run is not resumed if
             the user has stopped the run since then.

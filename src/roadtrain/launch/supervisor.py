@@ -54,7 +54,7 @@ def facts_of(
 
     Args:
         run: The run.
-        first_attempt: The number of the first attempt of this start of the run.
+        first_attempt: The number of the first attempt that this supervisor will start.
         committed: The last committed step, or -1 if it is unknown.
         can_run_on: Function that returns the reason why workers cannot run on given hosts, or "".
     """
@@ -82,13 +82,13 @@ def facts_of(
 
 
 class Supervisor:
-    """The supervisor of one start of a run.
+    """The supervisor of a run.
 
     Args:
         run: The run.
         engine: The engine that runs the processes.
-        home: The home of the run. It must have a state.json, with the attempt and the step from
-            which the supervisor continues.
+        home: The home of the run. Its state.json has the attempt and the step from which the
+            supervisor continues.
         logs: The open logs of the run.
         ends_with_launcher: If True, the run ends when its launcher ends ("hello" in
             control_socket.py).

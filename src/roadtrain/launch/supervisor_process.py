@@ -1,8 +1,8 @@
-"""Start a run's supervisor process, connect to it, and ask it to stop.
+"""Start the supervisor process of a run, connect to the supervisor, and ask it to stop the run.
 
 The supervisor is a process of this host, in a session of its own, so that the supervisor outlives
-the command. The exception is an engine with the function `EngineKind.supervise`, such as Ray: this
-function starts the supervisor.
+the command. If an engine has a function `EngineKind.supervise`, as Ray does, this function starts
+the supervisor instead.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ starts workers with torchrun, checks, and notes for the user.
 
 torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
 port, so that ranks are those of the plan. torchrun does not restart its workers, because the
-torchruns of different hosts count restarts independently. Slurm's script, or Kubernetes, restarts
-all torchruns of the run. Does NOT write files.
+torchruns of different hosts count restarts independently. Instead, the Slurm script or Kubernetes
+restarts all torchruns of the run. Does NOT write files.
 """
 
 from __future__ import annotations

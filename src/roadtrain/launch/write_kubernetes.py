@@ -6,10 +6,10 @@
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
     Job           runs torchrun for the workers of one host; the pod restarts until all are done
 
-A pod runs on the node that the plan names and uses the node's network and shared memory. The plan
-is made for the links of the hosts, and has their addresses, ports and directories. So each host
-name, path and port in the file comes from the plan or the job, and the cluster's DNS is not used.
-Such pods need a namespace that allows hostNetwork, hostIPC and hostPath.
+A pod runs on the node that the plan names and uses the node's network and shared memory. Each host
+name, path and port in run.yaml comes from the plan or the job, and the cluster's DNS is not used:
+the plan states the addresses, ports and directories of the hosts. The namespace of the pods must
+allow hostNetwork, hostIPC and hostPath.
 
 There is one Job per host, because an indexed Job cannot assign its pods to nodes in order. Host
 names must be node names. Does NOT contact Kubernetes, and does NOT build an image.

@@ -1,8 +1,8 @@
 """`roadtrain launch --write slurm`: write a directory from which Slurm runs the plan.
 
-    run.sbatch                    the batch script. The first part is generated here and has the
-                                  hosts and their processes. The second part is the file run.sbatch
-                                  of this package; it keeps the processes running
+    run.sbatch                    the batch script. Its first part is generated and has the hosts
+                                  and their processes. Its second part is a copy of run.sbatch of
+                                  this package and keeps the processes running
     job.toml token reducers.txt   files that run.sbatch copies to all hosts
 
 The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on

@@ -44,7 +44,7 @@ WORKERS = "workers"  # the name that stands for all workers in StopProcess
 
 
 class RunStateMachine:
-    """The state of one run, and the rules that keep it going."""
+    """The state of one run, and the rules that keep the run going."""
 
     def __init__(self, facts: m.RunFacts) -> None:
         self.facts = facts
@@ -168,9 +168,9 @@ class RunStateMachine:
             )
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
-        """Handle the end of workers that were stopped to move to other hosts. If they had to move
-        because a host was lost, count their end as a failure, so that the run ends after
-        ENDS_AT_MOST failures. Otherwise a host that is lost again and again would keep the run
+        """Handle the end of workers that were stopped to move to other hosts. If the workers were
+        stopped because a host was lost, count a failure, so that the run ends after ENDS_AT_MOST
+        failures. Otherwise a host that is lost again and again would keep the run
         going forever without progress."""
         workers = self.workers
         if not self.lost_some:
