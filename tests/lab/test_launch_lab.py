@@ -144,7 +144,7 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
         assert SIZE / SLOW * 0.8 < float(line.split()[1]) < SIZE / SLOW * 2
         with pytest.raises(LaunchError, match="no host 'gpu7'"):
             engine.run_verb(["rate", "gpu7", "0", "1MB/s"])
-        with pytest.raises(LaunchError, match="no link between"):
+        with pytest.raises(LaunchError, match="no link between the switches"):
             engine.run_verb(["link", "a", "b", "1MB/s"])
         with pytest.raises(LaunchError, match="does not know the verb"):
             engine.run_verb(["dance"])

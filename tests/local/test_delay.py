@@ -195,7 +195,7 @@ def test_what_it_does_not_do_is_said(tmp_path):
             delay=Delay(2),
             store=Servers(["a:1"], buffering="none"),
         )
-    with pytest.raises(BudgetError, match=r"2 of 4 blocks .* fit in memory from forward"):
+    with pytest.raises(BudgetError, match=r"4 blocks .* from forward to backward, but only 2"):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),

@@ -332,7 +332,7 @@ def test_a_budget_that_is_too_small_is_said(hosts, switches, tmp_path):  # Rule 
         Case(eager=True), [host.where], tmp_path, 1, 1, fan_in=[switches()], token=TOKEN
     )
     assert small.join(40) == [3]
-    words = r"needs at least \d+ MiB \(\d.* of it for its fan-in\), its budget is 28"
+    words = r"needs at least \d+ MiB \(\d.* of it for its fan-in\), but its budget is 28"
     assert re.search(words, small.errors()[0]), small.errors()
 
 

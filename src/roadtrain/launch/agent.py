@@ -4,8 +4,9 @@ reports to stdout, one JSON object per line.
 
 Assumes Linux. The end of stdin means that the supervisor is gone: the agent kills every process
 that it started, and exits. If the agent itself is killed, the kernel also kills its child
-processes, and the next agent with the same mark kills their descendants. The agent has one thread
-and does not import torch. Does NOT restart processes, and does NOT know the job.
+processes. The agent labels its processes with MARK in an environment variable, which descendants
+inherit (descendants.py). So the next agent with the same MARK can kill leftover descendants. The
+agent has one thread and does not import torch. Does NOT restart processes.
 """
 
 from __future__ import annotations
@@ -42,11 +43,10 @@ class HostAgent:
     """The agent of one host.
 
     Args:
-        mark: A text with which the environment marks of all processes of this agent begin
-            (descendants.py).
-        source: The descriptor from which orders of the supervisor are read.
-        sink: The descriptor to which messages for the supervisor are written. No other process may
-            share the two descriptors.
+        mark: A label of all processes of this agent, in an environment variable (descendants.py).
+        source: The file descriptor from which the agent reads orders of the supervisor.
+        sink: The file descriptor to which the agent writes messages for the supervisor. No other
+            process may use the two descriptors.
     """
 
     def __init__(self, mark: str, source: int, sink: int) -> None:
@@ -62,7 +62,7 @@ class HostAgent:
         self._watch(source, self._read_orders)
 
     def run(self) -> None:
-        """Serve orders until stdin ends or the reader of stdout is gone."""
+        """Carry out orders until stdin ends or the reader of stdout is gone."""
         adopt_orphans()
         # Only the supervisor reacts to Ctrl-C. Child processes would inherit SIG_IGN, but not a
         # handler that does nothing.
@@ -94,11 +94,14 @@ class HostAgent:
         self._going = bool(data) and self._going
         for line, dropped in self._orders.feed(data):
             if dropped:
-                raise SystemExit(f"an order has {dropped} bytes more than {m.MESSAGE_LIMIT}")
+                raise SystemExit(
+                    f"the supervisor sent an order of {m.MESSAGE_LIMIT + dropped} bytes, but an"
+                    f" agent accepts at most {m.MESSAGE_LIMIT}"
+                )
             try:
                 order = m.TO_AGENT.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise SystemExit(f"an order of the supervisor is not valid: {error}") from error
+                raise SystemExit(f"the supervisor sent an invalid order: {error}") from error
             self._obey(order)
 
     def _obey(self, order: m.ToAgent) -> None:

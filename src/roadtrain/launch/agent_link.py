@@ -1,5 +1,6 @@
-"""AgentLink: the supervisor's connection to one agent. It starts the agent's process, sends orders
-to the agent and reads the agent's messages. Does NOT decide what an agent's end means (agents.py).
+"""AgentLink: the supervisor's connection to one agent. AgentLink starts the agent's process, sends
+orders to the agent and reads the agent's messages. Does NOT react to the end of an agent
+(agents.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ END_S = 15.0  # how long to wait for an agent to end after its stdin is closed
 
 @dataclass(frozen=True)
 class AgentHost:
-    """A host on which agents are started."""
+    """A host on which an agent can run."""
 
     name: str
 
@@ -78,8 +79,8 @@ class AgentLink:
         self.flush()
 
     def flush(self) -> None:
-        """Write as many unsent bytes as the pipe takes. If the agent has ended, drop these bytes:
-        `read` reports the end of the agent."""
+        """Write as many unsent bytes to the agent as the pipe accepts. If the agent has ended, drop
+        the unsent bytes; `read` then reports that the agent has ended."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
@@ -121,8 +122,8 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """If the agent has been silent for too long, return a text that says so. Otherwise return
-        ""."""
+        """Return a text that says for how long the agent has sent nothing, if this is longer than
+        SILENT_S seconds. Otherwise return ""."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 

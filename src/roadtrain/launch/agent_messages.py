@@ -1,5 +1,5 @@
-"""Messages between a supervisor and its agent on a host. A message is a line of limited length with
-one typed JSON object. Does NOT do any I/O (agent.py, agent_link.py)."""
+"""Messages between a supervisor and its agent on a host. Each message is a line of limited length
+with one JSON object. Does NOT do any I/O (agent.py, agent_link.py)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
 class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
-    """Order to write the files of a process and to start the process. A ProcessExited reports the
-    end of the process."""
+    """Order to write the files of a process and to start the process. When the process has ended,
+    the agent sends a ProcessExited."""
 
     process: Process
 
 
 class EndProcess(msgspec.Struct, tag="end", frozen=True):
     """Order to interrupt a process, and to kill the process and its descendants after `grace_s`
-    seconds. If `grace_s` is 0, they are killed at once."""
+    seconds. If `grace_s` is 0, the agent kills the process and its descendants at once."""
 
     name: str
     grace_s: float
 
 
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
-    """The first message of an agent."""
+    """Report that the agent has started. The first message of an agent."""
 
     devices: int  # number of accelerators of the host
 
@@ -78,8 +78,8 @@ class LineSplitter:
         self._dropped = 0  # bytes dropped from the unfinished line
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
-        """Return the lines that `data` completes. Each line has the number of bytes that were
-        dropped from it."""
+        """Add `data` to the stream and return the lines that `data` completes, as pairs of the line
+        and the number of bytes dropped from the line."""
         *ended, rest = data.split(b"\n")
         lines = []
         for piece in ended:
@@ -90,8 +90,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the last line of the stream if no newline ends that line. Otherwise return no
-        line."""
+        """Return the unfinished last line of the stream as `feed` would return it, in a list. If
+        the stream ends with a newline, return an empty list."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

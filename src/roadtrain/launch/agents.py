@@ -1,9 +1,9 @@
-"""HostAgents: the LaunchEngine of this host and of the lab. It starts one agent per host (agent.py)
-and restarts an agent that ends.
+"""HostAgents: the LaunchEngine for launches on this host and in a lab. HostAgents starts one agent
+per host (agent.py) and restarts an agent that ends.
 
 The end of an agent counts as the loss of its host. The host may still be up, but all processes of
-the run on the host have ended. The code runs in the calling thread; between calls only the agents'
-own processes are active. Does NOT create hosts (here.py, lab_engine.py).
+the run on the host have ended. There is no background thread: messages of agents are handled only
+inside the methods of HostAgents. Does NOT create hosts (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KILLED = -9  # exit code of a process that signal 9 killed
 
 @dataclass
 class _HostState:
-    """A host and the agent on it."""
+    """The state of a host and of the agent on this host."""
 
     host: AgentHost
     link: AgentLink | None = None
@@ -59,13 +59,14 @@ class _HostState:
 class HostAgents:
     """A LaunchEngine with one agent per host.
 
-    The constructor returns when all agents are ready. If an agent cannot be started or ends, the
-    constructor ends all agents and raises LaunchError.
+    The constructor returns when all agents are ready. If an agent cannot be started, or ends before
+    it is ready, the constructor ends all agents and raises LaunchError.
 
     Args:
         hosts: The hosts on which to start agents.
-        mark: A text that identifies the run. The text stays the same when the run is launched
-            again.
+        mark: A label of all processes of the run, in an environment variable (descendants.py). The
+            label is the same in all launches of the run, so that a later launch can kill leftover
+            processes.
     """
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
@@ -121,7 +122,9 @@ class HostAgents:
     def _place(self, host: str) -> _HostState:
         if host not in self._places:
             names = ", ".join(self._places)
-            raise LaunchError(f"the run has no host {host!r}", hint=f"its hosts are {names}")
+            raise LaunchError(
+                f"the run has no host {host!r}", hint=f"the hosts of the run are {names}"
+            )
         return self._places[host]
 
     def start(self, process: Process) -> None:
@@ -185,8 +188,8 @@ class HostAgents:
         )
 
     def hold_host(self, name: str) -> str:
-        """Kill a host's agent and processes, and start no agent there until `free_host` is called.
-        Return a reply for the user."""
+        """Kill a host's agent and processes, and start no agent on this host until `free_host` is
+        called. Return a reply for the user."""
         place = self._place(name)
         place.held = True
         self._leaving.pop(name, None)
@@ -196,9 +199,9 @@ class HostAgents:
         return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """Make a host available. If `hold_host` has taken the host down, its agent may restart. If
-        the loss of the host was announced, the announcement is cancelled. If the run has not used
-        the host yet, the host is added. Return a reply for the user."""
+        """Make a host available to the run again, or for the first time. Undo `hold_host`: an agent
+        may start on the host again. Cancel an announced loss of the host. If the run has not used
+        the host yet, add the host to the run. Return a reply for the user."""
         if name not in self._places and (new := self._new_host(name)) is not None:
             self._places[name] = _HostState(new, lost=True)  # HostJoined follows the first message
         place = self._place(name)
@@ -208,8 +211,8 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return the host of this name if it exists and the run has not used it yet, else None. The
-        lab overrides this method."""
+        """Return a host that the run has not used yet, or None if there is no such host of this
+        name. This class has no such hosts; LabEngine overrides the method."""
         return None
 
     def close(self) -> None:
@@ -314,8 +317,8 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Remove a host's agent and wait for its end. Return a text that says how the agent
-        ended."""
+        """Remove the agent of a host, and wait until the agent has ended. Return a text that says
+        how the agent ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

@@ -1,11 +1,10 @@
 """check(): report every problem of a run, one sentence each, before any process of the run starts.
 
     LaunchEngine.hosts()    lists the hosts that are up, each with its number of devices
-    host_report.py          reports on a host: memory, stores, ports, text files, versions
+    host_report.py          reports on a host: memory, stores, ports, training text, versions
     this file               compares the reports with the plan, the job and each other
 
-Clocks are not compared, as nothing depends on them. Does NOT start, create or change anything, and
-does NOT find out why a host does not answer.
+Does NOT start, create or change anything.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ class LiveHost:
 
 
 def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
-    """Return warnings for the user. Raises one LaunchError that lists every problem."""
+    """Check a run and return warnings for the user. If there are problems, raises one LaunchError
+    that lists all of them."""
     there = {seen.name: seen for seen in engine.hosts()}
     wrong = [*_absent(run, there)]
     hosts, silent = _report_all(run, engine, there)
@@ -99,10 +99,9 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Return True if the plan's worker hosts and `hosts` all see the same run directory. The files
-    in a shared directory survive the loss of a host. A host that does not answer is assumed to
-    share the directory if, on every host that answers, the directory is on a network file
-    system."""
+    """Return True if the plan's worker hosts and `hosts` share one run directory. Then the files in
+    the directory survive the loss of a host. If the directory is on a network file system on every
+    host that answers, hosts that do not answer are assumed to share the directory too."""
     queried = (*run.worker_hosts, *hosts)
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
@@ -134,7 +133,8 @@ def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[Resolv
 
 
 def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
-    """Return the reason why a spare or newly joined host cannot run workers, or "" if it can."""
+    """Return the reason why a spare host or a newly joined host cannot run workers. Return "" if
+    the host can run workers."""
     there = {seen.name: seen for seen in engine.hosts()}
     if host not in there:
         return "it does not answer"
@@ -227,8 +227,8 @@ def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> 
 
 
 def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
-    """Return the kind of accelerator that the host has in the plan's cluster. Return "" if the host
-    has no accelerator there, or if the kind is unknown."""
+    """Return the kind of accelerator that the host has according to the plan's cluster. Return ""
+    if the plan states no accelerator for the host."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
     devices = (kind.device for kind in kinds if kind.name == host.plan.kind)
@@ -237,8 +237,8 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if another host runs on the same machine. That is the case in a lab, whose hosts
-    have no devices."""
+    """Return True if another of the `hosts` is on the same machine as `host`. In this case the
+    hosts are those of a lab, which have no devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -303,7 +303,8 @@ def _bad_stores(run: ResolvedRun, host: LiveHost, shape: ModelShape | None) -> I
 
 
 def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
-    """Return the reason why a directory cannot hold a store, or "" if it can."""
+    """Return the reason why a directory cannot contain a store. Return "" if the directory can
+    contain a store."""
     ours = Path(at.path).is_relative_to(run.directory)
     if len(Path(at.rest).parts) > 1 and not ours:
         return f"does not exist, nor does its parent {Path(at.path).parent}: is the disk mounted?"
@@ -311,7 +312,8 @@ def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
 
 
 def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None) -> str:
-    """Return the reason why this run may not open an existing store, or "" if it may."""
+    """Return the reason why the run must not open an existing store. Return "" if the run may open
+    the store."""
     if store.locked:
         return "is in use by another run"
     if store.damage:
@@ -327,7 +329,8 @@ def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None)
 
 
 def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[str]:
-    """Report stores that share a directory or belong to different runs."""
+    """Yield a sentence on each conflict: two stores in one directory, stores of different runs, or
+    empty stores of a run that has trained."""
     stores = [(host, store) for host in hosts for store in host.report.stores]
     for (host, store), (other, second) in itertools.combinations(stores, 2):
         if host.report.machine != other.report.machine:
@@ -366,9 +369,10 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Report trained stores if no host has a mark (mark.json) in the run's directory. Without a
-    mark, this run has not trained, so the stores belong to another run. A store at step 0 is not
-    reported: this run itself may have created the store and ended before it wrote a mark."""
+    """Yield a sentence on each trained store that another run has left. A run that has trained has
+    a mark.json in its directory. If no host has a mark.json, this run has not trained, so a store
+    after step 0 belongs to another run. A store at step 0 is not reported, because this run may
+    have created the store and ended before it wrote its mark.json."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [
@@ -395,7 +399,7 @@ def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
 
 
 def _inside(outer: PathReport, inner: PathReport) -> bool:
-    """Return True if directory `inner` is `outer` or is below it."""
+    """Return True if the directory `inner` is the directory `outer` or is inside `outer`."""
     if not outer.rest:
         return (outer.device, outer.inode) in inner.above
     same = (outer.device, outer.inode) == (inner.device, inner.inode)
@@ -405,7 +409,7 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
 def _no_space(
     run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
-    """Report file systems that have too little free space for the new stores on them."""
+    """Yield a sentence on each file system that has too little free space for its new stores."""
     if shape is None:
         return
     plan = run.plan_file.plan
@@ -434,7 +438,7 @@ def _no_space(
 def _warnings(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Yield warnings, which do not prevent a start."""
+    """Yield a sentence on each problem that does not prevent the start of the run."""
     own, planned = versions(), run.plan_file
     if planned.model is not None and planned.cluster is not None:
         difference = other_numbers(planned.plan, run.job, planned.cluster)

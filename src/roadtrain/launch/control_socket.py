@@ -9,7 +9,7 @@ and each reply is one line with a JSON object.
     {"verb": "hello"}                                  sent by a launcher: stop the run when this
                                                        connection ends
 
-There is no thread: the supervisor polls `requests`. Does NOT carry out requests.
+The supervisor polls `requests`, so no thread is needed. Does NOT carry out requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ControlConnection:
         return None if closed else [line for line, _ in lines]
 
     def answer(self, reply: Mapping[str, Any]) -> None:
-        """Send a reply. If the connection is closed, do nothing: `lines` reports the end."""
+        """Send a reply. If the connection is closed, do nothing; `lines` then returns None."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
@@ -74,7 +74,8 @@ class ControlRequest:
 
 
 class ControlSocket:
-    """The listening socket. `greeted`: True once a launcher has sent hello."""
+    """The socket on which the supervisor listens for connections, and the open connections.
+    `greeted`: True if a launcher has sent the request "hello"."""
 
     def __init__(self, home: RunHome) -> None:
         self.greeted = False
@@ -92,7 +93,7 @@ class ControlSocket:
         self._connections: list[ControlConnection] = []
 
     def requests(self) -> list[ControlRequest]:
-        """Return the requests received since the last call."""
+        """Return the requests that have arrived since the last call. Does not wait."""
         # EAGAIN: no connection is pending. EMFILE, too many open files, must not end the run.
         with contextlib.suppress(OSError):
             while True:
@@ -148,14 +149,14 @@ class ControlClient:
             self._socket.close()
             raise LaunchError(
                 f"the supervisor of run {home.name!r} does not answer",
-                hint=f"roadtrain launch --resume {home.name} starts it again",
+                hint=f"roadtrain launch --resume {home.name} starts a new supervisor",
             ) from cause
         self._file = self._socket.makefile("rb")
 
     @property
     def closed(self) -> bool:
-        """Return True if the supervisor has closed the connection. Call this only while no reply is
-        pending, because an unread reply would be mistaken for the end of the connection."""
+        """True if the supervisor has closed the connection. Use this property only while no reply
+        is pending, because an unread reply would be mistaken for the end of the connection."""
         return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
@@ -166,11 +167,13 @@ class ControlClient:
             reply = json.loads(self._file.readline() or b"null")
         except (OSError, ValueError) as cause:
             raise LaunchError(
-                f"the supervisor of {self._name!r} did not answer `{verb}` within {ANSWER_S:.0f} s:"
-                f" {cause}"
+                f"the supervisor of run {self._name!r} did not answer `{verb}` within"
+                f" {ANSWER_S:.0f} s: {cause}"
             ) from cause
         if not isinstance(reply, dict):
-            raise LaunchError(f"the supervisor of {self._name!r} ended before it answered {verb!r}")
+            raise LaunchError(
+                f"the supervisor of run {self._name!r} ended before it answered `{verb}`"
+            )
         if error := reply.get("error"):
             raise LaunchError(str(error))
         return reply
@@ -181,15 +184,16 @@ class ControlClient:
 
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Send one request over a new connection, and return the reply. Raises LaunchError like
-    `ControlClient`."""
+    """Send one request over a new connection, and return the reply. Raises LaunchError if the
+    supervisor does not answer or refuses the request."""
     with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Yield an alias of `path` that fits into the 107 bytes of a Unix socket address."""
+    """Within the `with` statement, provide a short alias of `path`. A Unix socket address has room
+    for only 107 bytes, and `path` may be longer."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -1,8 +1,7 @@
-"""Find and kill the descendants of a run's processes. Each process has the run's mark in an
-environment variable, which its descendants inherit.
+"""Find and kill the descendants of a run's processes. Each process of a run has an environment
+variable (MARK) with a label of the run, the mark. Descendants of the process inherit the variable.
 
-Assumes Linux (/proc, pidfd). The mark does not change how a process behaves. Does NOT find
-processes that replaced their environment.
+Assumes Linux (/proc, pidfd). Does NOT find processes that replaced their environment.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes whose mark has this prefix, until none is left or END_S seconds have
-    passed."""
+    """Kill all processes whose mark begins with `mark`, until no such process is left or END_S
+    seconds have passed."""
     prefix = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + END_S
     while _kill_once(prefix) and time.monotonic() < deadline:
@@ -32,7 +31,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _kill_once(prefix: bytes) -> bool:
-    """Kill the processes that have an environment variable with this prefix (`NAME=value`). Return
+    """Kill each process with an environment entry (`NAME=value`) that begins with `prefix`. Return
     True if there was such a process."""
     found = False
     for process in Path("/proc").glob("[0-9]*"):
@@ -52,8 +51,9 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` that makes the kernel kill the child when the thread that started the
-    child ends. Only for use in the main thread of a single-threaded process."""
+    """Return a function for the `preexec_fn` argument of Popen. The kernel then kills the child
+    process when the thread that started the child ends. Call this function only in the main thread
+    of a process with one thread."""
     return partial(_die_with, os.getpid())
 
 
@@ -64,5 +64,5 @@ def _die_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that it can reap them."""
+    """Make this process the parent of orphaned descendants, so that waitpid() reports their end."""
     _prctl(SET_SUBREAPER, 1, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""dry_run(): describe as text what is checked before a run starts, which processes would start on
-which host, and which files would be written. Contacts no host and creates nothing. Names the files
-with secrets, but does not show a secret (Rule 8)."""
+"""dry_run(): describe as text a launch that does not happen: the checks before the start, the
+processes on each host, and the files that would be written. Contacts no host and creates nothing.
+Names the files with secrets, but does not show the secrets (Rule 8)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roadtrain.units import show_count
 
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
-    """Describe a run. `home`: The home in which the launch would write its files. Raises
-    ConfigError if the workers do not fit the plan's hosts."""
+    """Return a description of the launch of a run. `home`: The directory to which the launch would
+    write its files. Raises ConfigError if the workers do not fit the plan's hosts."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts
@@ -54,8 +54,8 @@ def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:
 
 
 def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:
-    """Yield the files that the launch writes and the directories that processes create, host by
-    host. Each item has the host, the path and a note."""
+    """Yield a triple (host, path, note) for each file that the launch would write on a host, and
+    for each directory that a process would create. The note is for the user."""
     for host in run.machines.hosts:
         own = [process for process in processes if process.host == host.name]
         files = {file.path: file for process in own for file in process.files}

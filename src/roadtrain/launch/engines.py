@@ -1,5 +1,6 @@
-"""ENGINES: the kinds of engine that can run a launch: this host, a lab, or Ray. The module of an
-engine is imported on first use, as Ray is an optional dependency. Does NOT start anything.
+"""ENGINES: the engines on which `roadtrain launch --on` can run processes: this host ("here"), a
+lab, or Ray. The module of an engine is imported on first use, because Ray is an optional
+dependency. Does NOT start anything.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions that create and supervise an engine. Each is a text "module:function", imported
-    on first use."""
+    """The functions that create an engine and supervise its runs. The name of each function is a
+    text "module:function", and the module is imported on first use."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
@@ -66,9 +67,9 @@ def default_engine(machines: Machines) -> str:
     if not others:
         return "here"
     raise ConfigError(
-        f"{len(others)} of the plan's {len(hosts)} hosts are not this machine: {others[0].name} at"
-        f" {others[0].address}",
-        hint=f"choose --on {' or --on '.join(ENGINES)}, or --write slurm or --write kubernetes",
+        f"launch needs --on or --write, because {len(others)} of the plan's {len(hosts)} hosts are"
+        f" not this machine, such as {others[0].name} at {others[0].address}",
+        hint=f"use --on {' or --on '.join(ENGINES)}, or --write slurm or --write kubernetes",
     )
 
 
@@ -82,8 +83,8 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Return True if the run has a supervisor, or if the run's engine or standby will start a new
-    supervisor."""
+    """Return True if the run has a supervisor, or will get a new supervisor from its engine or its
+    standby process."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:
@@ -96,13 +97,15 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Return True if this host has a standby process of the run, waiting or already supervising."""
+    """Return True if this host has a standby process of the run. The process may still wait, or may
+    have become the supervisor."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """Import "module:function". Raises LaunchError if an optional dependency is missing."""
+    """Import and return a function. `target`: The text "module:function". Raises LaunchError if the
+    function needs an optional dependency that is not installed."""
     module, _, function = target.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

@@ -50,9 +50,9 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The connection of a launcher to the run's supervisor. The connection is needed only if the
-    run shall stop when its launcher ends: the supervisor notices that the connection has ended. If
-    the supervisor was restarted, `say` connects again."""
+    """The connection of a launcher to the run's supervisor. Only used if the run must stop when its
+    launcher ends: the supervisor stops the run when this connection ends. If the supervisor was
+    restarted, `say` connects to the new supervisor."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home
@@ -102,8 +102,9 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
     state = home.state()
     if state.phase != "ended":
         raise LaunchError(
-            f"the supervisor of run {home.name} was killed, and all processes of the run with it",
-            hint=f"roadtrain launch --resume {home.name} goes on from the committed step",
+            f"the supervisor of run {home.name} was killed, which also ended all processes of the"
+            " run",
+            hint=f"roadtrain launch --resume {home.name} resumes the run at the committed step",
         )
     if state.code == REFUSED:
         raise LaunchError(state.why)
@@ -113,8 +114,8 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Return a text with the time from the launch to the first step, divided into causes such as
-    the engine or imports. Return "" if the run has not made a step yet."""
+    """Return a text with the time from the launch to the first step, and the share of each cause:
+    the engine, Python imports, and roadtrain. Return "" if the run has not made a step yet."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

@@ -1,5 +1,5 @@
-"""A LaunchEngine that runs every host of the plan as an agent on this machine. Does NOT create
-networks (lab_engine.py)."""
+"""The LaunchEngine for `--on here`: for each host of the plan, an agent on this machine starts the
+processes of the host. Does NOT create networks (lab_engine.py)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ HERE = "127.0.0.1"
 
 
 def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
-    """Start the agents of a launch, and return their engine. Raises LaunchError if an agent does
-    not start."""
+    """Start the agents of a launch, and return the engine of the agents. Raises LaunchError if an
+    agent does not start."""
     return agents_here(machines_of(plan_file), record.mark)
 
 
 def agents_here(machines: Machines, mark: str) -> HostAgents:
-    """Start an agent for each host and spare host of the plan, and return their engine. `mark`: See
-    HostAgents. Raises LaunchError if an agent does not start."""
+    """Start an agent for each host and spare host of the plan, and return the engine of the agents.
+    `mark`: A label of the run's processes (see HostAgents). Raises LaunchError if an agent does not
+    start."""
     devices = device_names(machines)
     threads = worker_threads(machines)
     hosts = [
@@ -44,9 +45,10 @@ def agents_here(machines: Machines, mark: str) -> HostAgents:
 
 
 def device_names(machines: Machines) -> Mapping[str, str]:
-    """Divide this machine's devices among the plan's hosts, and then among its spare hosts while
-    devices are left. Return the value of CUDA_VISIBLE_DEVICES for each host. Return an empty
-    mapping if the machine has no devices or at most one host has workers."""
+    """Divide this machine's devices among the plan's hosts. If devices are left, divide them among
+    the plan's spare hosts. Return the value of CUDA_VISIBLE_DEVICES for each host with workers, by
+    the host's name. If the machine has no devices, or if at most one host has workers, return an
+    empty mapping."""
     sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
     if len(sharing) < 2 or not device_count():
         return {}

@@ -48,7 +48,8 @@ PLANNED_ANEW = "it is planned anew"  # `RunState.why` of a run stopped by `launc
 
 
 class StartPhase(StrEnum):
-    """The phases of a start, in order. `RunState.stamps` has the time at which each phase ended."""
+    """The phases of the start of a run, in order. `RunState.stamps` has the time at which each
+    phase ended."""
 
     LAUNCHED = "launched"  # the user entered the command
     READY = "ready"  # the engine and the plan's hosts are up
@@ -61,7 +62,7 @@ class StartPhase(StrEnum):
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of launch.json."""
+    """The record of how a run was launched, which is the content of launch.json."""
 
     name: str
     engine: str  # a key of engines.ENGINES
@@ -73,12 +74,13 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> str:
-        """The mark of this run's processes, by which a supervisor finds leftover processes."""
+        """The label of this run's processes, by which a supervisor finds leftover processes
+        (descendants.py)."""
         return f"roadtrain:{RunHome.of(self.name).path}"
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
-    """A process of a run in state.json."""
+    """The entry of a process in state.json."""
 
     name: str
     host: str
@@ -88,7 +90,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of state.json."""
+    """The state of a run as its supervisor saves it, which is the content of state.json."""
 
     phase: str = "starting"  # or going, ending, ended; unknown if recovered from damaged files
     code: int = 0  # exit code of an ended run: 0 done, 130 stopped, 2 refused, others failed
@@ -101,7 +103,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunHome:
-    """The home of one run: the directory `path` and the files in it."""
+    """The home of one run: the directory `path` and the files in this directory."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -132,7 +134,7 @@ class RunHome:
             plan: The content of plan.toml.
             job: The content of job.toml.
 
-        Raises StoreError.
+        Raises StoreError if the files cannot be written.
         """
         self._make()
         make_directory(self.log_directory)
@@ -168,8 +170,9 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
-        """Replace state.json. If its old content is undamaged and the disk has room for two files,
-        keep the old content as state.before.json. Raises FullError, StoreError."""
+        """Write `state` to state.json. If the old state.json is undamaged and the disk has room for
+        both files, keep the old content as state.before.json. Raises FullError if the disk is full,
+        and StoreError if the write fails for another reason."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
             try:
@@ -185,9 +188,9 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Read state.json. If the file is damaged or absent, report the damage, derive a state from
-        state.before.json and return that state, with the phase "unknown". A supervisor can continue
-        the run from such a state.
+        """Return the state in state.json. If the file is damaged or absent, call `report` with a
+        line for the user, and return a state that is derived from state.before.json. The derived
+        state has the phase "unknown", and a supervisor can continue the run from it.
 
         Raises LaunchError if the files cannot be read or the run's home was removed.
         """
@@ -220,15 +223,15 @@ class RunHome:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Within the `with` statement, keep other commands from writing this run's files and from
-        starting its supervisor. Raises LaunchError if another command is launching the run, and
-        StoreError if the home is not writable."""
+        """Within the `with` statement, hold a lock that keeps other commands from writing this
+        run's files and from starting a supervisor of the run. Raises LaunchError if another command
+        has the lock, and StoreError if the home is not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 raise LaunchError(
                     f"another command is launching run {self.name!r} right now",
-                    hint=f"see roadtrain status {self.name}, or use another --name",
+                    hint=f"roadtrain status {self.name} shows the run; --name starts another run",
                 )
             yield
 
@@ -275,8 +278,9 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file, which stays locked until its descriptor is closed. Return False if
-    another process has the lock."""
+    """Try to lock a file. The file stays locked until `descriptor` is closed. Return False if
+    another process has the lock. `how`: LOCK_EX for an exclusive lock or LOCK_SH for a shared
+    lock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -303,7 +307,8 @@ def _whole_state(path: Path) -> RunState | None:
         return None
     except OSError as error:
         raise LaunchError(
-            f"{path} cannot be read: {error.strerror}", hint="try again, the file may be undamaged"
+            f"{path} cannot be read: {error.strerror}",
+            hint="try again: the file itself may be undamaged",
         ) from error
 
 
@@ -315,9 +320,10 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 def _state_after(before: RunState) -> RunState:
     """Return a state from which the run can safely continue after its newest state was lost.
-    `before`: The state before the lost state. The lost state may have counted one more attempt. It
-    may also have recorded a committed step, after which the job's `run.new_store` no longer
-    applies."""
+    `before`: The state that was saved before the lost state. Since then, the run may have started
+    one more attempt, so the returned state counts one more attempt. The run may also have committed
+    a step, so the step of the returned state is at least 0: then the job's `run.new_store` does not
+    discard the training."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -2,9 +2,10 @@
 `python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
 HostReport as JSON to stdout.
 
-Changes nothing: a store's lock is taken and released at once, and an unnamed file tests whether a
-directory is writable. Does not import torch, so that the command ends within a second. Does NOT
-judge the results: checks.py, which has the reports of all hosts, finds the problems.
+Changes nothing: to test whether a store is in use, the command takes and releases the store's lock;
+to test whether a directory is writable, the command writes a temporary file without a name. Does
+not import torch, so that the command ends within a second. Does NOT judge the results: checks.py
+compares the reports of all hosts and finds the problems.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class HostQuery(msgspec.Struct, frozen=True):
 
 
 class PathReport(msgspec.Struct, frozen=True):
-    """A directory that the run will use, and will create if it does not exist."""
+    """A report on a directory that the run will use. The directory need not exist yet."""
 
     path: str
     exists: str  # the deepest directory on the path that exists
@@ -68,7 +69,7 @@ class PathReport(msgspec.Struct, frozen=True):
 
 
 class StoreReport(msgspec.Struct, frozen=True):
-    """A directory for a store, and the store in it if there is one."""
+    """A report on a directory for a store, and on the store in this directory if there is one."""
 
     at: PathReport
     locked: bool = False  # True if another process has the store open
@@ -79,7 +80,7 @@ class StoreReport(msgspec.Struct, frozen=True):
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The state of a host."""
+    """A report on a host: its hardware, package versions, directories, stores and ports."""
 
     machine: str  # boot id, which is the same for all hosts on one machine
     processors: int
@@ -94,7 +95,7 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def report_host(query: HostQuery) -> HostReport:
-    """Answer a query about this host."""
+    """Return a report on this host, with the paths and ports of the query."""
     mark = _mark(Path(query.directory))
     absent = [pattern for pattern in query.globs if not _has_text(pattern)]
     return HostReport(
@@ -142,8 +143,9 @@ def report_path(path: str) -> PathReport:
 
 
 def _not_writable(path: Path) -> str:
-    """Return the reason why files cannot be written in a directory, or "" if they can. Writes an
-    unnamed file, as mode bits alone do not show whether a write succeeds."""
+    """Return the reason why files cannot be written to a directory. Return "" if the directory is
+    writable. Writes a temporary file without a name, because mode bits alone do not show whether a
+    write succeeds."""
     if not path.is_dir():
         return f"{path} is not a directory"
     try:
@@ -155,8 +157,8 @@ def _not_writable(path: Path) -> str:
 
 
 def _network_files(path: Path) -> str:
-    """Return the type, source and mount point of the network file system that `path` is on, or ""
-    if the file system is local."""
+    """Return a text with the type, source and mount point of the network file system that contains
+    `path`. Return "" if the file system is local."""
     best, found = -1, ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         source, at, kind = line.split()[:3]
@@ -199,8 +201,9 @@ def _is_locked(directory: Path) -> bool:
 
 
 def _mark(directory: Path) -> MarkRecord:
-    """Return the mark in the run directory's mark.json. Return an empty mark if the file is absent
-    or damaged; `train` reports the damage later."""
+    """Return the content of mark.json in the run's directory, which names the store of the run and
+    a committed step. Return an empty MarkRecord if the file is absent or damaged; `train` reports
+    the damage later."""
     try:
         return msgspec.json.decode(
             unsealed((directory / "mark.json").read_bytes()), type=MarkRecord
@@ -210,7 +213,7 @@ def _mark(directory: Path) -> MarkRecord:
 
 
 def _refused(port: PortQuery) -> str:
-    """Return the reason why a port cannot be bound, or "" if it can."""
+    """Return the reason why a port cannot be bound. Return "" if the port can be bound."""
     family = socket.AF_INET6 if ":" in port.address else socket.AF_INET
     kind = socket.SOCK_DGRAM if port.datagrams else socket.SOCK_STREAM
     with socket.socket(family, kind) as probe:
@@ -231,7 +234,7 @@ _WHY = {
 
 
 def _has_text(pattern: str) -> bool:
-    """Return True if a pattern matches a file or names a directory that has a file in it."""
+    """Return True if a glob pattern matches a file, or names a directory that contains a file."""
     inside = os.path.join(glob.escape(pattern), "**", "*") if os.path.isdir(pattern) else pattern
     return os.path.isfile(pattern) or any(
         os.path.isfile(path) for path in glob.iglob(inside, recursive=True)

@@ -1,6 +1,7 @@
-"""`python -m roadtrain.launch.host_status`: report the status of a launched run from a host with
-workers. Reads {"directory": RUN, "first": true} from stdin and writes {"step": N, "code": 0,
-"lines": [...], "stages": [TABLE, ...]} to stdout. Does NOT import torch.
+"""`python -m roadtrain.launch.host_status`: report the status of a launched run. The supervisor
+runs this command on hosts with workers. The command reads the arguments of `run_status` from
+stdin, as {"directory": RUN, "first": true}. The command writes the result of `run_status` to
+stdout, as {"step": N, "code": 0, "lines": [...], "stages": [TABLE, ...]}. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def run_status(directory: str, first: bool) -> dict[str, Any]:
 
     Returns:
         A dictionary with four keys. `step` is the last committed step, or -1 if no step is
-        committed. `code` is 0 if nothing is wrong. `lines` is a text on the run, empty before the
-        run has started. `stages` is a list of tables of predicted and measured times.
+        committed. `code` is 0 if nothing is wrong, else 1. `lines` is a list of lines that describe
+        the run; it is empty before the run has started, or if `first` is False. `stages` is a list
+        of tables of predicted and measured times, one table for each pipeline stage that has
+        metrics on this host.
     """
     lines: list[str] = []
     code = 0

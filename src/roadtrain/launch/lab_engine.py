@@ -4,9 +4,11 @@ switches have the rates of the plan's cluster.
 
 Needs root, like every lab. Each host has private directories at the mount points of its SSDs and at
 /dev/shm, and shares the rest of the file system with this machine. The files in the private
-directories are kept, in `directory` and in /dev/shm, so that the run can be resumed. Everything
-else is removed when the engine is closed or, if the engine was killed, when the next lab is
-created. Does NOT emulate devices or latency.
+directories are kept after the run, in `directory` and in this machine's /dev/shm, so that the run
+can be resumed. Everything else is removed when the engine is closed or, if the engine was killed,
+when the next lab is created. Does NOT emulate devices or latency.
+
+The lab has these verbs (`LaunchEngine.run_verb`):
 
     rate HOST NIC RATE        set the rate of a card, as in `rate gpu0 0 100Mbit/s`
     link SWITCH SWITCH RATE   set the rate of a link between switches
@@ -62,8 +64,8 @@ class LabEngine(HostAgents):
 
     Args:
         plan_file: The plan to run. It must have a cluster and machines.
-        mark: The mark of the run (see HostAgents).
-        directory: A directory that keeps the content of the hosts' SSDs between starts.
+        mark: A label of the run's processes (see HostAgents).
+        directory: A directory for the content of the hosts' SSDs. It is kept after the run.
 
     Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
     start.
@@ -108,13 +110,16 @@ class LabEngine(HostAgents):
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
-                    raise LaunchError(f"host {host} has no card {nic}: it has {len(cards)} cards")
+                    raise LaunchError(
+                        f"host {host} has no network card {nic}: the cards of the host are"
+                        f" {', '.join(map(str, range(len(cards))))}"
+                    )
                 cards[int(nic)].set_rate(parse_rate(rate))
                 return f"the rate of card {nic} of {host} is now {rate}"
             case ["link", a, b, rate]:
                 links = self._network.links
                 if (link := links.get((a, b)) or links.get((b, a))) is None:
-                    raise LaunchError(f"there is no link between {a!r} and {b!r}")
+                    raise LaunchError(f"the lab has no link between the switches {a!r} and {b!r}")
                 link.set_rate(parse_rate(rate))
                 return f"the rate of the link between {a} and {b} is now {rate}"
         return super().run_verb(words)
@@ -145,8 +150,8 @@ class LabEngine(HostAgents):
         )
 
     def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """Start a command on a lab host, like Popen does. The command sees the host's private
-        directories, and its I/O has the rates of the host's SSDs."""
+        """Start a command on a lab host, with the arguments of Popen. The command sees the host's
+        private directories, and its disk I/O is limited to the rates of the host's SSDs."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -154,8 +159,8 @@ class LabEngine(HostAgents):
         return process
 
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
-        """Create the private directories of each host for /dev/shm and for the mount points of its
-        SSDs."""
+        """Create the private directories of each host: one for /dev/shm, and one for each mount
+        point of the host's SSDs."""
         for name in self._shape.hosts:
             own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
@@ -190,14 +195,14 @@ class LabEngine(HostAgents):
 
     def _room(self, ssd: Ssd, many: int) -> int:
         """Return the size in bytes for an emulated SSD. `many`: The number of emulated SSDs that
-        share the disk."""
+        share this machine's disk."""
         free = int(free_nbytes(self._directory) * FREE) // many
         return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
-        """Remove the shared-memory files that killed processes have left. Keep stores, which are
-        directories."""
+        """Remove the shared-memory files that killed processes have left in the hosts' /dev/shm.
+        Keep directories, because they are stores."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -219,8 +224,8 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the files in the run's directory show that the run has trained. If the run has
-    not trained, the kept files of the lab's hosts belong to an older run of the same name and can
+    """Return True if the run's directory has files of a run that has trained. If the directory has
+    no such files, the kept files of the lab's hosts belong to an older run of the same name and can
     be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
@@ -228,20 +233,21 @@ def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """Remove all files of a run that were kept for the hosts of its lab. The arguments are those of
-    LabEngine."""
+    """Remove all files that were kept after a run for the hosts of its lab. `mark` and `directory`:
+    The arguments with which LabEngine was created."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 
 
 def kept_memory(mark: str) -> Path:
-    """Return the directory with the private /dev/shm of each host of a run, as one subdirectory per
-    host."""
+    """Return the directory that contains a subdirectory for each host of a run. The host sees its
+    subdirectory as /dev/shm. `mark`: The label of the run's processes."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 
 def _make_mount_point(directory: Path, stack: ExitStack) -> None:
-    """Create a mount point. The `stack` will remove the directories that this call creates."""
+    """Create the directory for a mount point. When `stack` is closed, it removes the directories
+    that this call has created."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):

@@ -1,7 +1,7 @@
 """LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
 SSDs, and links between switches. Does NOT create anything (lab_engine.py).
 
-A lab emulates the rates of cards and links and the read and write rates of SSDs. It does not
+A lab emulates the rates of cards and links and the read and write rates of SSDs. A lab does not
 emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
 """
 
@@ -83,7 +83,7 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
 
 
 def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
-    """Return names for the hosts of a kind that the plan does not use.
+    """Return a name for each host of the kind `kind` that the plan does not use.
 
     Args:
         kind: The kind of host.
@@ -95,9 +95,9 @@ def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return for each host the index of the NIC that the lab emulates. These NICs belong to the
-    fastest network that connects all hosts. If no network connects all hosts, the first NIC of each
-    host is used."""
+    """Return the index of the NIC through which a host is reached, for each host by name. These
+    NICs belong to the fastest network that connects all hosts. If no network connects all hosts,
+    the index is 0, the first NIC of each host."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)
@@ -112,8 +112,8 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
-    """Raise ConfigError if all emulated SSDs together are faster than this machine's disk. `read`,
-    `write`: The rates of the disk in bytes per second."""
+    """Raise ConfigError if the rates of all emulated SSDs together exceed the rates of this
+    machine's disk. `read` and `write`: The rates of the disk in bytes per second."""
     for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),

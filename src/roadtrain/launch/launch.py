@@ -79,8 +79,9 @@ def command(
     new_run: str = "",
     placements: str = "",
 ) -> int:
-    """Train a job by a plan: start all its processes on the plan's hosts and keep them running
-    until the job is done. A process that ends early is restarted; every action is logged first.
+    """Train a job by a plan: start all processes on the plan's hosts and keep them running until
+    the job is done. A process that ends early is restarted. Each action is first announced in the
+    log.
 
     Raises RoadtrainError.
 
@@ -91,15 +92,15 @@ def command(
         detach: return as soon as the run is started
         dry_run: only print which processes would start, and which files would be written
         if_launcher_dies: keep: the run goes on; stop: the run commits its step and ends (keep)
-        write: slurm or kubernetes: only write the files with which to start the run on it
+        write: slurm or kubernetes: only write files from which Slurm or Kubernetes starts the run
         out: directory for the files of --write
         image: with --write kubernetes: container image whose `python` has roadtrain installed
-        stop: NAME: commit the run's step and end it
+        stop: NAME: commit the run's step and end the run
         resume: NAME: continue a run that has ended, or whose supervisor was killed
-        replan: NAME: measure the run's links and step times, and plan again with them
+        replan: NAME: measure the run's links and step times, and search for a better plan
         logs: NAME: print the run's log, and follow it while the run is alive
         leaves: NAME:HOST: announce that a host will be lost within --notice seconds
-        comes: NAME:HOST: announce that a host is available, again or for the first time
+        comes: NAME:HOST: announce that a host is available (a new host, or a lost host again)
         notice: seconds until the host of --leaves is lost (120)
         write_plan: with --replan: also write the plan to this file
         new_run: with --replan: NAME of a new run to plan; the existing run keeps its plan
@@ -130,9 +131,14 @@ def command(
     chosen = [(verb, run, do) for verb, (run, do) in verbs.items() if run]
     if len(chosen) > 1 or (chosen and plan):
         also = plan or f"--{chosen[1][0]}"
-        raise ConfigError(f"--{chosen[0][0]} and {also} cannot be combined", hint="give one only")
+        raise ConfigError(
+            f"--{chosen[0][0]} and {also} cannot be combined", hint="use only one of them"
+        )
     if not 0 <= notice < math.inf:
-        raise ConfigError(f"--notice is {notice:g}, not 0 seconds or more", hint="--notice 120")
+        raise ConfigError(
+            f"--notice is {notice:g}, but must be 0 or a larger number of seconds",
+            hint="--notice 120",
+        )
     if if_launcher_dies not in IF_DIES:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, IF_DIES)
     if detach and if_launcher_dies == "stop":
@@ -145,7 +151,9 @@ def command(
     for _, run, do in chosen:
         return do(run)
     if not plan or not job:
-        raise ConfigError("no plan or no job given", hint="roadtrain launch PLAN.toml JOB.toml")
+        raise ConfigError(
+            "launch needs a plan file and a job file", hint="roadtrain launch PLAN.toml JOB.toml"
+        )
     plan_file, checked_job = load_plan_file(plan), load_job(job)
     check_batch(plan_file, checked_job)
     home = RunHome.of(name or Path(job).stem)
@@ -182,12 +190,13 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
     """Raise ConfigError if the job sets a batch or parallel degrees that differ from the plan's.
-    `job`: The job as loaded from the user's file. It records which values the user has set."""
+    `job`: The job as loaded from the user's file, so that the job knows which keys the user has
+    set."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
-            f"a step of the job has {batch} samples (data.batch_size x passes), but a step of the"
-            f" plan has {planned}",
+            f"a step of the job has {batch} samples (data.batch_size x micro-batches), but a step"
+            f" of the plan has {planned}",
             hint="plan again for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
             " batch_size and accumulate out of the job",
         )
@@ -196,7 +205,8 @@ def check_batch(plan_file: PlanFile, job: Job) -> None:
 
 
 def check_engine(name: str) -> None:
-    """Raise ConfigError if an engine is unknown, and LaunchError if it is not installed."""
+    """Raise ConfigError if there is no engine called `name`, and LaunchError if the engine needs a
+    package that is not installed."""
     if name not in ENGINES:
         raise unknown_name("--on", name, ENGINES)
     if supervise := ENGINES[name].supervise:
@@ -219,8 +229,8 @@ def check_directory(home: RunHome, job: Job) -> None:
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """Carry out --dry-run. If only an engine would know the address of a host, the output shows the
-    host's name instead. Return the exit code."""
+    """Carry out --dry-run. If the plan has no address for a host, the output shows the host's name
+    instead, because only a started engine knows the address. Return the exit code."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -232,11 +242,13 @@ def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, i
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:
-        raise ConfigError("--write needs a directory", hint="--out DIR")
+        raise ConfigError(
+            "--write needs a directory for the files", hint="give the directory as --out DIR"
+        )
     if (kind == "kubernetes") != bool(image):
         raise ConfigError(
             f"--write {kind} was given with {f'--image {image}' if image else 'no --image'}",
-            hint="--write kubernetes needs --image NAME, --write slurm takes none",
+            hint="--write kubernetes needs --image NAME; --write slurm does not accept --image",
         )
     run = resolve(plan_file, job, name=name, addresses={}, token=secrets.token_hex())
     for line in function_of(WRITERS[kind])(run, Path(out), image):

@@ -1,9 +1,9 @@
 """LaunchEngine: the interface through which the supervisor (supervisor.py) and the checks before a
 start (checks.py) run processes on hosts. The engines are this host, a lab, and a Ray cluster.
 
-An engine restarts nothing by itself, with one exception: Ray restarts actors, which the engine
-reports as `ProcessRestarted`. The processes of an engine end when the engine ends, so that no
-process is left when a supervisor dies.
+An engine restarts nothing by itself, with one exception: Ray restarts the actor of a service, and
+the engine then reports a `ProcessRestarted`. The processes of an engine end when the engine ends,
+so that no process is left when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spawn = Callable[..., subprocess.Popen[Any]]
 
 @dataclass(frozen=True)
 class HostSeen:
-    """A host that is up."""
+    """A host that is up, as the engine reports it."""
 
     name: str  # the host's name in the plan, or the engine's name for a host not in the plan
     address: str
@@ -49,19 +49,20 @@ class LaunchEngine(Protocol):
         Raises LaunchError if the host cannot be reached or the command fails."""
 
     def run_verb(self, words: Sequence[str]) -> str:
-        """Carry out a user's command for the engine, and return a reply for the user. `words`: A
-        verb and its arguments. All engines have the verbs `leaves HOST SECONDS` and `comes HOST`,
-        whose outcome `events` reports. The lab has more verbs. Raises LaunchError if the verb or
-        the host is unknown."""
+        """Carry out a command that a user gives to the engine, and return a reply for the user.
+        `words`: A verb and its arguments. All engines have the verbs `leaves HOST SECONDS` and
+        `comes HOST`; a later call of `events` returns the resulting HostLeaving, HostLost or
+        HostJoined. The lab has more verbs. Raises LaunchError if the verb or the host is
+        unknown."""
 
     def start(self, process: Process) -> None:
         """Start a server, reducer or switch. `events` reports the end of the process. Raises
         LaunchError if the host of the process is down."""
 
     def start_workers(self, workers: WorkerSet) -> None:
-        """Start all workers. When all of them have ended, `events` reports one WorkersEnded. The
-        event names the first worker that failed or, if no worker failed, the worker that ended
-        last."""
+        """Start all workers. When all workers have ended, `events` returns one WorkersEnded. This
+        event names the first worker that failed. If no worker failed, the event names the worker
+        that ended last."""
 
     def stop(self, name: str, grace_s: float) -> None:
         """End a process. The name "workers" stands for all workers. The process gets SIGINT and is
@@ -69,8 +70,8 @@ class LaunchEngine(Protocol):
         `events` reports the end of the process."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
-        """Return the events since the last call. If there is none, wait for an event for at most
-        `timeout_s` seconds. A line that a process prints is an `Output` event."""
+        """Return the events since the last call. If there are no events, wait for an event for at
+        most `timeout_s` seconds. A line that a process prints is an `Output` event."""
 
     def close(self) -> None:
         """End all processes that the engine has started."""
@@ -79,9 +80,12 @@ class LaunchEngine(Protocol):
 def run_command(
     words: Sequence[str], stdin: str, spawn: Spawn = subprocess.Popen, **popen: Any
 ) -> tuple[int, str, str]:
-    """Run a short Python command to its end. Return its exit code, its stdout and the last line of
-    its stderr. Raises OSError if the command cannot be started, and TimeoutExpired if it does not
-    end within ASK_S seconds."""
+    """Run a short Python command to its end. Return the exit code, the text on stdout and the last
+    line on stderr. Raises OSError if the command cannot be started, and TimeoutExpired if the
+    command does not end within ASK_S seconds.
+
+    `words`: The arguments of the Python interpreter. `stdin`: The input of the command. `spawn`:
+    Function like Popen that starts the command. `popen`: Further arguments of `spawn`."""
     process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
@@ -98,8 +102,9 @@ def run_command(
 
 
 def answer_of(command: str, code: int, answer: str, last_line: str) -> Any:
-    """Decode the answer of a command that `run_command` has run. Raises LaunchError if the command
-    failed or its output is not JSON. `command`: A description of the command for messages."""
+    """Decode the JSON that a command has printed, and return the value. Raises LaunchError if the
+    command failed or its output is not JSON. `command`: A description of the command for messages.
+    The other arguments are the results of `run_command`."""
     if code:
         why = last_line.removeprefix("roadtrain: ") or "it wrote nothing to stderr"
         raise LaunchError(f"{command} ended with code {code}: {why}")

@@ -71,8 +71,8 @@ def _opened(path: Path) -> IO[str]:
 
 
 class LogTail:
-    """Reads the new complete lines of all.log from byte `offset`, and formats them for users with
-    `shown`."""
+    """Reads all.log from byte `offset` while the file grows. `lines` returns the new complete lines
+    as users see them."""
 
     def __init__(self, home: RunHome, offset: int = 0) -> None:
         self._path, self._offset, self._rest = home.all_log, offset, b""
@@ -90,7 +90,7 @@ class LogTail:
 
 
 def shown(line: str) -> str:
-    """Return a line of the log as users see it. Lines of worker 0 lose their prefix, and other
-    lines are unchanged."""
+    """Return the text that users see for a line of the log. A line of worker 0 loses its prefix;
+    any other line is unchanged."""
     head, _, text = line.partition("] ")
     return text if head.startswith(f"[{PLAIN} ") else line

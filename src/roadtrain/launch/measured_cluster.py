@@ -1,15 +1,18 @@
-"""Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Pure.
+"""Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Does no
+I/O.
 
-A stated value is the rate of a card, the rate of a link between switches, or the speed of a device.
-If the measured value differs from the stated value by more than WITHIN, it replaces the stated
-value and is listed in `Cluster.measured`. If the hosts of a kind differ afterwards, the kind is
-split into one kind per host. Each new kind has the name of its host in the plan.
+The cluster states values: rates of cards, rates of links between switches, and speeds of devices.
+If a measured value differs from the stated value by more than the fraction WITHIN, the measured
+value replaces the stated value and is listed in `Cluster.measured`. If the hosts of a kind differ
+afterwards, the kind is split into one kind per host. Each new kind has the name of its host in the
+plan.
 
-A card counts as slower than stated only if all links of its host are too slow in one direction. A
-link is too slow if it is slower than the stated rates of the cards at both ends. The new rate of
-the card is the rate of the fastest link, in the slower direction. So one slow host does not make
-its peers look slow, unless there are only two hosts. Does NOT measure, and does NOT know
-placements.
+Rates are measured between pairs of hosts. A pair is too slow if its measured rate is more than
+WITHIN below the stated rates of both cards. A card counts as slower than stated only if, when
+sending or when receiving, all pairs with its host are too slow. So one slow host does not make its
+peers look slow, unless there are only two hosts. The new rate of the card is the highest rate
+measured for sending or the highest rate measured for receiving, whichever is lower. Does NOT
+measure (measured_run.py).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ WITHIN = 0.15  # largest relative difference at which a stated value is kept
 
 
 class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
-    """The measured link from one host of the run to another."""
+    """The measured rate and latency from one host of the run to another host."""
 
     sender: str
     receiver: str
@@ -41,9 +44,8 @@ def measured_cluster(
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """Return the cluster with measured rates, and a text on each change. The key of a text is the
-    name of the changed value in `Cluster.measured`. If there is no change, the plan's cluster is
-    returned.
+    """Return the cluster with the measured values, and a text on each changed value, by the name of
+    the value in `Cluster.measured`. If no value has changed, return the plan's cluster itself.
 
     Args:
         cluster: The plan's cluster.
@@ -69,8 +71,8 @@ def measured_cluster(
 
 
 def _nic(kind: Host) -> Nic | None:
-    """Return the fastest NIC of a kind of host, through which the hosts of a run reach each other.
-    Return None if the kind has no NIC."""
+    """Return the fastest NIC of a kind of host, or None if the kind has no NIC. The hosts of a run
+    reach each other through their fastest NICs."""
     return max(kind.nics, key=lambda nic: nic.total, default=None)
 
 
@@ -126,8 +128,16 @@ def _changed(
     slower: Mapping[str, float],
     changes: dict[str, str],
 ) -> Host:
-    """Return `kind` with the measured rates of the host `name`. Add a text to `changes` for each
-    measured rate that differs from the stated rate."""
+    """Return `kind` with the values that were measured for the host `name`. Add a text to `changes`
+    for each value that has changed.
+
+    Args:
+        kind: The kind of the host in the plan's cluster.
+        name: The name of the host.
+        rate: The measured rate of the host's card, or None to keep the stated rate.
+        slower: As in `measured_cluster`.
+        changes: The texts on changed values.
+    """
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
@@ -144,9 +154,10 @@ def _changed(
 
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
-    """Return the kinds that replace a kind of host. If the kind's hosts are still alike, the result
-    is one kind, else one kind per host. Hosts that the plan does not use keep the old kind. Hosts
-    with servers stay one kind, as a plan places all servers on one kind of host.
+    """Return the kinds that replace a kind of host after the measurement. If the hosts of the kind
+    are still alike, return one kind. Otherwise return one kind per host, and the old kind for hosts
+    that the plan does not use. Hosts with servers always stay one kind, because a plan places all
+    servers on one kind of host.
 
     Args:
         kind: The kind to replace.
@@ -185,10 +196,10 @@ def _links(
     network: float,
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
-    """Yield the links between switches with their measured rates. The measured rate of a link is
-    the rate between the fastest two hosts that the link connects, in the slower direction. A link
-    keeps its stated rate if the measured rate agrees with the stated rates of the link and of the
-    cards."""
+    """Yield the links between switches with their measured rates, and add a text to `changes` for
+    each changed rate. The measured rate of a link is the highest rate between two hosts at its
+    ends, in the slower direction. A link keeps its stated rate if the measured rate is as expected
+    from the stated rates of the link and of the cards."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [

@@ -2,7 +2,7 @@
 summarize the metrics of a host's workers.
 
     ADDRESS:PORT TOKEN_FILE   started by a LaunchEngine as a process: answers probes until
-                                  it is ended
+                                  the engine ends the process
     (no arguments)            started by `LaunchEngine.ask` as a command: probes the listening
                                   hosts; reads their addresses and the token from stdin (Rule 8)
 
@@ -44,8 +44,9 @@ class MeasureRequest(msgspec.Struct):
 class WorkerSeconds(msgspec.Struct):
     """Median times of a worker's last steps in seconds.
 
-    `seconds` is the time of a whole step, and `stages` the time of each stage of a step.
-    `predicted` has the plan's predictions for the stages; it is empty if the metrics file has none.
+    `seconds` is the time of a whole step. `stages` has the time of each stage of a step, such as
+    Forward. `predicted` has the plan's prediction for each stage, or is empty if the metrics file
+    has no predictions.
     """
 
     seconds: float
@@ -67,7 +68,8 @@ class HostAnswer(msgspec.Struct):
 
 
 def answer(request: MeasureRequest) -> HostAnswer:
-    """Measure the links and read the metrics that a request names. Raises ConfigError."""
+    """Measure the links and read the metrics that a request names. Raises ConfigError if the token
+    or an address is not valid."""
     out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)

@@ -5,9 +5,9 @@ steps. Works through the run's engine after all processes of the run have ended.
     the first host of a group    measures the links between the hosts of the group
     every host with workers      returns a summary of its workers' metrics
 
-A group has at most MOST hosts. Hosts with the same address have no link between them. A failed
-measurement is not an error: `missing` lists it with its reason. Does NOT judge the results
-(measured_cluster.py).
+A group has at most MOST hosts. Of several hosts with the same address, only the first is measured.
+A failed measurement is not an error: `MeasuredRun.missing` has a text with the reason. Does NOT
+judge the results (measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """The content of measured.json."""
+    """The measurements of a run, which are the content of measured.json."""
 
     links: tuple[MeasuredLink, ...] = ()  # the ends are host names
     workers: tuple[MeasuredWorker, ...] = ()
@@ -49,13 +49,14 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The time of a step in seconds, which is the time of the slowest worker."""
+        """The seconds that a step takes on the slowest worker."""
         return max((worker.seconds.seconds for worker in self.workers), default=0.0)
 
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
-    """Measure a run after its processes have ended. `worker_hosts`: The hosts of the last attempt,
-    in the order of their ranks."""
+    """Measure the links of a run after its processes have ended, and collect the times of the last
+    steps. `worker_hosts`: The hosts with workers in the last attempt, in the order of their
+    ranks."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [
@@ -90,7 +91,7 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
 
 
 def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
-    """Return the first host for each address."""
+    """Return the hosts in `names`, but only the first of several hosts with the same address."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(run.address(name), name)
@@ -98,15 +99,15 @@ def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield for each group the probing host and its listening hosts. Consecutive groups have one
-    host in common, so that the measured links connect all hosts."""
+    """Yield a pair for each group: the host that probes the links, and the hosts that listen. Two
+    consecutive groups have one host in common, so that the measured links connect all hosts."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 
 
 def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
-    """Return for each host its listening process and the ADDRESS:PORT at which that process
-    listens."""
+    """Return a pair for each host in `names`, by name: a process that listens on the host, and the
+    ADDRESS:PORT at which the process listens."""
     out: dict[str, tuple[Process, str]] = {}
     used = {port for host in run.machines.hosts for port in host.ports}
     planned = run.machines.rendezvous_port
@@ -158,8 +159,9 @@ def _workers(
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Return for each host the time for which the host's slowest worker computes in a step, divided
-    by the predicted time. Hosts whose workers have no prediction are omitted."""
+    """Return a factor for each host, by the host's name: the measured compute time per step of the
+    host's slowest worker, divided by the predicted compute time. Hosts whose workers have no
+    predictions are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)
@@ -169,5 +171,6 @@ def slower(measured: MeasuredRun) -> dict[str, float]:
 
 
 def computing(stages: Mapping[str, float]) -> float:
-    """Return the seconds spent on computing, which are those of the Forward and Backward stages."""
+    """Return the seconds that a step spends on computing. These are the sum of the times of the
+    stages Forward and Backward in `stages`."""
     return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)

@@ -1,9 +1,9 @@
 """PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
 
-The run is resumed with the options with which it was launched. If these options say that the run
-ends with its launcher, the replan command becomes the launcher and stays until the run ends. If the
-run has ended for another reason than replanning (stopped by the user, done, failed), it is not
-resumed. Does NOT plan.
+The run is resumed with the options with which the run was launched. If these options say that the
+run ends when its launcher ends, the replan command becomes the launcher and waits until the run
+ends. If the run has ended for another reason than replanning (stopped by the user, done, failed),
+the run is not resumed. Does NOT plan.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PausedRun:
-    """A run to stop and resume. `start`: Function that restarts the run. If the second argument,
-    `detach`, is True, the function returns at once. Otherwise it follows the run until the run
-    ends."""
+    """A run to stop and resume. `start`: Function that restarts the run, with the arguments
+    `if_launcher_dies` and `detach`. If `detach` is True, the function returns at once; otherwise
+    the function returns when the run has ended."""
 
     home: RunHome
     start: GoOn
@@ -36,9 +36,10 @@ class PausedRun:
     ends_with_launcher: bool
 
     def measure(self) -> bool:
-        """Stop the run. The run's supervisor measures the links and writes measured.json before it
-        ends. Return False if the run ended for another reason than this request. Raises LaunchError
-        if the run does not end in time or its state cannot be read."""
+        """Stop the run, and wait until its supervisor has measured the links, written measured.json
+        and ended. Return False if the run ended for another reason than this request. Raises
+        LaunchError if the supervisor does not end in time or the state of the run cannot be
+        read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
@@ -58,7 +59,8 @@ class PausedRun:
         return state.phase == "ended" and state.why == PLANNED_ANEW
 
     def report_end(self) -> int:
-        """Report why the run is not resumed. Return the exit code of the replan command."""
+        """Report to the user why the run is not resumed. Return the exit code of the replan
+        command."""
         state, name = self.home.state(), self.home.name
         ended = state.phase == "ended"
         why = state.why if ended else "its supervisor was killed"
@@ -69,8 +71,8 @@ class PausedRun:
         return state.code if ended and state.code in (0, 130) else 1
 
     def go_on(self, *, follows: bool) -> int:
-        """Resume the run with the plan in its home. Return the exit code of the replan command.
-        `follows`: If True, wait until the run ends."""
+        """Resume the run with the plan.toml in the run's home. Return the exit code of the replan
+        command. `follows`: If True, wait until the run ends."""
         if self.ends_with_launcher and not follows:
             self.report(
                 f"run {self.home.name} ends with its launcher: this command waits for the run's end"
@@ -80,8 +82,8 @@ class PausedRun:
         return code if follows or code else self._checked()
 
     def go_on_after(self, error: BaseException) -> None:
-        """Handle a failure of the replan command. If the command has stopped the run, resume the
-        run with its old plan and report whether that worked."""
+        """Handle an error of the replan command. If the command has stopped the run, resume the run
+        with its old plan. Report to the user whether the run goes on."""
         name = self.home.name
         why = str(error).partition("\n")[0] or type(error).__name__
         try:
@@ -118,8 +120,8 @@ class PausedRun:
         return wait_until(is_stopping, STOPS_S) and wait_until(has_ended, MEASURES_S)
 
     def _checked(self) -> int:
-        """Wait until a detached run has passed its checks or has ended. Return the exit code of the
-        replan command."""
+        """Wait until the resumed run has passed the checks of its hosts or has ended. Return the
+        exit code of the replan command."""
 
         def is_decided() -> bool:
             return not is_alive(self.home) or StartPhase.CHECKED in self.home.state().stamps
@@ -127,7 +129,7 @@ class PausedRun:
         if not wait_until(is_decided, CHECKS_S):
             raise LaunchError(
                 f"run {self.home.name} has not checked its hosts within {CHECKS_S:.0f} s",
-                hint=f"roadtrain status {self.home.name} shows its state",
+                hint=f"roadtrain status {self.home.name} shows the state of the run",
             )
         alive = is_alive(self.home)  # must precede the read of the run's state
         state = self.home.state()

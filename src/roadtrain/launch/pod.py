@@ -1,12 +1,12 @@
-"""`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a pod. All workers of a
-start agree on an id for that start. Each worker's process then executes `roadtrain WORDS...`
-(write_kubernetes.py).
+"""`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a Kubernetes pod. The
+workers that start together agree on a start id. Each worker's process then executes `roadtrain
+WORDS...` (write_kubernetes.py).
 
-Kubernetes restarts the pods of a run one by one, without a common counter. The start id is
-therefore in the store of rank 0's torchrun: rank 0 writes a random id, and each rank reads the id
-once. If a rank reads the same store a second time, the rank was restarted but rank 0 was not. The
-start to which the store belongs is then over, so the rank exits. Kubernetes restarts the rank until
-rank 0 is restarted too. Does NOT wait longer than WAIT_S.
+Kubernetes restarts the pods of a run one by one and has no common counter of restarts. So rank 0
+writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. If a rank
+reads the same TCPStore a second time, this rank was restarted but rank 0 was not. The rank then
+exits, because the other workers of the old start are also about to restart. Kubernetes restarts the
+rank until rank 0 is restarted too. Does NOT wait longer than WAIT_S.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ WAIT_S = 120.0  # timeout for rank 0 to write the id after its torchrun has star
 
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
-    """Return the id of this start of the workers. The id is the same on all ranks and different for
-    each start. Raises LostError if this start is over or rank 0 does not write the id in time."""
+    """Return the start id: a text that is the same on all ranks and new whenever rank 0 restarts.
+    Raises LostError if this rank was restarted without rank 0, or if rank 0 does not write the id
+    within `wait_s` seconds."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(

@@ -1,5 +1,5 @@
 """Descriptions of a run's processes: arguments, files, hosts. Engines start processes from these
-descriptions (launch_engine.py); `launch --dry-run` and `--write` print them."""
+descriptions (launch_engine.py); `launch --dry-run` and `launch --write` print the descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class Role(StrEnum):
-    """The role of a process."""
+    """The role of a process in a run."""
 
     WORKER = "worker"
     SERVER = "server"
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file that is written to a host before a process of the host starts."""
+    """A file that an engine writes to a host before the engine starts a process on the host."""
 
     path: str  # absolute
     content: str
@@ -44,16 +44,16 @@ class Process:
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """The workers of an attempt, in the order of their ranks. The workers start together. When a
-    worker fails, all other workers are ended too."""
+    """The workers of one attempt to run, in the order of their ranks. The workers start together.
+    When a worker fails, all other workers are ended too."""
 
     attempt: int  # number of this start of the workers; the first start has number 0
     processes: tuple[Process, ...]
 
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
-    """Return the workers with OMP_NUM_THREADS in their environment. If a worker's environment
-    already has a value, that value is kept.
+    """Return the workers with OMP_NUM_THREADS in their environment. A worker whose environment
+    already has OMP_NUM_THREADS keeps its value.
 
     Args:
         workers: The workers.

@@ -4,17 +4,19 @@
    the hosts before it releases the hosts (measured_run.py).
 2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
 3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
-   Such a plan has the same placement, micro-batches, delay and compression. The servers and their
-   order stay, because a store keeps its shape. The number of pipeline stages may change, because
-   any number of stages can load the snapshots. This requires that the hosts with the snapshots take
-   part, or that all hosts share the run's directory.
+   Such a plan has the same placement, micro-batches, delay and compression. It also has the same
+   servers in the same order, because the division of the model among existing stores is fixed. The
+   number of pipeline stages may change, because any number of stages can load the snapshots. To
+   load the snapshots, the hosts with snapshots must take part, or all hosts must share the run's
+   directory.
 4. Compare the new plan with the old plan at the measured rates. If the new plan shortens a step by
    at least the fraction BETTER: copy the old plan to plan.before-N.toml, replace the run's
    plan.toml, delete measured.json, and resume the run with the new plan.
 
-A run that can never be replanned is refused before it is stopped. A run that was stopped is always
-resumed, with the old plan if no plan is better. With --new-run, other placements are tried too. The
-result is then a plan for a new run, which has its own stores. Does NOT change a job.
+If the run can never be replanned, the command fails before it stops the run. A run that was stopped
+is always resumed, with the old plan if no new plan is better. With --new-run, the command also
+tries other placements, and the result is a plan for a new run with stores of its own. Does NOT
+change a job.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ SAME = 1e-6  # largest relative difference of two predictions that count as the 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """The best plan that the search has found, and the old plan for comparison."""
+    """The best plan that the search has found, and the old plan with which it is compared."""
 
     plan_file: PlanFile  # the plan file with the new plan
     changes: Mapping[str, str]  # texts on the rates that differ from the old plan's cluster
@@ -91,7 +93,7 @@ class ReplanOptions:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The inputs from which a run was planned. `needs_links`: True if there are links to measure,
+    """The inputs from which a run was planned. `needs_links`: True if links must be measured,
     because the run's hosts have more than one address."""
 
     plan_file: PlanFile
@@ -116,7 +118,7 @@ def replan(
         go_on: Function that resumes the run.
         report: Function that prints a line for the user.
 
-    Raises RoadtrainError. If the run was alive, it is resumed even after an error.
+    Raises RoadtrainError. If the run was running before, it is resumed even after an error.
     """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
@@ -161,7 +163,8 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
         )
     if options.detach and ends_with_launcher:
         raise ConfigError(
-            f"--detach cannot be used: run {home.name} ends with its launcher, now this command",
+            f"--detach cannot be used: run {home.name} ends when its launcher ends, and this"
+            " command becomes the launcher",
             hint="leave --detach out",
         )
 
@@ -184,8 +187,8 @@ def planned_run(home: RunHome) -> PlannedRun:
 
 
 def check_names(machines: Machines, cluster: Cluster) -> None:
-    """Raise ConfigError if the names of machines with devices differ from the names that a search
-    would derive from the cluster's kinds of hosts."""
+    """Raise ConfigError if the plan's hosts with devices do not have the names that a search would
+    give to them. A search derives host names from the cluster's kinds of hosts."""
     kinds = {kind.name for kind in cluster.workers}
     every = (*machines.hosts, *machines.spares)
     ours = {host.name for host in every if host.workers or host.kind in kinds}
@@ -226,7 +229,7 @@ def search_again(
     leaves_out: bool,
     cluster: Cluster,
 ) -> SearchResult:
-    """Search a cluster for plans that can continue the run. For a new run, search for any plan.
+    """Search for plans of a cluster that can continue the run. With --new-run, search for any plan.
 
     Args:
         run: The inputs from which the run was planned.
@@ -241,7 +244,10 @@ def search_again(
     computed = {host.name for host in run.machines.worker_hosts}
     there = {host.name for kind in cluster.workers for host, _ in machines_of_kind(kind)}
     if not leaves_out and (lost := sorted(computed - there)):
-        raise ConfigError(f"{', '.join(lost)} cannot be left out: part of the run's state is on it")
+        raise ConfigError(
+            f"a plan for this run cannot leave out {', '.join(lost)}: part of the run's state is"
+            " stored there"
+        )
     old, plans = run.plan_file.plan, JobPlans(run.job, cluster)
 
     def fitted(plan: Plan) -> Plan | str:
@@ -307,8 +313,9 @@ def check_stores(old: Machines, new: Machines, name: str) -> None:
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
-    """Find the constants with which the plan was made. With these constants, the simulator
-    reproduces the plan's prediction. If no known constants do that, return the defaults."""
+    """Return the simulator constants with which a plan was made: the known constants with which the
+    simulator reproduces the prediction in the plan. If no known constants reproduce the prediction,
+    return the default constants."""
     if plan_file.predicted is None:
         return Constants()
     for of in (Constants(), *map(constants, CALIBRATED)):
@@ -320,8 +327,8 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 def kept(old: Machines, new: Machines) -> Machines:
     """Combine the worker hosts of the new plan, in their order, with the services of the old plan.
-    The services stay the same, because a store keeps its shape. A host that no longer has workers
-    or services becomes a spare host."""
+    The services stay the same, because the division of the model among existing stores is fixed. A
+    host that no longer has workers or services becomes a spare host."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
@@ -336,7 +343,8 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Return lines for the user on the measured rates, the predictions and the decision."""
+    """Return lines for the user: the measured rates, the predicted times of the old and the new
+    plan, and why the old plan stays, if it stays."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None
@@ -366,8 +374,8 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
 def _search_and_write(
     home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Search for a plan and write it. Return the path of the copy of the old plan if the run's plan
-    was replaced, else None."""
+    """Search for a better plan, report the result, and write the plan as in `_written`. Return the
+    path of the copy of the old plan if the run's plan.toml was replaced, else None."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in describe(found, measured):

@@ -50,7 +50,7 @@ UNPREDICTED = Predicted(seconds=0.0).model_dump()
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A plan and a job combined into a run."""
+    """A plan and a job, combined into the description of a run."""
 
     name: str
     plan_file: PlanFile
@@ -78,8 +78,8 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """True if workers use reducers. If True, workers also use reducers on hosts that join
-        later."""
+        """True if workers use reducers. In this case, workers also use the reducers on hosts that
+        join later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
@@ -101,8 +101,8 @@ class ResolvedRun:
         return hosts[name]
 
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
-        """Return the run with a new address of a host. If the host is not in the plan, add it as a
-        spare host that can run `workers` workers."""
+        """Return a copy of the run in which the host `name` has the address `address`. If the host
+        is not in the plan, add the host as a spare host that can run `workers` workers."""
         machines = self.machines
         if all(host.name != name for host in (*machines.hosts, *machines.spares)):
             new = PlanHost(name, "", address, workers)
@@ -113,22 +113,22 @@ class ResolvedRun:
         return replace(self, plan_file=plan_file, job=job, addresses=addresses)
 
     def without_spares(self, names: Collection[str]) -> ResolvedRun:
-        """Return the run without these spare hosts."""
+        """Return a copy of the run without the spare hosts in `names`."""
         left = tuple(spare for spare in self.machines.spares if spare.name not in names)
         machines = replace(self.machines, spares=left)
         return replace(self, plan_file=replace(self.plan_file, machines=machines))
 
     @property
     def snapshots_at_workers(self) -> bool:
-        """True if the run's directory on the workers' hosts has state of the run. If True, a host
-        that replaces a worker host needs the same directory."""
+        """True if the run's directory on the workers' hosts has state of the run, such as
+        snapshots. In this case, a host that replaces a worker host needs the same directory."""
         stages = self.job.parallelism
         served = {placement.stage for placement in stages.placements if placement.servers}
         return stages.used and served != set(range(stages.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
-        """Return the directories of the stores that the workers of a host open themselves. Stores
-        of servers are not included."""
+        """Return the directories of the stores that the workers of a host open themselves, without
+        the stores that servers open."""
         job = self.job
         if not job.parallelism.used:
             return [] if job.servers.addresses else job.store.files
@@ -192,10 +192,11 @@ class ResolvedRun:
         """Return the workers of an attempt.
 
         Args:
-            hosts: The hosts to run on, in rank order. Hosts of the plan may be missing, and spare
-                hosts may be included.
+            hosts: The names of the hosts on which to run, in rank order. Hosts of the plan may be
+                missing, and spare hosts may be included.
             attempt: The number of this start of the workers.
-            reducers: The hosts whose reducers are used. If None, the plan's reducers are used.
+            reducers: The hosts whose reducers the workers use. If None, the hosts of the plan's
+                reducers.
             committed: A step that is known to be committed, or -1.
             begins_anew: True if no step was committed, so that the job's `run.new_store` applies.
 
@@ -273,8 +274,8 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Return one sentence with the reason why workers cannot run on these hosts, or "" if they
-        can."""
+        """Return one sentence with the reason why the workers cannot run on the hosts in `hosts`.
+        Return "" if the workers can run on these hosts."""
         try:
             self._job_on(hosts)
         except ConfigError as error:
@@ -285,8 +286,8 @@ class ResolvedRun:
         return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
-        """Describe the state of the run that is lost with these hosts. Return "" if no state is
-        lost."""
+        """Return a text that says which state of the run is on the hosts in `lost`, so that the run
+        cannot go on without these hosts. Return "" if the run can go on without them."""
         job = self.job
         serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
@@ -302,19 +303,23 @@ class ResolvedRun:
         return f"the run's snapshots are in {self.directory} on each worker's host"
 
     def _job_on(self, hosts: Sequence[str]) -> Job:
-        """Return the job adapted to workers on these hosts. Raises ConfigError if the job cannot
-        run on these hosts."""
+        """Return the job, adapted to the number of workers on the hosts in `hosts`. Raises
+        ConfigError if the job cannot run on these hosts."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
-            raise ConfigError(f"0 workers can run on {', '.join(idle)}, but at least 1 is needed")
+            raise ConfigError(
+                "a worker host must run at least 1 worker, but 0 workers can run on"
+                f" {', '.join(idle)}"
+            )
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
     def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
-        """Return True if the plan's predictions apply to these hosts. They apply if each host of
-        the plan, or a host that replaces it, runs the planned number of workers."""
+        """Return True if the plan's predictions apply to the hosts in `there`. The predictions
+        apply if each worker host of the plan runs the planned number of workers. A host of the plan
+        may be replaced by a spare host with the same number of workers."""
         planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
         others = {host.name for host in there} - {host.name for host in planned}
         return len(there) == len(planned) and all(
@@ -323,9 +328,9 @@ class ResolvedRun:
         )
 
     def workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
-        """Return the number of workers for each host. A spare host that replaces a host of the plan
-        runs at most as many workers as the replaced host. Raises ConfigError if a host is
-        unknown."""
+        """Return the hosts, each with the number of workers to run on the host. A spare host that
+        replaces a host of the plan runs at most as many workers as the replaced host. Raises
+        ConfigError if a host is unknown."""
         places = [self.host(name).workers for name in self.worker_hosts]
         most = places if len(places) == len(hosts) else [self.worker_count] * len(hosts)
         spares = {spare.name for spare in self.machines.spares}
@@ -340,7 +345,8 @@ class ResolvedRun:
         return self._path(REDUCERS)
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
-        """Return the content of reducers.txt, which workers read again while they run."""
+        """Return the content of reducers.txt for reducers on the hosts in `hosts`. Workers read
+        this file again while they run."""
         ports = {name: self.host(name).reducer or PORT for name in hosts}
         return "".join(f"{self._reached(name, port)}\n" for name, port in ports.items())
 
@@ -379,7 +385,8 @@ def resolve(
     for host in machines.hosts:
         if not (addresses.get(host.name) or host.address):
             raise ConfigError(
-                f"host {host.name} of the plan has no address", hint="set it in machines.hosts"
+                f"host {host.name} of the plan has no address",
+                hint="set the address in machines.hosts of the plan",
             )
     keys = flat(job_keys(plan_file, job, addresses))
     _check_contradictions(plan_file.plan, job, keys)
@@ -407,15 +414,16 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
 
 
 def _text_of(job: Job) -> str:
-    """Return the content of job.toml for the hosts. If the job does not set data.paths, each host
-    trains on the default text of its own installation. When the workers connect, they check that
-    these texts are the same."""
+    """Return the content of job.toml for the hosts. If the job does not set data.paths, the content
+    does not have data.paths either, so each host trains on the default text of its own
+    installation. When the workers connect, they check that they have the same text."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
 
 def absolute_job(job: Job) -> Job:
-    """Return a job with absolute paths. Relative paths are relative to the current directory."""
+    """Return a copy of a job with absolute paths. Relative paths in the job are relative to the
+    current directory."""
     directory = os.path.abspath(job.run.dir)
     inside = [moved(path, job.run.dir, directory) for path in job.store.files]
     words: dict[str, Any] = {
@@ -432,8 +440,8 @@ def absolute_job(job: Job) -> Job:
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Return the files and folders, other than the training text, that workers read. The keys of
-    the result are the keys of the job that name the files."""
+    """Return the paths of the files and folders that workers read, without the training text. The
+    dict key of a path is the job's key that sets the path, such as `data.tokenizer`."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,

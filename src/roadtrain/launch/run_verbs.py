@@ -1,5 +1,5 @@
-"""Options of `roadtrain launch` that act on an existing run: --stop, --resume, --logs, --leaves and
---comes. Does NOT have --replan (replan.py)."""
+"""Carry out the options of `roadtrain launch` that act on an existing run: --stop, --resume,
+--logs, --leaves and --comes. (For --replan, see replan.py.)"""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def stop_run(name: str) -> int:
 
 
 def stay_stopped(home: RunHome) -> bool:
-    """If the run is paused for --replan (paused_run.py), keep the replan command from resuming it,
-    and return True. If the run is not paused, return False. Raises LaunchError if another command
-    is starting the run."""
+    """If a replan command has paused the run (paused_run.py), keep the command from resuming the
+    run, and return True. If the run is not paused, return False. Raises LaunchError if another
+    command is starting the run."""
     with home.starting():
         state = home.state()
         if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
@@ -72,15 +72,16 @@ def resume_run(
     *,
     paused: bool = False,
 ) -> int:
-    """Resume a run that has ended, and follow it. Return the exit code of the command.
+    """Resume a run that has ended, and print its log until the run ends again. Return the exit code
+    of the command.
 
     Args:
         name: The name of the run.
         if_launcher_dies: "keep" or "stop", as in `launch`.
-        detach: If True, do not follow the run.
+        detach: If True, return at once, without printing the log.
         ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
-        paused: True if the run was stopped for --replan. If the user has stopped the run since
-            then, the run is not resumed.
+        paused: True if the run was stopped for --replan. In this case, the run is not resumed if
+            the user has stopped the run since then.
     """
     home = existing_run(name)
     with home.starting():
@@ -96,7 +97,9 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
     are those of `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
-        raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")
+        raise ConfigError(
+            f"run {home.name!r} is running", hint=f"roadtrain status {home.name} shows it"
+        )
     record = msgspec.structs.replace(
         record,
         start=record.start + 1,
@@ -123,7 +126,8 @@ def show_logs(name: str) -> int:
 
 def tell_host(verb: str, run_and_host: str, *words: str) -> int:
     """Announce to a run's engine that a host leaves or comes, and print the engine's reply. Return
-    the exit code of the command."""
+    the exit code of the command. `verb`: "leaves" or "comes". `run_and_host`: The text NAME:HOST.
+    `words`: The arguments of the verb after the host."""
     name, _, host = run_and_host.partition(":")
     if not host:
         raise ConfigError(f"--{verb} {run_and_host} names no host", hint=f"--{verb} NAME:HOST")

@@ -1,5 +1,5 @@
-"""StartedProcess: a process of a run, as the agent that started it sees it: pipes, last error line,
-end. Does NOT wait for anything (agent.py)."""
+"""StartedProcess: a process of a run that an agent has started, with the pipes for its output, its
+last error line and its deadlines. The methods do NOT wait (agent.py does)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class StartedProcess:
 
     Args:
         words: The arguments of the Python interpreter.
-        mark: The mark of the process and its descendants (descendants.py).
+        mark: A label of the process and its descendants, in an environment variable
+            (descendants.py).
         on_line: Function that gets each line of the output.
         directory: The working directory.
         environment: Extra environment variables.
@@ -69,8 +70,8 @@ class StartedProcess:
 
     @property
     def last_line(self) -> str:
-        """The last error message of roadtrain on stderr or, if there is none, the last line on
-        stderr."""
+        """The last line on stderr that is an error message of roadtrain's command line. If there is
+        no such line, the last line on stderr."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:
@@ -84,8 +85,8 @@ class StartedProcess:
         kill_marked(self.mark)
 
     def read(self, pipe: int) -> int:
-        """Pass the lines in a pipe to `on_line`. Return the number of bytes read, 0 at the end of
-        the stream, or -1 if there was nothing to read."""
+        """Read a pipe once, and pass the new lines to `on_line`. Return the number of bytes read.
+        Return 0 at the end of the stream, and -1 if the pipe has no data yet."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -95,8 +96,8 @@ class StartedProcess:
         return len(data)
 
     def finish(self, code: int) -> None:
-        """Pass the rest of the output to `on_line`, and close the pipes. To be called after the
-        process has ended with this exit code."""
+        """Pass the remaining output to `on_line`, and close the pipes. Call this method after the
+        process has ended. `code`: The exit code of the process."""
         self._popen.returncode = code  # keeps Popen from waiting for the process
         for pipe in self.pipes:
             nbytes = 0

@@ -1,5 +1,5 @@
-"""`roadtrain status`: show the processes and the progress of a launched run. Passes other targets
-to training/status.py. Does NOT import torch."""
+"""`roadtrain status`: show the processes and the progress of a launched run. If the argument is not
+a launched run, training/status.py shows the status. Does NOT import torch."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
 
 
 def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[str], None]) -> int:
-    """Show a run that has ended or whose supervisor was killed. Return the exit code of the
-    command."""
+    """Show the status of a run that has ended, or whose supervisor was killed. Return the exit code
+    of the command."""
     state = home.state(report)
     if state.phase != "ended":
         report(

@@ -1,5 +1,5 @@
-"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. It creates the
-engine, checks the hosts, and runs until the run has ended.
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. The supervisor
+creates the engine, checks the hosts, and runs until the run has ended.
 
     supervisor   holds the run's lock, and restarts the standby if the standby ends
     standby      the process of standby_main.py: waits for the lock. When the supervisor is gone,
@@ -81,8 +81,9 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start got past the checks before the start.
-    Services may then still be running, and an error does not mean that the launch is refused."""
+    """Return True if an earlier supervisor has passed the checks since the last launch or resume of
+    the run, and so may have started processes. In this case, an error must not end the run as
+    refused: another supervisor tries again."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -90,12 +91,12 @@ def had_begun(home: RunHome) -> bool:
 
 
 def not_started(number: int, _: object) -> None:
-    """Signal handler: raise LaunchError for a signal that arrives before the checks have ended."""
+    """Raise LaunchError. This function is the signal handler until the checks have ended."""
     raise LaunchError(f"signal {number} arrived before any process was started")
 
 
 def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
-    """Record that the launch was refused."""
+    """Record in state.json that the launch was refused. `why`: The reason."""
     try:
         home.write_ended(REFUSED, why)
     except (LaunchError, StoreError) as error:  # only the log has the reason
@@ -138,8 +139,9 @@ def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[Resolve
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """Call `write`. If the disk is full, raise FullError if `goes_on` is False, else only log the
-    problem. So a full disk prevents a new launch, but does not end a run that has begun."""
+    """Call `write`. If the disk is full and `goes_on` is False, raise FullError, because a full
+    disk must prevent a new launch. If the disk is full and `goes_on` is True, only log the problem,
+    because a full disk must not end a run that has begun."""
     try:
         write()
     except FullError as error:
@@ -149,7 +151,8 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
 
 
 class Standby:
-    """The standby process of a supervisor. `notify`: Function that logs a line for the user."""
+    """Starts and restarts the standby process of a supervisor. `notify`: Function that logs a line
+    for the user."""
 
     def __init__(self, home: RunHome, notify: Callable[[str], None]) -> None:
         self._home, self._notify = home, notify

@@ -2,9 +2,9 @@
 (launch/protocol/run_state.py), makes the engine carry out the resulting actions, serves requests
 from the control socket, and writes logs and state to the run's home.
 
-One thread. The committed step is read from worker 0's host only when a process has ended, when
-workers restart, and for `roadtrain status`. Does NOT decide about restarts, and does NOT import
-torch.
+The supervisor has one thread. It reads the committed step from worker 0's host only when a process
+has ended, when workers restart, and for `roadtrain status`. Does NOT decide about restarts (the
+state machine does), and does NOT import torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def facts_of(
 
     Args:
         run: The run.
-        first_attempt: The number of the first attempt of this start of the run.
+        first_attempt: The number of the first attempt that this supervisor will start.
         committed: The last committed step, or -1 if it is unknown.
         can_run_on: Function that returns the reason why workers cannot run on given hosts, or "".
     """
@@ -82,13 +82,13 @@ def facts_of(
 
 
 class Supervisor:
-    """The supervisor of one start of a run.
+    """The supervisor of a run.
 
     Args:
         run: The run.
         engine: The engine that runs the processes.
-        home: The home of the run. It must have a state.json, with the attempt and the step from
-            which the supervisor continues.
+        home: The home of the run. Its state.json has the attempt and the step from which the
+            supervisor continues.
         logs: The open logs of the run.
         ends_with_launcher: If True, the run ends when its launcher ends ("hello" in
             control_socket.py).
@@ -202,8 +202,8 @@ class Supervisor:
         self._feed(event)
 
     def _add_host(self, event: m.HostJoined) -> m.HostJoined:
-        """Add a host to the run, and return the event for the state machine. If the host is a spare
-        host that cannot run workers, the event gives it 0 workers."""
+        """Add the host of `event` to the run, and return the event for the state machine. If the
+        host is a spare host that cannot run workers, the returned event has `workers` = 0."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(host.name == event.host for host in self._run.machines.spares)
@@ -230,8 +230,8 @@ class Supervisor:
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
-        """Read the committed step from worker 0's host. A new committed step resets the counts of
-        failures."""
+        """Read the committed step from the first host in `hosts`, which is the host of worker 0.
+        Pass the step to the state machine in a Committed event."""
         if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
         request = {"directory": self._run.directory}
@@ -337,8 +337,9 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the state and the status of the run. The status is read from worker 0's host. The
-        table of a pipeline stage is read from the first host of the stage."""
+        """Return the reply to a status request: the supervisor's state, and the status of the run.
+        Worker 0's host reports the status, and the first host of each pipeline stage reports the
+        table of the stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -401,8 +402,8 @@ class Supervisor:
 
     def _write_state(self, now: bool = False) -> bool:
         """Write state.json if the state has changed. Return True if the file is up to date. If the
-        write fails, a later call tries again, because a full disk must not end a run. After a
-        failure, calls do not try again for WRITE_AGAIN_S seconds, unless `now` is True."""
+        write fails, log the problem and return False, because a full disk must not end a run. A
+        call during the next WRITE_AGAIN_S seconds tries again only if `now` is True."""
         state = self._state()
         if state == self._written:
             return True

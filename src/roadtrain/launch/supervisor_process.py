@@ -1,7 +1,8 @@
-"""Start a run's supervisor process, connect to it, and ask it to stop.
+"""Start the supervisor process of a run, connect to the supervisor, and ask it to stop the run.
 
-The supervisor is a process of this host. It has a session of its own, so that it outlives the
-command. An engine with `EngineKind.supervise` starts its supervisor itself.
+The supervisor is a process of this host, in a session of its own, so that the supervisor outlives
+the command. If an engine has a function `EngineKind.supervise`, as Ray does, this function starts
+the supervisor instead.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def start_supervisor(home: RunHome) -> None:
 
 @contextmanager
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
-    """Connect to a supervisor. If the supervisor is still checking hosts, wait until it answers.
-    Yield the connection, or None if the supervisor has ended. Raises LaunchError if the supervisor
-    does not answer within CHECKS_S seconds."""
+    """Within the `with` statement, provide a connection to a run's supervisor, or None if the
+    supervisor has ended. If the supervisor is still checking hosts, wait until it answers. Raises
+    LaunchError if the supervisor does not answer within CHECKS_S seconds."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:

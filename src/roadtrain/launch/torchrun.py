@@ -1,10 +1,10 @@
-"""Code shared by write_slurm.py and write_kubernetes.py, for `launch --write`: workers under
-torchrun, checks, and notes for the user.
+"""Code that write_slurm.py and write_kubernetes.py share for `launch --write`: the command that
+starts workers with torchrun, checks, and notes for the user.
 
 torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
 port, so that ranks are those of the plan. torchrun does not restart its workers, because the
-torchruns of different hosts count restarts independently. Slurm's script, or Kubernetes, restarts
-all torchruns of the run. Does NOT write files.
+torchruns of different hosts count restarts independently. Instead, the Slurm script or Kubernetes
+restarts all torchruns of the run. Does NOT write files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ SHUTDOWN_S = 100  # time after which torchrun kills its workers; must be less th
 
 
 def first_worker(run: ResolvedRun) -> Process:
-    """Return the worker of rank 0. All workers have the same arguments and files, and torchrun sets
-    their environment. Raises ConfigError if --write does not support the run."""
+    """Return the worker with rank 0. All workers have the arguments and files of this worker, and
+    torchrun sets the environment of each worker. Raises ConfigError if --write does not support the
+    run."""
     check_for_files(run)
     return run.workers(run.worker_hosts, 0).processes[0]
 
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-    """Return the arguments of the Python interpreter that start torchrun. The arguments of the
-    worker come after these arguments.
+    """Return the arguments of the Python interpreter that start torchrun on a host. The caller
+    appends the arguments of the worker.
 
     Args:
         run: The run.
@@ -70,18 +71,19 @@ def check_for_files(run: ResolvedRun) -> None:
 
 
 def with_device(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with run.device set to `cuda` if the job does not set run.device and all
-    workers have accelerators. A worker that sees no accelerator then fails, and does not silently
-    compute on processors (Rule 6)."""
+    """Return the run with run.device set to `cuda` in the job. A worker that sees no accelerator
+    then fails, and does not silently compute on processors (Rule 6). If the job already sets
+    run.device, or if some workers have no accelerators, return the run unchanged."""
     if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
         return run
     return replace(run, job=run.job.changed({"run.device": "cuda"}))
 
 
 def gpus_of(run: ResolvedRun) -> dict[str, int]:
-    """Return the number of accelerators that each host needs, which is one per worker. Hosts that
-    need no accelerators are omitted. The job's run.device decides whether workers need
-    accelerators; if the job does not set run.device, the plan's cluster decides."""
+    """Return the number of accelerators that each host needs, by the host's name: one per worker.
+    Hosts that need no accelerators are omitted. Workers need accelerators if the job sets
+    run.device to `cuda`. If the job does not set run.device, workers need accelerators if their
+    hosts have accelerators in the plan's cluster."""
     workers = [run.host(name) for name in run.worker_hosts]
     if stated := run.job.run.device:
         return {host.name: host.workers for host in workers if stated.startswith("cuda")}
@@ -92,8 +94,9 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
 
 
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
-    """Raise ConfigError if `out` has a file with one of these names that --write has not written.
-    One of the first two lines of a file of --write starts with `mark`."""
+    """Raise ConfigError if --write would replace a file that --write has not written. `out`: The
+    directory. `names`: The names of the files to write. `mark`: A text at the beginning of one of
+    the first two lines of each file that --write has written."""
     for path in (out / name for name in names):
         if path.exists() and not any(
             line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
@@ -117,8 +120,8 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
 
 
 def notes_for_user(run: ResolvedRun) -> list[str]:
-    """Return notes on devices that are not requested, and on features that need a supervisor, which
-    a run of --write does not have."""
+    """Return notes for the user: whether GPUs are not requested, and which features of the plan are
+    not used, because a run of --write has no supervisor."""
     notes = []
     if run.plan_file.cluster is None and not run.job.run.device:
         notes.append(

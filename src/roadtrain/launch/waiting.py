@@ -9,8 +9,8 @@ POLL_S = 0.2  # interval of polls
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, poll_s: float = POLL_S) -> bool:
-    """Poll until the condition is true, and return True. Return False if the condition is not true
-    within `within_s` seconds."""
+    """Call `condition` every `poll_s` seconds until it returns True, and return True. If
+    `condition` does not return True within `within_s` seconds, return False."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

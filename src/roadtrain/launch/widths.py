@@ -1,9 +1,9 @@
-"""job_on(): adapt a job to another number of workers than planned.
+"""job_on(): adapt a job to a number of workers that differs from the plan.
 
 All workers together still compute the same number of micro-batches per step, so that the losses
-stay the same. Workers that use servers accumulate gradients over more or fewer passes. Pipeline
-stages get more or fewer replicas. Arithmetic only. Does NOT know where state is kept or whether the
-state fits into memory.
+stay the same. Without pipeline stages, each worker computes more or fewer micro-batches per step.
+With pipeline stages, each stage gets more or fewer replicas. Does NOT check whether the workers
+have the state of the run (`ResolvedRun.can_run_on`) or enough memory (checks.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class WorkerHost(NamedTuple):
 
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
-    """Return a job for `planned` workers adapted to the workers of `hosts`. Raises ConfigError if
-    the micro-batches or the stages cannot be divided among the workers of `hosts`."""
+    """Adapt `job`, which is made for `planned` workers, to the workers of `hosts`, and return the
+    adapted job. Raises ConfigError if the micro-batches or the stages cannot be divided among the
+    workers of `hosts`."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)
@@ -52,7 +53,7 @@ def _staged(job: Job, planned: int, workers: int, hosts: Sequence[WorkerHost]) -
     widths = [width * workers for width in before.replicas_of]
     if any(width % planned or not width for width in widths):
         raise ConfigError(
-            f"{workers} workers cannot be divided among the stages of {before}",
+            f"{workers} workers cannot be divided among the pipeline stages of {before}",
             hint=f"use a multiple of {before.pp * before.tp} workers",
         )
     stated = job.parallelism.num_microbatches

@@ -1,5 +1,5 @@
-"""WorkerRun: a record of the workers of an attempt: which workers are still running, and which
-worker failed first. Does NOT end processes (agents.py)."""
+"""WorkerRun: records, for one attempt, which workers are still running and which worker failed
+first. Does NOT end processes (agents.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class WorkerRun:
     _ended: list[str] = field(default_factory=list)
 
     def end(self, name: str, code: int, last_line: str, at: float) -> bool:
-        """Record the end of a worker. Return True if the remaining workers must be killed."""
+        """Record the end of a worker. Return True if the remaining workers must be killed, because
+        this worker is the first worker that has failed."""
         self.hosts.pop(name)
         self._ended.append(name)
         if code == 0:
@@ -47,8 +48,9 @@ class WorkerRun:
         return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
-        """If the remaining workers have not ended in time, return the reason why they must be
-        killed. Otherwise return ""."""
+        """Return the reason why the remaining workers must be killed, if they have not ended within
+        ALL_END_S seconds after the first worker ended successfully. Otherwise return "". `at`: The
+        monotonic time in seconds."""
         if self.late_at is None or at < self.late_at or not self.hosts:
             return ""
         self.late_at = None

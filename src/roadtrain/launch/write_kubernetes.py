@@ -6,10 +6,10 @@
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
     Job           runs torchrun for the workers of one host; the pod restarts until all are done
 
-A pod runs on the node that the plan names and uses the node's network and shared memory. The plan
-is made for the links of the hosts, and has their addresses, ports and directories. So each host
-name, path and port in the file comes from the plan or the job, and the cluster's DNS is not used.
-Such pods need a namespace that allows hostNetwork, hostIPC and hostPath.
+A pod runs on the node that the plan names and uses the node's network and shared memory. Each host
+name, path and port in run.yaml comes from the plan or the job, and the cluster's DNS is not used:
+the plan states the addresses, ports and directories of the hosts. The namespace of the pods must
+allow hostNetwork, hostIPC and hostPath.
 
 There is one Job per host, because an indexed Job cannot assign its pods to nodes in order. Host
 names must be node names. Does NOT contact Kubernetes, and does NOT build an image.
@@ -77,7 +77,7 @@ def as_yaml(objects: Iterable[Tree]) -> str:
 
 
 class _BlockDumper(yaml.SafeDumper):
-    """Writes multi-line strings as block literals."""
+    """A YAML dumper that writes multi-line strings as block literals."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -98,10 +98,10 @@ def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
 
 
 def name_of(text: str) -> str:
-    """Return a valid name or label of an object, derived from `text`. The name begins with a
-    letter: it follows the rule for Services, which is the strictest (RFC 1035). If characters other
-    than spaces had to be changed, a hash is appended, so that different texts have different
-    names."""
+    """Return a valid name or label of a Kubernetes object, derived from `text`. The name follows
+    the rule for the names of Services (RFC 1035), because this rule is the strictest. If characters
+    other than spaces must be changed or `text` is too long, the name ends with a hash of `text`, so
+    that different texts have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -252,8 +252,8 @@ class _RunObjects:
         return {"metadata": {"labels": self._labels(process)}, "spec": spec}
 
     def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
-        """Return volume sources for the files of a process. When an object changes, Kubernetes
-        updates the files in running pods."""
+        """Return volume sources for the files of a process. The sources are the Secret and the
+        ConfigMap: when one of them changes, Kubernetes updates the files in running pods."""
         sources: list[Tree] = []
         for kind, secret in (("secret", True), ("configMap", False)):
             names = [PurePosixPath(file.path).name for file in files if file.secret == secret]
@@ -276,8 +276,8 @@ def _port(protocol: str, port: int, key: str) -> Tree:
 
 
 def _ports(process: Process) -> list[Tree]:
-    """Return the container ports of a process. Above its TCP port, a switch also has one UDP port
-    per job."""
+    """Return the container ports of a process. A switch also has one UDP port per job; the numbers
+    of the UDP ports follow the number of the TCP port."""
     tcp = [_port("tcp", port, "containerPort") for port in process.ports]
     if process.role != Role.SWITCH:
         return tcp
@@ -286,28 +286,29 @@ def _ports(process: Process) -> list[Tree]:
 
 
 def _roots(paths: Iterable[str]) -> list[str]:
-    """Return the paths without duplicates and without paths inside other paths."""
+    """Return the paths without duplicates and without paths that are inside another path."""
     distinct = [PurePosixPath(path) for path in dict.fromkeys(paths)]
     return [str(path) for path in distinct if not any(p in path.parents for p in distinct)]
 
 
 def _stores_of(job: Job) -> list[str]:
-    """Return the directories on workers' nodes in which state is stored."""
+    """Return the directories of the stores that workers open on their own nodes."""
     of_stages = [path for placement in job.parallelism.placements for path in placement.files]
     return of_stages if job.servers.addresses else [*of_stages, *job.store.files]
 
 
 def _read_by(job: Job) -> list[str]:
-    """Return the directories of a node that its workers read. The default training text is left
-    out, because the image contains it as a part of the Python installation."""
+    """Return the directories of a node that its workers read. The directory of the default training
+    text is left out, because the container image contains this text."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:
-    """Return a directory that contains all matches of a glob. A path without wildcards may be a
-    file, so return its parent. Raises ConfigError if the path is directly in /."""
+    """Return a directory that contains all matches of the glob pattern `path`. If `path` has no
+    wildcards, return its parent, because `path` may be a file. Raises ConfigError if the path is
+    directly in /."""
     parts = PurePosixPath(path).parts
     fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
     if fixed < 2:

@@ -1,14 +1,15 @@
 """`roadtrain launch --write slurm`: write a directory from which Slurm runs the plan.
 
-    run.sbatch                    begins with the hosts and their processes, which this file
-                                  generates, and continues with run.sbatch of this package, the
-                                  script that keeps the processes running
-    job.toml token reducers.txt   are copied to all hosts by run.sbatch
+    run.sbatch                    the batch script. Its first part is generated and has the hosts
+                                  and their processes. Its second part is a copy of run.sbatch of
+                                  this package and keeps the processes running
+    job.toml token reducers.txt   files that run.sbatch copies to all hosts
 
 The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on
 its host. A step gets only the GPUs that it requests, and cannot request more GPUs than its job has.
-So if hosts need different numbers of GPUs (including 0), the job is heterogeneous, with a component
-for each number. The host names in the plan must be Slurm's node names. Does NOT contact Slurm.
+So if hosts need different numbers of GPUs (including 0), the job is a heterogeneous Slurm job, with
+one component for each number. The host names in the plan must be Slurm's node names. Does NOT
+contact Slurm.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if the output would replace a file that --write has not written. Only
-    run.sbatch and TOML files have a mark that shows that --write has written them. If run.sbatch
-    has been written by --write, the other files are assumed to be written by --write too."""
+    """Raise ConfigError if the output would replace a file that --write has not written. In
+    run.sbatch and TOML files, the first lines show whether --write has written the file. The other
+    files may be replaced only if `out` already has a run.sbatch of --write."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -85,8 +86,9 @@ def slurm_script(run: ResolvedRun) -> str:
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Return the names of the hosts that need the same number of GPUs, by that number. Slurm runs
-    the script on the first host of the first group."""
+    """Group the hosts by the number of GPUs that they need. Return the names of the hosts of each
+    group, by the number of GPUs. Slurm runs the batch script on the first host of the first
+    group."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -125,7 +127,8 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
-    """Yield the variables and functions that the rest of the script uses."""
+    """Yield lines of shell code: the variables and functions that the fixed part of the batch
+    script uses."""
     worker = first_worker(run)
     torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
     words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
@@ -159,9 +162,9 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield shell variables with the job component of each host and the number of GPUs that the
-    host's workers request. All workers of a component are one Slurm step, so that one signal
-    reaches all of them."""
+    """Yield lines of shell code that set variables: the hosts of each worker step, the job
+    component of each host, and the number of GPUs that the host's workers request. All workers of a
+    component are one Slurm step, so that one signal reaches all of these workers."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]

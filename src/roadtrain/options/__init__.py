@@ -1,6 +1,6 @@
-"""Option values and their checks: budgets, compression, delay, names, and the schema of files.
+"""Define and check options: memory budgets, compression of gradients, and delayed updates.
 
-An option value checks itself when it is created. An invalid option raises a ConfigError with the
-name of the option, its value, and the values that are accepted. Read `check.py` first (options of
-functions and values), then `schema.py` (options in files).
+An option such as `TopK` checks its values when it is created. An invalid value raises a ConfigError
+with the name of the option, the invalid value, and the accepted values. Read `check.py` first: it
+checks options that Python code passes. Then read `schema.py`: it checks options in files.
 """

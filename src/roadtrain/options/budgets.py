@@ -1,10 +1,11 @@
-"""Compute from a memory budget how many buffers of each kind to allocate, and which data on files
-to keep in memory as well (Rule 4).
+"""Compute from a memory budget how many buffers of each kind to allocate, and which parts of the
+state files to keep in memory too (Rule 4).
 
 The budget is a number of bytes of host memory. It covers everything that roadtrain allocates: the
-root block, block buffers, gradient buffers, record buffers, saved block inputs, and data on files
-that is also kept in memory. The budget does not cover the interpreter, torch itself, or temporary
-allocations of a block's own forward and backward.
+root block, block buffers, gradient buffers, saved block inputs, and record buffers (a record has
+the weights and the optimizer state of a chunk). If the state is on files, the budget also covers
+the parts of the files that are kept in memory. The budget does not cover the interpreter, torch
+itself, or temporary allocations in the forward and backward of a block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HUGE = 2 * MIB  # bytes of a huge page; buffer sizes are multiples of HUGE
 
 @dataclass(frozen=True)
 class WorkerBudgets:
-    """The numbers and sizes of a worker's buffers. Sizes are upper limits."""
+    """The number of buffers of each kind in a worker, and their sizes. Sizes are upper limits."""
 
     root_bytes: int  # bytes of the buffers of the root block
     slots: int  # number of blocks whose parameters are in memory at once
@@ -45,7 +46,7 @@ class WorkerBudgets:
 
 @dataclass(frozen=True)
 class RecordBudgets:
-    """The buffers of the servers in a process, and the data that these servers keep in memory.
+    """The buffers of all servers in a process, and the chunks that these servers keep in memory.
     Sizes are upper limits."""
 
     buffers: int  # number of records that are read, updated or written at once
@@ -63,8 +64,8 @@ class RecordBudgets:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The division of a memory budget among the buffers of a worker, and of the servers that run in
-    the worker's process."""
+    """The division of a memory budget among the buffers of a worker and the buffers of the servers
+    in the same process."""
 
     worker: WorkerBudgets
     records: RecordBudgets  # of all servers of the process together
@@ -102,8 +103,9 @@ class _Free:
     device: float  # infinity if device memory is not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
-        """Assign at most `most` buffers of `nbytes` bytes each, and at most 1/`share` of the free
-        memory. Returns the number of buffers."""
+        """Assign memory to at most `most` buffers of `nbytes` bytes each. Use at most the fraction
+        1 / `share` of the free host memory. If `on_device` is True, the buffers need device memory
+        too. Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
         if on_device:
             count = int(min(count, self.device // nbytes))
@@ -112,9 +114,10 @@ class _Free:
         return count
 
     def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
-        """Assign one more buffer of each kind in `order`. A buffer that takes more than half of the
-        free memory is left out. For "record", each server gets a buffer. Returns the number of
-        added buffers by kind."""
+        """Assign memory to one more buffer for each item of `order`, which names kinds of buffers.
+        For the kind "record", assign one more buffer to each of the `servers` servers. Skip an
+        item that needs more than half of the free memory. Returns the number of assigned items of
+        each kind."""
         cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
         cost["push"] = size.push
         bought = Counter[str]()
@@ -124,8 +127,8 @@ class _Free:
 
 
 def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
-    """Return the bytes of a host budget. If `budget` is None, returns half of the free memory, or
-    all of the free memory if `whole` is True."""
+    """Return a budget of host memory in bytes. If `budget` is None, the budget is half of the free
+    memory, or all of the free memory if `whole` is True."""
     if budget is not None:
         return parse_bytes(budget)
     free = psutil.virtual_memory().available
@@ -133,7 +136,8 @@ def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
-    """Return the size of a buffer that holds the largest of `nbytes`, at least one huge page."""
+    """Return the size of a buffer that can hold each size in `nbytes`. The size of the buffer is a
+    multiple of the size of a huge page, and is never 0."""
     return round_up(max(nbytes, default=0), HUGE) or HUGE
 
 
@@ -157,7 +161,8 @@ class _Sizes:
         residual_block: int,
     ) -> _Sizes:
         """Compute the sizes. `blocks`: the blocks that use slots. `residual_block`: index of the
-        block with the root's residuals; 0 if the root has no residuals."""
+        block that stores the unsent gradients (residuals) of the root block; 0 if there is no such
+        block."""
         root = table.blocks[0]
         pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (
@@ -183,9 +188,10 @@ def derive(
 ) -> Budgets:
     """Divide a memory budget of `host_bytes` among the kinds of buffers.
 
-    `records`: the records that servers in this process keep. `owners`: the server of each chunk.
-    `device_bytes`: accelerator memory for the root's buffers, slots and gradient buffers; None if
-    it is not limited. If the budget is too small, raises a BudgetError that names the minimum."""
+    `records`: the records of the chunks that servers in this process own, by the id of the chunk.
+    `owners`: the server number of each chunk. `device_bytes`: limit of the accelerator memory for
+    the root block's buffers, slots and gradient buffers; None if there is no limit. If the budget
+    is too small, raises a BudgetError that names the smallest budget that is enough."""
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
     size = _Sizes.of(table, records, blocks, terms.root_residual)
@@ -231,9 +237,10 @@ def derive(
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
-            f"{slots} of {compute} blocks ({show_bytes(size.slot)} each) fit in memory from forward"
-            f" to backward, but all must fit in the budget of {show_bytes(host_bytes)}",
-            hint="buffering='auto' keeps as many as fit (with staleness 0 or 1)",
+            f"buffering='all' keeps {compute} blocks ({show_bytes(size.slot)} each) in memory from"
+            f" forward to backward, but only {slots} blocks fit (the budget is"
+            f" {show_bytes(host_bytes)})",
+            hint="use buffering='auto', which keeps as many blocks as fit (with staleness 0 or 1)",
         )
     resident, public, kept = frozenset(records), frozenset[int](), in_ram
     if on_files:
@@ -260,8 +267,8 @@ def derive(
 def _too_small(
     table: ChunkTable, where: str, least: int, budget: int, on_files: bool
 ) -> BudgetError:
-    """Return an error that says how much memory of the kind `where` ("host" or "device") the model
-    needs at least (`least` bytes), and that the budget of `budget` bytes is smaller."""
+    """Return an error for a budget of `budget` bytes that is smaller than `least`, the number of
+    bytes that the model needs. `where`: the kind of memory, "host" or "device"."""
     enough = f"{-(-least // MIB)} MiB"  # rounded up, so that this number is enough
     way_out = f"give at least {enough}"
     if not on_files:
@@ -269,8 +276,8 @@ def _too_small(
     elif table.chunk_elements > 1 << 16 and where == "host":
         way_out += f", or use chunks smaller than {table.chunk_elements} elements"
     return BudgetError(
-        f"this model needs at least {enough} of {where} memory besides torch, "
-        f"the budget is {show_bytes(budget)} (its largest block is '{_largest(table)}')",
+        f"this model needs at least {enough} of {where} memory besides torch, but "
+        f"the budget is {show_bytes(budget)} (the model's largest block is '{_largest(table)}')",
         hint=way_out,
     )
 
@@ -278,13 +285,14 @@ def _too_small(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Choose the data on files that is also kept in `nbytes` of memory.
+    """Choose which records on files are also kept in `nbytes` bytes of memory.
 
-    Returns the chunks whose whole record is kept, the chunks of which only the weights are kept,
-    and the number of bytes used. Weights have priority over the rest of a record, because weights
-    take 2 bytes per element and are read twice per step; the rest takes 12 bytes or more and is
-    read once. The weights of the first blocks have priority, because the next forward needs them
-    first.
+    Returns the ids of the chunks whose whole record is kept, the ids of the chunks of which only
+    the weights are kept, and the number of bytes used. Weights have priority over optimizer state.
+    Weights usually take 2 bytes per element and are read twice per step. Optimizer state, with the
+    fp32 master copy, usually takes 12 bytes or more and is read once per step. The weights of the
+    first blocks have priority over those of later blocks, because the next forward reads the first
+    blocks first.
     """
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
@@ -325,9 +333,11 @@ def derive_server(
 ) -> ServerBudgets:
     """Divide the memory budget of a server, `host_bytes`, among the kinds of buffers.
 
-    `records`: the server's records. `wide`: whether gradients arrive in fp32. `beside`: bytes of
-    the budget that are used to receive sums from switches (fan-in). If the budget is too small,
-    raises a BudgetError that names the minimum."""
+    `records`: the records of the server's chunks, by the id of the chunk. `workers`: the number of
+    workers. `holds_gradients`: True if updates wait for step(), so that the server must store the
+    gradients of all its chunks. `wide`: True if gradients arrive in fp32. `beside`: bytes of the
+    budget that are reserved to receive sums from switches (fan-in). If the budget is too small,
+    raises a BudgetError that names the smallest budget that is enough."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = buffer_for(record.nbytes for record in records.values())
@@ -340,7 +350,7 @@ def derive_server(
         of_it = f" ({show_bytes(beside)} of it for its fan-in)" if beside else ""
         raise BudgetError(
             f"a server of {len(mine)} chunks and {workers} workers needs at least"
-            f" {-(-least // MIB)} MiB{of_it}, its budget is {show_bytes(host_bytes)}",
+            f" {-(-least // MIB)} MiB{of_it}, but its budget is {show_bytes(host_bytes)}",
             hint="raise --budget, or use smaller chunks (chunk_elements)",
         )
     left = host_bytes - least

@@ -1,9 +1,9 @@
-"""Check the options that code passes to a public function or value.
+"""Check the options that code passes to a public function or dataclass.
 
 The annotation of an argument or dataclass field declares an option: its type, its limits
-(`Annotated[int, Field(ge=1)]`) and its own checks (`refusing`). Each function or value calls
-`check_options` first. An invalid option raises a ConfigError that names the option, its value and
-the values that are accepted. Values are not converted or changed.
+(`Annotated[int, Field(ge=1)]`) and additional checks (`refusing`). Each public function and
+dataclass first calls `check_options`. An invalid option raises a ConfigError that has the name of
+the option, its value and the accepted values. Values are never converted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _check_path(path: str | Path) -> str | Path:
 
 def _check_exists(path: str | Path) -> None:
     if not os.path.exists(path):
-        raise ConfigError("no such file or directory")
+        raise ConfigError("the file or directory does not exist")
 
 
 Size = Annotated[
@@ -74,7 +74,8 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
     Args:
         owner: The function or dataclass that declares the options.
         values: The values of the options, by the name of the argument or field.
-        where: The public name of `owner` to print. If "", the name of `owner` in the code.
+        where: The name of `owner` in the error message. If "", the message has the name that
+            `owner` has in the code.
     """
     model, hints = _declared(owner)
     try:
@@ -94,7 +95,8 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
 
 @functools.cache
 def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return a pydantic model of the options of `owner`, and the annotations of the options."""
+    """Return a pydantic model with a field for each option of `owner`, and the annotation of each
+    option by name."""
     hints = get_type_hints(owner, include_extras=True)
     hints.pop("return", None)
     fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
@@ -122,7 +124,7 @@ def _accepted(hint: Any) -> str:
 
 
 def _limits(metadata: Sequence[Any]) -> list[str]:
-    """Describe the limits of a number, such as `at least 1`."""
+    """Return a text for each limit in the metadata of an annotation, such as `at least 1`."""
     found = [m for about in metadata for m in getattr(about, "metadata", [about])]
     return [
         f"{word} {getattr(m, at):,}"
@@ -137,7 +139,7 @@ def _either(words: Sequence[str]) -> str:
 
 
 def _class_name(kind: Any) -> str:
-    """Name a class as users import it: `torch.nn.Module`, `TopK`."""
+    """Return the name of a class for an error message, such as `a torch.nn.Module` or `TopK`."""
     if not isinstance(kind, type):
         return str(kind).removeprefix("typing.")
     package = ".".join(kind.__module__.split(".")[:2])

@@ -66,7 +66,7 @@ class Downcast:
 
 @dataclass(frozen=True)
 class Delay:
-    """Let the parameters of a step lack some of the latest updates.
+    """Let a step begin before the updates of the latest steps are finished.
 
     If `steps` is 1, each step computes with the parameters from before the last update, and
     the last update runs at the same time. If `steps` is larger, each step computes with the newest
@@ -74,8 +74,8 @@ class Delay:
     are not reproducible.
 
     Args:
-        steps: The largest number of missing updates. If None, the only limit is that a server
-            stores the gradients of 16 steps.
+        steps: The largest number of updates that the parameters of a step may lack. If None, the
+            limit is 16, because a server stores the gradients of at most 16 steps.
 
     Raises:
         ConfigError: `steps` is less than 1.
@@ -88,7 +88,7 @@ class Delay:
 
     @property
     def staleness(self) -> int:
-        """The largest number of updates that a step's parameters can lack."""
+        """The largest number of updates that the parameters of a step may lack."""
         return NO_BOUND if self.steps is None else self.steps
 
     def __str__(self) -> str:

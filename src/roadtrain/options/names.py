@@ -1,4 +1,4 @@
-"""Suggest the nearest valid name when a user types an unknown one."""
+"""Suggest the nearest valid name for an unknown name that a user has typed."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 A schema is a class derived from `Section`, or a class decorated with `value` if code creates its
 instances too. Each field of the class declares a key with its type, unit, limits and description;
-`docs/reference` is generated from these fields. `checked` builds an instance from a table. Every
-mistake raises a ConfigError that names the file and the key. For an invalid value, the error also
-has the value and the expected values. For an unknown key, it has the nearest valid key. Text that
-looks like a number, and true or false, are never converted to a number. The keys themselves are
-    declared in other packages.
+`docs/reference` is generated from these fields. Other packages define the schemas.
+
+`checked` builds an instance from a table. A mistake in the table raises a ConfigError that names
+the file and the key. If the value is invalid, the error also has this value and the accepted
+values. If the key is unknown, the error also has the nearest valid key. A number must be written as
+a number: neither "1" nor true is accepted for 1.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ RULES = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Section(BaseModel):
-    """A base class for a table of a file. The string below a field is the field's description."""
+    """The base class of schemas: a subclass declares the keys of a table in a file. The string
+    below a field is the description of the key."""
 
     model_config = RULES | {"frozen": True, "use_attribute_docstrings": True}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
 def value(kind: type[T]) -> type[T]:
-    """Turn the class `kind` into a frozen dataclass that checks its fields as a Section does.
-    Instances that code creates are checked too; an invalid field raises ConfigError."""
+    """Turn the class `kind` into a frozen dataclass that is a schema like a Section. Instances that
+    Python code creates are checked too: an invalid field raises ConfigError."""
     made: Any = dataclass(frozen=True, config=RULES)(kind)
     plain_init = made.__init__
 
@@ -77,7 +79,8 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class _Refused(ValueError):
-    """A RoadtrainError, wrapped so that pydantic accepts it."""
+    """A ValueError that contains a RoadtrainError. Pydantic expects validators to raise
+    ValueError."""
 
     def __init__(self, error: RoadtrainError) -> None:
         super().__init__(str(error).partition("\nhint: ")[0])
@@ -85,8 +88,8 @@ class _Refused(ValueError):
 
 
 def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap `read` as a pydantic validator. If `read` raises an error, it is reported with the
-    invalid key."""
+    """Turn `read` into a pydantic validator. If `read` raises a RoadtrainError, the user
+    gets an error that has the same text and also names the invalid key."""
 
     def validator(value: Any) -> Any:
         try:
@@ -109,8 +112,9 @@ def _read_unit(parse: Callable[[str], float]) -> BeforeValidator:
 
 
 def _write_unit(unit: str, scale: float = 1.0, decimals: int = 0) -> PlainSerializer:
-    """Print a number with its unit. `decimals`: number of decimals of large numbers. Small numbers
-    have more decimals, so that they are not rounded to 0."""
+    """Return a pydantic serializer that writes a number with the unit `unit`. `scale`: the value of
+    one unit. `decimals`: the number of decimals of large numbers. Small numbers have more decimals,
+    so that they are not rounded to 0."""
 
     def write(number: float) -> str | int:
         digits = f"{number / scale:.{12 if number < 1e3 * scale else decimals}f}"
@@ -152,7 +156,8 @@ Texts = Annotated[list[str], BeforeValidator(_as_list)]  # a single text is acce
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read a TOML file. `what`: the kind of file, for error messages. Raises ConfigError."""
+    """Return the content of a TOML file. `what`: the kind of file, for error messages. Raises
+    ConfigError if the file cannot be read or is not TOML."""
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as cause:
@@ -162,8 +167,8 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def checked(kind: type[T], tree: object, where: str = "") -> T:
-    """Build an instance of `kind` from a table. `where`: name of the file in error messages. Raises
-    ConfigError."""
+    """Build an instance of the schema `kind` from a table. `where`: name of the file in error
+    messages. Raises ConfigError if the table does not match the schema."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as cause:
@@ -171,8 +176,8 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
 
 
 def as_tree(value: Any, **options: Any) -> dict[str, Any]:
-    """Convert `value` to a table. (`checked` builds an equal value from this table.) `options`:
-    arguments for pydantic's `dump_python`."""
+    """Convert an instance of a schema to a table, from which `checked` builds an equal instance.
+    `options`: arguments for pydantic's `dump_python`."""
     tree: dict[str, Any] = TypeAdapter(type(value)).dump_python(
         value, mode="json", exclude_none=True, **options
     )
@@ -180,14 +185,15 @@ def as_tree(value: Any, **options: Any) -> dict[str, Any]:
 
 
 def as_toml(value: Any, **options: Any) -> str:
-    """Convert `value` to TOML. (`read_toml` and `checked` build an equal value from this text.)
-    `options`: arguments for pydantic's `dump_python`."""
+    """Convert an instance of a schema to TOML text, from which `read_toml` and `checked` build an
+    equal instance. `options`: arguments for pydantic's `dump_python`."""
     return tomli_w.dumps(as_tree(value, **options))
 
 
 def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `tree` in which the dotted keys of `overrides` are set; None removes a key.
-    Raises ConfigError."""
+    """Return a copy of the table `tree` with the values of `overrides`. The keys of `overrides` are
+    dotted, such as `run.dir`. The value None removes a key. Raises ConfigError if a part of
+    a dotted key is not a table."""
     out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
     for key, value in overrides.items():
         *path, last = key.split(".")
@@ -208,8 +214,8 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of all tables of a file in one dict: `table.key` -> value. A table inside a
-    table is a value."""
+    """Merge the tables of a file into one dict with dotted keys: {"a": {"b": 1}} becomes
+    {"a.b": 1}. Only the outermost tables are merged: a table inside a table stays a table."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -220,7 +226,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a section by key. Keys are spelled as in a file."""
+    """Return the fields of the schema `kind`, by the name that the key has in a file."""
     fields: dict[str, FieldInfo] = (
         kind.__pydantic_fields__ if is_pydantic_dataclass(kind) else kind.model_fields
     )
@@ -232,9 +238,9 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def section_in(annotation: Any) -> Any:
-    """Return the section (a class for a table) that an annotation contains: the annotation itself,
-    or a section inside one of its arguments, such as the item type of a list. Returns None if the
-    annotation contains no section."""
+    """Return the schema that a type annotation contains, or None if the annotation contains no
+    schema. The schema is the annotation itself or one of its type arguments, such as the schema
+    `Host` in `list[Host]`."""
     if isinstance(annotation, type) and (
         is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):
@@ -244,8 +250,9 @@ def section_in(annotation: Any) -> Any:
 
 
 def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> ConfigError:
-    """Return an error for the first part of the key `path` that is not a key of its section. The
-    hint names the nearest valid key. `where`: name of the file in the message."""
+    """Return an error for the first part of `path` that is not a key in the schema `kind`. `path`:
+    the nested keys that lead to the unknown key. The hint names the nearest valid key. `where`:
+    name of the file in the message."""
     inside, before = kind, ""
     for part in path:
         keys = keys_of(inside) if inside is not None and isinstance(part, str) else {}
@@ -261,15 +268,16 @@ def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> Config
 
 
 def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
-    """Return the RoadtrainError that a `refusing` validator raised; None for any other error."""
+    """Return the RoadtrainError inside a pydantic error that a `refusing` validator has caused.
+    Return None for any other pydantic error."""
     refused = error.get("ctx", {}).get("error")
     return refused.error if isinstance(refused, _Refused) else None
 
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
-    """Return a ConfigError for the first mistake in `tree`. `cause`: pydantic's error when it tried
-    to build an instance of `kind` from `tree`. An unknown key is reported before a missing key.
-    `where`: name of the file in the message."""
+    """Return a ConfigError for the first mistake in the table `tree`. An unknown key is reported
+    before any other mistake. `cause`: the error that pydantic raised for `tree`. `kind`: the schema
+    of `tree`. `where`: name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:
@@ -297,8 +305,9 @@ def _at(where: str) -> str:
 
 
 def _follow(tree: Any, path: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the beginning of `path` that exists in `tree`, and the value at its end. The rest of a
-    pydantic path is the name of one of the types that a field accepts."""
+    """Return the part of `path` that exists in the table `tree`, and the value to which this part
+    leads. Pydantic appends the name of a type to a path if the field accepts several types; this
+    name does not exist in `tree`."""
     through: list[int | str] = []
     for part in path:
         try:

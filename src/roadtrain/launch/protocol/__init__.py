@@ -1,1 +1,2 @@
-"""The state machine of a launched run. It takes events and returns actions (Rule 7)."""
+"""The state machine of a launched run. The state machine gets events and returns actions
+(Rule 7)."""

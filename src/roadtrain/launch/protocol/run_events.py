@@ -1,13 +1,13 @@
-"""Events and actions of the state machine that keeps a launched run going (run_state.py). Pure.
+"""Events and actions of the state machine that keeps a launched run going (run_state.py). The state
+machine reacts to faults as follows:
 
-    services (servers, reducers, switches)   a service that ends is restarted on its own
-    workers                                  when a worker fails, all workers restart from the
-                                             committed step
-    hosts                                    when a host is lost, its ranks move to a spare host, or
-                                             workers continue without the host, or wait for it
+    a service (server, reducer, switch) ends   the service is restarted alone
+    a worker fails                             all workers restart from the committed step
+    a host is lost                             the ranks of the host move to a spare host, or the
+                                               workers continue without the host or wait for the
+                                               host
 
-Each action is preceded by a `NotifyUser` that announces the action. Does NOT know command lines,
-files, engines or clocks.
+Each action is preceded by a `NotifyUser` that announces the action. Does no I/O.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ STEP_GRACE_S = 120.0  # default time for workers to finish and commit a step
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A service has ended, by itself or on request. `code`: The exit code of the process. A
-    negative code -N means that signal N killed the process."""
+    """A service has ended, by itself or on request. `code`: The exit code of the service's process.
+    A negative code -N means that signal N killed the process."""
 
     name: str
     code: int
@@ -47,8 +47,8 @@ class WorkersEnded:
 
 @dataclass(frozen=True)
 class WorkersPlaced:
-    """Ray has placed worker 0, whose process starts next. The state machine ignores this event; it
-    only serves to measure the phases of a start."""
+    """Ray has placed worker 0, and the process of worker 0 starts next. The state machine ignores
+    this event. The supervisor uses the event to measure the phases of a start."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HostLost:
 
 @dataclass(frozen=True)
 class HostJoined:
-    """A host has come up. It is a lost host that is back, or a host that the plan does not have."""
+    """A host has come up: a lost host that is back, or a new host that is not in the plan."""
 
     host: str
     address: str
@@ -70,7 +70,8 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostLeaving:
-    """A host will be lost soon, such as a spot machine or a machine that is being drained."""
+    """A host will be lost within `within_s` seconds, for example because the host is a spot machine
+    or is being drained."""
 
     host: str
     within_s: float
@@ -78,14 +79,15 @@ class HostLeaving:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed. The event resets the counts of failures."""
+    """A step was committed. This event sets the numbers of failures of the workers and of all
+    services to 0."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The run must end, because the user has asked for that or because its launcher has ended."""
+    """The run must end, because the user has stopped the run or because its launcher has ended."""
 
     why: str
 
@@ -97,7 +99,7 @@ class TimePassed:
 
 @dataclass(frozen=True)
 class Output:
-    """A line of output of a process. The state machine ignores it."""
+    """A line that a process has printed. The state machine ignores this event."""
 
     name: str
     host: str
@@ -146,21 +148,22 @@ class StopProcess:
 
 @dataclass(frozen=True)
 class SetReducers:
-    """Write reducers.txt, so that workers use the reducers on these hosts."""
+    """Write reducers.txt on all hosts with workers. The workers then use the reducers on the hosts
+    in `hosts`."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NotifyUser:
-    """Log a line for the user. Precedes the action that it announces."""
+    """Log a line for the user. The line announces the next actions."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """The run is over."""
+    """End the run. This is the last action of the state machine."""
 
     code: int  # 0 if the run is done, 130 if it was stopped on request, else it failed
     why: str  # the reason, one sentence
@@ -183,7 +186,8 @@ class RunService:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about a run that the state machine needs. They do not change during the run."""
+    """The properties of a run that the state machine needs. The properties do not change during the
+    run."""
 
     services: tuple[RunService, ...]  # in the order in which they start
     workers: Mapping[str, int]  # number of workers of each worker host, in the order of the ranks

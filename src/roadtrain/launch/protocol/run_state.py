@@ -1,8 +1,9 @@
-"""RunStateMachine: keeps a launched run going. run_events.py has its events and actions. Pure.
+"""RunStateMachine: keeps a launched run going. Its events and actions are in run_events.py. Does no
+I/O.
 
 An event first updates the state. Then `_settle` takes every action that the new state allows, and
-announces each action with a NotifyUser. If one fault ends a host, a service and the workers, the
-order of the three reports therefore does not matter.
+announces each action with a NotifyUser. So if one fault ends a host, a service and the workers, the
+order of the three events does not matter.
 
     a service   WAITING -> RUNNING -> WAITING ..       (the service ended, or its host is lost)
                             -> STOPPING -> ENDED       (the run ends)
@@ -43,7 +44,7 @@ WORKERS = "workers"  # the name that stands for all workers in StopProcess
 
 
 class RunStateMachine:
-    """The state of one run, and the rules that keep it going."""
+    """The state of one run, and the rules that keep the run going."""
 
     def __init__(self, facts: m.RunFacts) -> None:
         self.facts = facts
@@ -72,8 +73,8 @@ class RunStateMachine:
         self._out: list[m.RunAction] = []  # actions for the event that is being handled
 
     def handle(self, event: m.RunEvent, now: float) -> list[m.RunAction]:
-        """Process an event and return the actions to take. `now`: The monotonic time of the event
-        in seconds."""
+        """Process an event, and return the actions that the supervisor must carry out. `now`: The
+        monotonic time of the event in seconds."""
         if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
         self.now = now
@@ -167,9 +168,10 @@ class RunStateMachine:
             )
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
-        """Handle the end of workers that were stopped to move to other hosts. If the cause was the
-        loss of a host, the end counts as a failure. Without this rule, a host that is lost again
-        and again would keep the run going forever without progress."""
+        """Handle the end of workers that were stopped to move to other hosts. If the workers were
+        stopped because a host was lost, count a failure, so that the run ends after ENDS_AT_MOST
+        failures. Otherwise a host that is lost again and again would keep the run
+        going forever without progress."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -304,8 +306,8 @@ class RunStateMachine:
         self._out.append(m.StartWorkers(self.attempt, hosts))
 
     def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
-        """If a worker runs on this host, stop all workers, so that they restart on other hosts.
-        Return True if the workers are stopped.
+        """If a worker runs on the host `host`, stop all workers, so that they restart on other
+        hosts. Return True if this call stops the workers.
 
         Args:
             host: The host.
@@ -419,7 +421,7 @@ class RunStateMachine:
         return host in self.here and host not in self.leaving
 
     def _lacking(self) -> list[str]:
-        """Return the servers and switches that do not run although workers need them."""
+        """Return the names of the servers and switches that workers need but that do not run."""
         lacking = [
             name
             for name, service in self.services.items()
@@ -429,8 +431,8 @@ class RunStateMachine:
         return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
 
     def _lost_replicated(self) -> list[str]:
-        """Return the servers on lost hosts that have a replica. If there are two or more such
-        servers, both copies of a chunk may be lost."""
+        """Return the names of the servers that are on lost hosts and have a replica. If two or more
+        servers are returned, both copies of a chunk may be lost."""
         places = self.places.items()
         return [name for name, place in places if place.replicated and place.host not in self.here]
 
@@ -453,8 +455,8 @@ class RunStateMachine:
         return f"{', '.join(hosts)} ({share})"
 
     def _without(self, host: str) -> str:
-        """Describe the effect of losing a host with servers or switches. Return "" for a host
-        without them."""
+        """Return a text on the effect of losing a host. Return "" if the host has no servers and no
+        switches."""
         names = [name for name in self._services_on(host) if not self.places[name].reducer]
         if not names:
             return ""

@@ -2,12 +2,13 @@
 WorkerMailbox passes messages between the supervisor and the workers, because actors of Ray Train
 cannot be called by name.
 
-An actor buffers events, and the supervisor fetches them by long polls (`news`), so that a new
-supervisor can continue. If an actor must drop lines, it reports how many.
+An actor buffers events, and the supervisor fetches the events by long polls (`news`). So a new
+supervisor can fetch the events that the old supervisor has not fetched. If an actor must drop lines
+of output, its next reply has the number of dropped lines.
 
 If a ServedProcess is killed, Ray restarts the actor, which starts its process again. If only the
 process has ended, the supervisor creates a new actor. If the node of the supervisor's actor is
-lost, Ray cannot restart that actor. A ServedProcess then ends itself.
+lost, Ray cannot restart the supervisor's actor, so each ServedProcess ends itself.
 
 The arguments of an actor contain the run's token. Ray transfers the token like all other data
 (docs/guides/launch.md).
@@ -37,8 +38,8 @@ ORPHAN_S = 300.0  # time without a poll after which a service checks whether it 
 
 @dataclass(frozen=True)
 class WorkerBegun:
-    """Event: a train function of Ray Train has begun on its node and now starts the process of this
-    worker."""
+    """Event: a train function of Ray Train is running and starts the process of the worker
+    `name`."""
 
     name: str
 
@@ -57,9 +58,9 @@ class EventBatch:
 
 
 class EventLog:
-    """A bounded log of events for polling. Thread-safe. Lines and other events have separate
-    buffers, so that lines never displace other events. Invariant: a buffer keeps at most the last
-    KEPT events, with their sequence numbers."""
+    """A bounded log of events that the supervisor polls. Thread-safe. Lines of output and other
+    events have separate buffers, so that many lines never push out other events. Invariant: a
+    buffer keeps at most the last KEPT events, with their sequence numbers."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
@@ -77,14 +78,14 @@ class EventLog:
             self._changed.notify_all()
 
     def news(self, life: str, after: int, patience_s: float) -> EventBatch:
-        """Return the events that have at least sequence number `after`. If there is none, wait for
-        an event for at most `patience_s` seconds.
+        """Return the events with the sequence number `after` or a higher number. If there are no
+        such events, wait for an event for at most `patience_s` seconds.
 
         Args:
-            life: The `life` of the last reply, which is an id. If the actor was restarted since
-                then, the id has changed, and all events are returned.
-            after: The `then` of the last reply, which is a sequence number. If -1, all events
-                before this call are skipped.
+            life: `EventBatch.life` of the last reply. If the actor was restarted since the last
+                reply, the id has changed, and all events are returned.
+            after: `EventBatch.then` of the last reply, a sequence number. If -1, skip all events
+                before this call.
             patience_s: The longest wait in seconds.
         """
         with self._changed:
@@ -131,8 +132,8 @@ class ServedProcess:
             self.end_if_orphaned(time.monotonic())
 
     def end_if_orphaned(self, now: float) -> None:
-        """End this actor if it was not polled for ORPHAN_S seconds and the supervisor's actor is
-        gone."""
+        """End this actor if the last poll is more than ORPHAN_S seconds old and the supervisor's
+        actor does not exist anymore. `now`: The monotonic time in seconds."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):
@@ -164,7 +165,8 @@ class WorkerMailbox:
             self._attempt = _Attempt(attempt, {node: list(of) for node, of in places.items()})
 
     def take(self, attempt: int, node: str) -> Process | None:
-        """Return a worker of this node that was not taken yet, or None if there is none."""
+        """Return a worker of the node `node` that no train function has taken yet. Return None if
+        all workers of the node are taken or the attempt is over."""
         with self._lock:
             left = self._attempt.places.get(node)
             if attempt != self._attempt.number or not left:
@@ -174,8 +176,8 @@ class WorkerMailbox:
             return process
 
     def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
-        """Add events of a worker. Return the grace period in seconds if the worker must end, else
-        None."""
+        """Buffer events of a worker for the supervisor. If the worker must end, return the grace
+        period in seconds, else None."""
         with self._lock:
             if attempt != self._attempt.number:
                 return 0.0  # the attempt is over: end now
@@ -193,13 +195,14 @@ class WorkerMailbox:
 
 
 def actor_name(run: str) -> str:
-    """Return the name of the supervisor's actor. The names of the service actors begin with this
-    name."""
+    """Return the name of the supervisor's actor of a run. The names of the run's service actors
+    begin with the same text. `run`: The name of the run."""
     return f"roadtrain:{run}"
 
 
 def service_actor(run: str, process: str) -> str:
-    """Return the name of a service's actor. `run`: The name of the supervisor's actor."""
+    """Return the name of a service's actor. `run`: The name of the supervisor's actor. `process`:
+    The name of the service's process."""
     return f"{run}:{process}"
 
 
@@ -227,7 +230,8 @@ def kill_named(actor: str) -> None:
 
 
 def end_actors(run: str) -> None:
-    """Kill the actors of a run's services, which also ends the processes of the services."""
+    """Kill the actors of a run's services. The processes of the services end too. `run`: The name
+    of the supervisor's actor."""
     with suppress(RayError):
         for service in service_actors(run):
             with suppress(RayError):

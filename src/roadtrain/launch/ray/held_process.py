@@ -1,7 +1,8 @@
 """HeldProcess: a process of the run that ends when its holder ends. The holder is an actor or a
 worker of Ray Train. The process has an agent of its own (launch/agent.py). When the holder is
-killed, the agent's stdin ends, and the agent kills the process. The holder cannot use
-PR_SET_PDEATHSIG itself, because Ray's processes are multi-threaded.
+killed, the agent's stdin ends, and the agent kills the process. The agent is needed because the
+holder has several threads: with PR_SET_PDEATHSIG, the kernel would kill the process as soon as the
+thread that started the process ends.
 
 One thread does all the work. Does NOT restart the process.
 """
@@ -32,9 +33,10 @@ class HeldProcess:
 
     Args:
         process: The process to run.
-        mark: The mark of the run.
-        emit: Function that gets the lines and the end of the process, in order. It is called in the
-            thread of this object and must return quickly.
+        mark: A label of the run's processes (see HostAgents).
+        emit: Function that gets the events of the process in order: an Output for each line, and
+            then a ProcessEnded. The function is called in the thread of this object and must return
+            quickly.
     """
 
     def __init__(self, process: Process, mark: str, emit: Callable[[ProcessEvent], None]) -> None:
@@ -58,7 +60,8 @@ class HeldProcess:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Run the process. Emit a ProcessEnded in any case, as nothing else reports the end."""
+        """Run the process to its end. Emit a ProcessEnded even after an error, because nothing else
+        reports the end of the process."""
         name = self.process.name
         ended = ProcessEnded(name, KILLED, f"the agent of {name} was lost")
         try:
@@ -87,8 +90,8 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event, with the names of the process and the host, to Ray's log of this process.
-    Ray's dashboard shows the log."""
+    """Print an event to stdout, with the names of the process and the host. Ray writes the stdout
+    of an actor or worker to a log that Ray's dashboard shows."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

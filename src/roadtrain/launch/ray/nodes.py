@@ -1,4 +1,4 @@
-"""HostMap: assign the nodes of a Ray cluster to the hosts of a plan, and report changes. Pure.
+"""HostMap: assign the nodes of a Ray cluster to the hosts of a plan, and report changes.
 
     by name       A node with the label roadtrain-host=NAME is the host NAME. A node without this
                   label is the host that has its node name, address or host name.
@@ -10,10 +10,10 @@
                   does, the node becomes the host of the dead node.
     returning     A lost host with workers returns on a node that has its name or earlier address
                   and is large enough. Any other node that was free from the start is reported as a
-                  joined host instead, under its own name. The check of a joined host then finds
-                  out whether state of the run was on the lost host.
+                  joined host instead, under its own name. checks.py then checks whether the
+                  joined host lacks state of the run that was on the lost host.
 
-A host keeps its node while the node is alive. Does NOT call Ray (ray_cluster.py).
+A host keeps its node while the node is alive. Does no I/O, and does NOT call Ray (ray_cluster.py).
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class HostMap:
         return [host for name, host in self._hosts.items() if name not in self._nodes]
 
     def was_at(self, host: str) -> str:
-        """Return the address of a host's current or last node, or "" if the host never had one."""
+        """Return the address of a host's current or last node, or "" if the host never had a
+        node."""
         return self._addresses.get(host, "")
 
     def remember(self, host: str, node_id: str) -> None:
@@ -95,8 +96,8 @@ class HostMap:
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def missing_events(self) -> list[RunEvent]:
-        """Return an event HostLost for each host of the plan for which the first `look` found no
-        node."""
+        """Return an event HostLost for each host and spare host of the plan that has no node. Call
+        this once, after the first `look`."""
         why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
@@ -105,7 +106,7 @@ class HostMap:
     def look(
         self, nodes: Sequence[RayNode], why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
-        """Update the assignment and return its changes as events.
+        """Update the assignment of nodes to hosts, and return the changes as events.
 
         Args:
             nodes: All nodes that are alive.
@@ -134,10 +135,13 @@ class HostMap:
         return events
 
     def _lose_early(self) -> list[RunEvent]:
-        """Free the nodes that joined too early, so that hosts of the plan can get these nodes. A
-        node joins too early if it replaces a dead node whose death Ray has not noticed yet. The
-        node has then joined as a host with its own name. Return an event that reports this host as
-        lost."""
+        """Free the nodes that joined too early, so that hosts of the plan can get these nodes.
+
+        A node joins too early if it replaces a dead node before Ray has noticed the death. The host
+        of the dead node seems to be up, so the new node joins as an additional host with its own
+        name. When Ray has noticed the death, this method removes the additional host. Return a
+        HostLost for each additional host that was removed.
+        """
         events: list[RunEvent] = []
         for host in self.missing():
             for name, node in list(self._nodes.items()):
@@ -149,9 +153,9 @@ class HostMap:
         return events
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if `node`, which joined under its own name before this host was known, is the
-        host of the plan. A matching address counts only if no other node has the same address,
-        because a machine may run several nodes."""
+        """Return True if `node` joined too early and should be the node of the plan's host `host`.
+        A matching address counts only if no other node has the same address, because a machine may
+        run several nodes."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
         if _by_label(host, node) or _by_name(host, node):
@@ -174,8 +178,8 @@ class HostMap:
         return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
-        """Assign free nodes to hosts, and remove them from `free`. Return the hosts of the plan
-        that got a node and the hosts that joined."""
+        """Assign free nodes to hosts, and remove the assigned nodes from `free`. Return the names
+        of the plan's hosts that got a node, and the names of the hosts that joined."""
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
@@ -199,8 +203,9 @@ class HostMap:
         return host
 
     def _give_own(self, free: list[RayNode]) -> list[str]:
-        """Assign each free node that matches a host of the plan by label, name or address to this
-        host. Return the hosts that got a node."""
+        """For each host of the plan without a node, find a free node with the label, name or
+        address of the host, and assign the node to the host. Return the names of the hosts that got
+        a node."""
         new = []
         for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
             for host in self.missing():
@@ -213,8 +218,9 @@ class HostMap:
         return not node.label and not host.address and node.address == self.was_at(host.name)
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if a node is large enough for a host that had a node before. The first node
-        of a host is always accepted, because checks.py reports what the node lacks."""
+        """Return True if a node has enough processors and devices for a host that had a node
+        before. Return True for the first node of a host, because checks.py later reports which
+        resources the node lacks."""
         if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
@@ -228,8 +234,8 @@ class HostMap:
         return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
 
     def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
-        """For each lost host with workers, let a node that was free from the start join as a new
-        host. Return the names of the new hosts."""
+        """For each lost host with workers, find a free node that is large enough, and let the node
+        join as a new host. Return the names of the new hosts."""
         new = []
         for host in self.missing():
             if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
@@ -242,7 +248,8 @@ class HostMap:
         return new
 
     def places_of_workers(self) -> list[dict[str, int]]:
-        """Return the resources that each worker host of the plan needs from its node."""
+        """Return the resources that each worker host of the plan needs from its node, such as
+        {"CPU": 2, "GPU": 2}."""
         places = []
         for name in self._replaceable:
             count, node = self._hosts[name].workers, self._nodes.get(name)
@@ -280,9 +287,9 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
 
 
 def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
-    """Return a sort key for the nodes that could become this host. The key prefers the nodes on
-    which the host would leave the fewest accelerators idle. The head node comes after equal nodes,
-    as it also runs Ray's own services."""
+    """Return a sort key for the nodes that could become the host `host`. The best node, with the
+    fewest idle accelerators, comes first. Among equal nodes, the head node comes last, because the
+    head node also runs Ray's own services."""
     return lambda node: (
         max(0, node.devices - host.workers),
         node.head,

@@ -37,8 +37,8 @@ HEAD = "node:__internal_head__"  # a resource that only the head has
 
 def connect(address: str) -> None:
     """Make this process a driver of a cluster. `address`: The HOST:PORT of the cluster's head. If
-    "" or "auto", connect to the cluster of the node that runs on this host. Raises LaunchError,
-    ConfigError."""
+    "" or "auto", connect to the cluster of the node that runs on this host. Raises LaunchError if
+    the connection fails, and ConfigError if the address is not valid."""
     _check_reachable(address)
     try:
         ray.init(
@@ -84,8 +84,8 @@ def has_node_here(address: str) -> bool:
 
 
 def is_same(address: str, other: str) -> bool:
-    """Return True if two HOST:PORT have the same port and the hosts have a common address. A host
-    name that cannot be resolved matches any host."""
+    """Return True if two texts HOST:PORT can mean the same server: the ports are equal, and the
+    hosts have a common IP address. A host name that cannot be resolved matches any host."""
     (host, port), (other_host, other_port) = address_of(address), address_of(other)
     if port != other_port:
         return False
@@ -94,8 +94,8 @@ def is_same(address: str, other: str) -> bool:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the addresses of a host, or an empty set if its name cannot be resolved. If the host
-    is this host, include the addresses of all its network interfaces."""
+    """Return the IP addresses of a host, or an empty set if the host name cannot be resolved. If
+    `host` is this host, include the addresses of all network interfaces of this host."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -110,17 +110,18 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 
 
 def nodes() -> list[RayNode]:
-    """Return the nodes that are alive."""
+    """Return the nodes of the cluster that are alive."""
     leaving = ray_state.get_draining_nodes()
     return [_node(info, leaving) for info in ray.nodes() if info["Alive"]]
 
 
 def request_nodes(places: Sequence[Mapping[str, int]]) -> None:
-    """Ask the autoscaler to keep nodes for all these resources and to replace nodes that die. Ray
-    does not do so by itself for actors that are bound to nodes, like those of roadtrain.
+    """Ask Ray's autoscaler to keep enough nodes for the resources in `places`, and to replace nodes
+    that die. Without this request, the autoscaler does not replace the node of an actor that is
+    bound to a node, and roadtrain's actors are bound to nodes.
 
     An empty sequence withdraws the request. A cluster has only one such request, so this call
-    replaces the request of any other program. In a cluster without an autoscaler the call has no
+    replaces the request of any other program. In a cluster without an autoscaler, the call has no
     effect.
     """
     with suppress(RayError, RuntimeError, OSError):

@@ -1,4 +1,4 @@
-"""RayEngine: the LaunchEngine of a Ray cluster. Its process is a driver of the cluster.
+"""RayEngine: the LaunchEngine of a Ray cluster. The process of the engine is a Ray driver.
 
     a server, reducer or switch   runs in a detached actor ServedProcess "roadtrain:RUN:NAME", which
                                   is bound to the node of its host and restarted by Ray if killed
@@ -6,8 +6,8 @@
                                   with it
     a host                        is a node (nodes.py)
 
-`close` ends all services and workers. If the driver is killed, its workers end, but its services
-keep running; a new engine of the same run finds these services and keeps them.
+`close` ends all services and workers. If the driver is killed, the workers end, but the services
+keep running. A new engine of the same run finds the running services and keeps them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RayEngine:
 
     Args:
         hosts: The plan's hosts.
-        mark: The name of the run on the cluster.
+        mark: The name of the run on the cluster. The names of service actors begin with this name.
         spares: The plan's spare hosts.
         addresses: For a host name, the address of the host's node in earlier starts of the run.
         begun: If True, an earlier engine has started the run, and running services with this mark
@@ -193,7 +193,7 @@ class RayEngine:
                 self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
-            f"unknown verb `{' '.join(words)}`",
+            f"the Ray engine does not know the verb `{' '.join(words)}`",
             hint="the verbs are `leaves HOST SECONDS` and `comes HOST`",
         )
 
@@ -218,8 +218,8 @@ class RayEngine:
             except ValueError:  # the actor that had the name is still ending
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"an actor {service_actor(self._mark, process.name)} has not ended within"
-                        f" {NAME_S:.0f} s"
+                        f"the actor {service_actor(self._mark, process.name)} was killed, but has"
+                        f" not ended within {NAME_S:.0f} s"
                     ) from None
                 kill_named(service_actor(self._mark, process.name))
                 time.sleep(0.1)
@@ -265,7 +265,7 @@ class RayEngine:
                 return events
 
     def _look(self) -> None:
-        """Check which nodes are alive, and queue events for changes."""
+        """Check which nodes are alive, and queue the resulting events, such as HostLost."""
         self._looked_at = time.monotonic()
         found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
         for event in found:
@@ -313,8 +313,8 @@ class RayEngine:
         service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _drain_mailbox(self) -> None:
-        """Read all remaining events of the workers after they have ended. A poll that is already in
-        flight may miss the last events, so a second poll follows."""
+        """Read all remaining events of the workers after the workers have ended. A poll that is
+        already in flight may miss the last events, so send a second poll."""
         mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
         while in_flight:
             in_flight = mailbox.poll is not None
@@ -330,8 +330,8 @@ class RayEngine:
             self._take(mailbox, batch)
 
     def _actor_silent(self, service: _PolledActor) -> None:
-        """Kill an actor that does not answer, and its process (Rule 5). Ray restarts the mailbox;
-        the supervisor restarts a service."""
+        """Kill an actor that does not answer, and the process of the actor (Rule 5). Afterwards,
+        Ray restarts the actor if it is the mailbox, and the supervisor restarts a service."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
             self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))
@@ -387,8 +387,8 @@ class RayEngine:
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
-    """Return the actor, the process and the node id of each running service of a run, by the name
-    of its process."""
+    """Return a triple (actor, process, node id) for each running service of a run, by the name of
+    the process. `mark`: The name of the run on the cluster."""
     found = {}
     for actor in service_actors(mark):
         try:
@@ -408,11 +408,14 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Kill all services with this mark. Raises LaunchError if an actor does not end."""
+    """Kill all services of a run. `mark`: The name of the run on the cluster. Raises LaunchError if
+    an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
-            raise LaunchError(f"the actor {left[0]} of an earlier launch has not ended")
+            raise LaunchError(
+                f"the actor {left[0]} of an earlier launch was killed, but has not ended"
+            )
         end_actors(mark)
         time.sleep(0.1)
 

@@ -37,14 +37,14 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that runs the supervisor and restarts it. The actor ends with this start of the
-    run.
+    """The actor that runs the supervisor of a run, and restarts the supervisor after a failure. The
+    actor ends when the run has ended or was resumed by a later command.
 
     Args:
         path: The directory of the run's home.
         name: The name of this actor.
         environment: Environment variables of the supervisor.
-        launched: The time of the launch, which identifies the start of the run.
+        launched: The time at which the run was launched or resumed. Each resume has another time.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class SupervisedRun:
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
-        """Return True if this start of the run is over. Raises LaunchError if the run's state
-        cannot be read after several tries."""
+        """Return True if the actor must end. Raises LaunchError if the run's state cannot be read
+        after several tries."""
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
-        """Return True if this start of the run has ended or was replaced by a later start, which
-        has its own actor."""
+        """Return True if the run has ended, or was resumed later. A run that was resumed has a new
+        SupervisedRun."""
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
@@ -106,8 +106,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor, and wait until the supervisor has the run's lock or has refused the
-    run. Raises LaunchError if the supervisor does not start."""
+    """Start the supervisor of a run on Ray. Wait until the supervisor has the run's lock, or has
+    refused the run because a check failed. Raises LaunchError if the supervisor does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -144,8 +144,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait until the actor of a run that has just ended is gone. Raises LaunchError if the actor
-    does not end."""
+    """Wait until no actor has the name `name`, because the actor of a run that has just ended may
+    still exist. Raises LaunchError if the actor does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(

@@ -5,13 +5,13 @@ Each worker has one bundle of resources. The bundle is bound to a node by the no
 each host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
 because Ray assigns ranks in its own order and treats nodes with the same address as one node.
 
-Ray is configured to stop at the first failure. The supervisor restarts the workers with a new
-trainer. The next attempt has another number and may run on other hosts, and the supervisor must
-announce both before the restart.
+Ray Train is configured to stop at the first failure and not to restart workers. Instead, the
+supervisor restarts the workers with a new trainer, because the supervisor must first announce the
+restart and may choose other hosts.
 
-Two private callbacks of Ray Train are disabled. The cleaner of placement groups would poll a
-dashboard for 10 s at the end of each attempt, and is not needed, as placement groups end with this
-driver. The watcher of preempted nodes would do the same work as nodes.py.
+Two private callbacks of Ray Train are disabled. The callback that cleans up placement groups would
+wait up to 10 s at the end of each attempt, and is not needed, because placement groups end with
+this driver. The callback that watches for preempted nodes would do the same work as nodes.py.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ ENVIRONMENT = {
 
 
 class AllDevicesSeen(Backend):
-    """Makes the devices of all workers of a node visible to each of these workers. A worker uses
-    the device with the number LOCAL_RANK."""
+    """A backend of Ray Train that makes the devices of all workers on a node visible to each worker
+    on the node. A worker uses the device with the number LOCAL_RANK."""
 
     share_cuda_visible_devices = True
 
 
 class NoGroups(BackendConfig):
-    """Keeps Ray from creating a process group, because `train` creates its own process group."""
+    """A backend configuration that keeps Ray Train from creating a torch.distributed process group,
+    because `train` creates its own process group."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -85,7 +86,7 @@ class NoGroups(BackendConfig):
 
 
 class WorkerTrainer(DataParallelTrainer):
-    """A trainer of Ray Train without the callbacks in LEFT_OUT."""
+    """A trainer of Ray Train without the callbacks whose class names are in LEFT_OUT."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -96,8 +97,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
     """Run one worker to its end. This is the train function that Ray Train calls.
 
     Raises LaunchError if the worker fails without a stop request. After a stop request, a failure
-    is not raised. Ray Train would react to the error by killing the other workers, but these must
-    finish their step.
+    is not raised, because Ray Train would then kill the other workers, which must finish their
+    step.
     """
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
@@ -184,7 +185,8 @@ class RayWorkers:
         self._order(grace_s)
 
     def lose(self, host: str) -> None:
-        """Record the end of the workers on a lost host, as nothing else reports their end."""
+        """Record that the workers on a lost host have ended, because nothing else reports their
+        end."""
         why = f"its host {host} was lost"
         for name in [name for name, where in self._run.hosts.items() if where == host]:
             self.take(ProcessEnded(name, KILLED, why))
@@ -207,7 +209,7 @@ class RayWorkers:
             self._order(0.0)
 
     def _order(self, grace_s: float) -> None:
-        """Tell all workers to end."""
+        """Tell all workers to end within `grace_s` seconds."""
         self._mailbox.order.remote(self.attempt, grace_s)
         self._let_go_within(grace_s + LET_GO_S)
 
@@ -216,8 +218,9 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if Ray Train has released the workers' resources or has missed the deadline
-        for that (Rule 5). If the result is True, all events of the workers are in the mailbox."""
+        """Return True if the attempt is over: Ray Train has released the resources of the workers,
+        or has not released the resources before the deadline (Rule 5). If the result is True, all
+        events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
@@ -233,8 +236,8 @@ class RayWorkers:
         return True
 
     def ended(self) -> WorkersEnded:
-        """Return the result of the attempt. Call this after `is_over` is True and all events were
-        handled."""
+        """Return the result of the attempt. Call this method only after `is_over` has returned True
+        and all events were handled."""
         for name in list(self._run.hosts):  # workers that were lost with their nodes or not started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
         self._ended = self._ended or self._run.ended()
@@ -255,7 +258,7 @@ def ray_workers(
         workers: The workers.
         nodes: The node of each host.
         mailbox: The WorkerMailbox actor.
-        mark: The mark of the run.
+        mark: The name of the run on the cluster.
         directory: The directory for files of Ray Train.
 
     Raises LaunchError if a node has too few processors or devices.
@@ -317,9 +320,9 @@ def trainer_of(
 
 
 def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """Return for each host the number of threads per worker. The workers of a machine share its
-    processors equally, even if several nodes run on the machine. Ray itself would give each worker
-    one thread, as a worker requests one CPU."""
+    """Return the number of threads per worker for each host, by the host's name. All workers on a
+    machine get equal shares of its processors, even if several nodes run on the machine. Without
+    this number, Ray would set OMP_NUM_THREADS to 1, because a worker requests one CPU."""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
     return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
