@@ -1,10 +1,10 @@
-"""Benchmarks that measure roadtrain beside its peers. Peer libraries are imported only in this
-package.
+"""Benchmarks that compare roadtrain with similar libraries ("peers", such as DeepSpeed). Only this
+package imports peers.
 
     python -m benchmarks NAME [--json FILE] [--quick]
 
-Benchmarks start children as `python -m benchmarks.NAME`. PYTHONPATH is set below so that a child
-finds this package from any working directory.
+Benchmarks start child processes as `python -m benchmarks.NAME`. Importing this package adds the
+checkout to PYTHONPATH, so that a child finds this package from any working directory.
 """
 
 import os

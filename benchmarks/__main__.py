@@ -1,6 +1,7 @@
-"""`python -m benchmarks NAME`: run a benchmark beside its peer and print a table of results.
+"""`python -m benchmarks NAME`: run a benchmark of roadtrain and of the library that it is compared
+with, and print a table of results.
 
-A missed goal is printed, and is not an error.
+The table shows whether each result meets its goal. If a goal is missed, the exit code is still 0.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:
-    """List the modules of this package that define `run`. Reads the modules' source, because
-    importing all of them takes seconds.
+    """List the modules of this package that define a function `run`. The list is found by reading
+    the source of the modules, because importing all modules takes seconds.
     """
     folder = Path(benchmarks.__file__).parent
     found = (m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
@@ -27,10 +28,11 @@ def names() -> list[str]:
 
 
 def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[str] = ()) -> None:
-    """Run benchmarks.NAME and print its table.
+    """Run the benchmark benchmarks.NAME and print its table of results.
 
     Args:
-        json: also write the figures to this file
+        json: file to which the results are also written, as JSON
+        quick: use small sizes, only to check that the benchmark works
         only: run only these items of the benchmark
 
     Raises:
@@ -42,7 +44,9 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     module = importlib.import_module(f"benchmarks.{name}")
     items = list(getattr(module, "ITEMS", ()))
     if only and not items:
-        raise ConfigError(f"benchmark {name} has no items", hint="leave --only out")
+        raise ConfigError(
+            f"benchmark {name} has no items", hint="run the whole benchmark, without --only"
+        )
     for item in only:
         if item not in items:
             raise unknown_name("item", item, items)
@@ -53,11 +57,11 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
 
 
 def bench(name: str, json: str | None = None, quick: bool = False) -> None:
-    """Run a benchmark beside its peer. Deprecated: use `python -m benchmarks NAME`.
+    """Run a benchmark and print its table of results. Deprecated: use `python -m benchmarks NAME`.
 
     Args:
-        json: also write the figures to this file
-        quick: use small sizes, to check that the benchmark runs at all
+        json: also write the results to this file
+        quick: use small sizes, only to check that the benchmark works
     """
     print("roadtrain bench is deprecated: use `python -m benchmarks`", file=sys.stderr)
     run(name, json, quick)

@@ -3,8 +3,9 @@ most 3 GB of memory.
 
 The model is a Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta` and
 initialized block by block. Its bf16 parameters, fp32 masters and AdamW state take 14 bytes a
-parameter in each of the store's two slots. The text, the wide products and the training loop are
-those of model420. The store's directory is created in the current directory and removed afterwards.
+parameter in each of the store's two slots. The text, the matrix products and the training loop are
+those of benchmarks/model420.py. The store's directory is created in the current directory and
+removed afterwards.
 
     python -m benchmarks.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
 """

@@ -1,7 +1,8 @@
-"""Run a measurement in a process of its own, or in several, and read its result and peak memory.
+"""Run a measurement in one or several child processes, and read each child's result. Also read the
+memory of a process, and start servers on this host.
 
-Also starts servers beside that process. Does NOT import torch, because some benchmarks also count
-the memory of the process that waits.
+Does NOT import torch. Some benchmarks also count the memory of the parent process, which should
+stay small.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from roadtrain.units import show_bytes
 def run_child(
     module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
 ) -> dict[str, Any]:
-    """Run `python -m module ARGS --json FILE` and return what it wrote to FILE.
+    """Run `python -m module ARGS --json FILE` and return the JSON object that it wrote to FILE.
 
     Args:
-        env: variables that are added to the environment of this process
+        env: environment variables of the child, in addition to those of this process
         echo: show the child's output instead of capturing it
 
     Raises:
-        RoadtrainError: the child failed; the message ends with its last output
+        RoadtrainError: the child failed; the message ends with the child's last output
     """
     return run_children(module, args, [env or {}], echo=echo)[0]
 
@@ -41,10 +42,15 @@ def run_child(
 def run_children(
     module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
 ) -> list[dict[str, Any]]:
-    """Run the module once for each environment in `envs`, all at the same time, and return all
-    results. If a process fails, the others are killed.
+    """Run `python -m module ARGS --json FILE` once for each entry of `envs`, all at the same time.
+    Returns the result of each process. If a process fails, the others are killed.
 
-    The other arguments are those of `run_child`.
+    Args:
+        envs: environment variables of each process, in addition to those of this process
+        echo: show the output of the processes instead of capturing it
+
+    Raises:
+        RoadtrainError: a process failed; the message ends with the last output of the process
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         outs = [Path(name) / f"result{i}.json" for i in range(len(envs))]
@@ -76,18 +82,21 @@ def run_children(
         if bad:
             output = "\n".join(logs[i].read_text()[-2000:] for i in bad)
             raise RoadtrainError(
-                f"{' '.join(command[2:])} ended with {running[bad[0]].returncode}: {output}"
+                f"{' '.join(command[2:])} ended with exit code {running[bad[0]].returncode}: "
+                f"{output}"
             )
         return [json.loads(out.read_text()) for out in outs]
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process (VmHWM), with shared and mapped pages."""
+    """Return the peak resident memory of this process in bytes (VmHWM), including shared and mapped
+    pages.
+    """
     return _memory("VmHWM")
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process now (VmRSS)."""
+    """Return the present resident memory of this process in bytes (VmRSS)."""
     return _memory("VmRSS")
 
 
@@ -99,7 +108,9 @@ def _memory(key: str) -> int:
 
 
 def forget_peak() -> None:
-    """Reset the peak memory, so that `peak_bytes` returns the peak since this call."""
+    """Reset the peak memory that the system records, so that a later `peak_bytes` returns the peak
+    since this call.
+    """
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -107,8 +118,8 @@ def forget_peak() -> None:
 def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
     """Run `count` servers on this host and yield their addresses.
 
-    Each server is a process with a store of its own below `directory`. At the end of the block the
-    servers are terminated.
+    Each server is a process with a store of its own below `directory`. At the end of the `with`
+    block, the servers are terminated.
     """
     processes = []
     try:
@@ -140,11 +151,11 @@ def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
 
 
 def _address(process: subprocess.Popen[Any], log: Path) -> str:
-    """Wait for the line that a listening server prints, and return its HOST:PORT."""
+    """Wait until a server prints that it listens, and return the HOST:PORT that it prints."""
     while not (found := re.search(r" at (\S+:\d+), at most", log.read_text())):
         if process.poll() is not None:
             raise RoadtrainError(
-                f"a server ended with {process.returncode}: {log.read_text()[-2000:]}"
+                f"a server ended with exit code {process.returncode}: {log.read_text()[-2000:]}"
             )
         time.sleep(0.05)
     return found[1]
@@ -155,6 +166,7 @@ def need_disk(directory: Path, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise FullError(
-            f"{directory} has {show_bytes(free)} free, this needs {show_bytes(nbytes)}",
-            hint="run it from a directory on a larger disk",
+            f"the disk of {directory} has {show_bytes(free)} free, but the benchmark needs "
+            f"{show_bytes(nbytes)}",
+            hint="start the benchmark from a directory on a larger disk",
         )

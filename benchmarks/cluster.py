@@ -1,13 +1,14 @@
-"""Training steps of several worker hosts over emulated links: roadtrain in two placements against
-FSDP2 over gloo.
+"""Measure training steps of several worker hosts over emulated links: roadtrain with two placements
+of its servers, compared with FSDP2 over gloo.
 
-In placement `host`, every worker's host also serves a share of the chunks. In placement `network`,
-extra hosts serve them, as many as there are workers. State is kept in memory (/dev/shm). S is the
-bytes of the bf16 parameters, and B is the rate of a link in each direction. The least possible step
-time is the bytes that must cross the busier direction of a link, divided by B: 1.5 S/B with four
-workers in `host`, S/B in `network`. At staleness 0 a step waits for the whole update of the step
-before. At staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT emulate
-latency.
+In placement `host`, a server runs on each worker's host. In placement `network`, as many servers
+run on other hosts. Servers keep their state in memory (/dev/shm).
+
+The floor of a step is the bytes that must cross the busier direction of a link, divided by the rate
+B of a link in each direction. With S bytes of bf16 parameters and four workers, the floor is 1.5
+S/B in `host` and S/B in `network`. At staleness 0, a step waits until the update of the previous
+step is complete. At staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT
+emulate latency.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """Worker hosts w0, w1, .. and as many server hosts s0, s1, .., each with a NIC of `rate`
-    bytes/s in each direction.
+    """Emulated hosts: worker hosts w0, w1, .. and as many server hosts s0, s1, .. Each host has a
+    NIC of `rate` bytes/s in each direction.
 
     `workers` is the number of worker hosts in use. It may be lowered later; the other hosts then
-    idle. If `placing_rate` is given, links have that rate until all workers have placed their
+    idle. If `placing_rate` is given, NICs have this rate until all workers have placed their
     models.
     """
 
@@ -57,7 +58,7 @@ class Cluster:
         write_token(self.token)
 
     def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
-        """Start a server on each of `hosts`, with its store in memory. Returns (server processes,
+        """Start a server on each of `hosts`, with a store in memory. Returns (server processes,
         addresses of the servers).
         """
         made, where = [], []
@@ -88,10 +89,14 @@ class Cluster:
         return made, where
 
     def train(self, *words: str, **env: str) -> list[dict[str, Any]]:
-        """Run all workers and return their results.
+        """Run all workers until they end, and return their results.
+
+        Args:
+            words: command-line arguments of benchmarks.cluster_worker
+            env: environment variables of the workers, in addition to those of this process
 
         Raises:
-            RoadtrainError: a worker failed; the message ends with its last output
+            RoadtrainError: a worker failed; the message ends with the last output of the worker
         """
         running = []
         if self.placing_rate is not None:
@@ -119,7 +124,7 @@ class Cluster:
         for process, _, log in running:
             if process.wait(TIMEOUT_S):
                 raise RoadtrainError(
-                    f"a worker ended with {process.returncode}: {log.read_text()[-2000:]}"
+                    f"a worker ended with exit code {process.returncode}: {log.read_text()[-2000:]}"
                 )
         return [json.loads(out.read_text()) for _, out, _ in running]
 
@@ -129,7 +134,8 @@ class Cluster:
 
     def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
         """Wait until every worker has placed its model, set the links to their full rate, and let
-        training begin.
+        training begin. Each worker creates a file in the directory `gate` and waits for the file
+        `open` there.
         """
         until = time.monotonic() + TIMEOUT_S
         while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:
@@ -179,7 +185,7 @@ def step_seconds(results: list[dict[str, Any]]) -> float:
 
 def run(quick: bool = False) -> Report:
     if (why := network_available()) is not None:
-        raise ConfigError(f"the cluster cannot be emulated here: {why}")
+        raise ConfigError(f"the cluster cannot be emulated on this machine: {why}")
     steps, words = (5, ("--layers", "3")) if quick else (10, ())
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name:
         cluster = Cluster(Path(name))

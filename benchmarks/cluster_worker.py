@@ -1,14 +1,14 @@
-"""One worker of the benchmark `cluster`: trains the decoder with roadtrain or FSDP2 and writes its
-step times and losses.
+"""One worker of the benchmark `cluster`: trains a Llama (benchmarks/model420.py) with roadtrain or
+FSDP2 and writes its step times and losses.
 
     roadtrain:
     RANK=0 WORLD_SIZE=4 python -m benchmarks.cluster_worker --servers H:P --steps N --json OUT
     FSDP2:
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-Both send bf16 parameters and gradients, and compute products as benchmarks/model420.py does. FSDP2
-keeps its parameters in bf16, which is a common way to save traffic. roadtrain keeps fp32 masters on
-the servers.
+Both send bf16 parameters and gradients, and compute matrix products in the same way. FSDP2 keeps
+its parameters in bf16, which is a common way to save traffic. roadtrain keeps fp32 masters on the
+servers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WAIT_S = 300.0
 
 
 def carried() -> tuple[int, int]:
-    """Return the bytes that this host's NIC has received and sent so far, in whole frames. Both are
-    0 if the host has no `eth0`.
+    """Return (received bytes, sent bytes) of this host's NIC so far, counted as whole frames. Both
+    are 0 if the host has no `eth0`.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
@@ -45,16 +45,16 @@ def carried() -> tuple[int, int]:
 
 
 def wait_at(gate: Path, rank: int) -> None:
-    """Report that this worker has placed its model, by a file in the directory `gate`, and wait
-    until the file `open` appears there. Raises DeadlineError after WAIT_S.
+    """Create a file in the directory `gate`, to report that this worker has placed its model. Then
+    wait until the file `open` exists there. Raises DeadlineError after WAIT_S seconds.
     """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S
     while not (gate / "open").exists():
         if time.monotonic() > until:
             raise DeadlineError(
-                f"waited {WAIT_S:.0f} s for the gate to open",
-                hint="see the log of the worker that is late",
+                f"not all workers have placed their models within {WAIT_S:.0f} s",
+                hint="see the logs of the other workers",
             )
         time.sleep(0.01)
 

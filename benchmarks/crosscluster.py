@@ -1,18 +1,18 @@
-"""Train in the lab over two clusters, where the fast network of one cannot reach the fast network
-of the other: roadtrain beside torch's data parallel and torch's pipeline.
+"""Train in the lab over two clusters, and compare roadtrain with torch's DistributedDataParallel
+and torch's pipeline. The fast networks of the two clusters cannot reach each other.
 
-Each cluster has two hosts, with one process and 0.4 CPUs a host. One cluster has 800 Mbit/s
-"InfiniBand", the other 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model is an
-fp32 decoder of 42 M parameters, trained with AdamW. A step is 32 rows of 128 tokens, in 8
-micro-batches. The layout is that of Yang et al. (Holmes): a pipeline across the clusters, data
-parallel inside them. Rates count whole Ethernet frames; bytes are TCP payload, counted by the NICs.
-Needs root. Does NOT emulate latency.
+Each cluster has two hosts. Each host runs one process on 0.4 CPUs. One cluster has 800 Mbit/s
+"InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model
+is an fp32 decoder of 42 M parameters, trained with AdamW. A step has 32 rows of 128 tokens, in 8
+micro-batches. The layout is that of Yang et al. (Holmes): a pipeline across the clusters, and data
+parallel inside each cluster. The rates of links count whole Ethernet frames. Reported bytes are TCP
+payload, counted by the NICs. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     environments  the same layout with a network of each kind, and in the hybrid
     throttled     one cluster's CPUs at 60 %
     overlap       the optimizer overlapped with the step, compared with the optimizer after the step
-    predicted     steps of the items above, predicted from measurements of two hosts alone
+    predicted     measured steps of the items above, compared with the simulator's predictions
     sizes         stage sizes from measurements, compared with those of the published formula
     losses        losses of 39 parallelisms, compared with those of one process
     broken        the preflight's errors for eight broken set-ups
@@ -44,7 +44,7 @@ ITEMS = ("environments", "throttled", "overlap", "predicted", "sizes", "losses",
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     if (why := network_available() or cpus_available()) is not None:
-        raise ConfigError(f"the clusters cannot be emulated here: {why}")
+        raise ConfigError(f"the clusters cannot be emulated on this machine: {why}")
     size = ModelSize(layers=4, hidden=128, inner=256) if quick else ModelSize()
     batch = Batch(rows=8, sequence=32, microbatches=4) if quick else Batch()
     items = only or ITEMS
@@ -71,8 +71,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def four_environments(bench: Bench) -> Iterator[Row]:
-    """Item `environments`: the same layout on four networks: each kind of fast network in both
-    clusters, only Ethernet, and the hybrid.
+    """Run item `environments`: the same layout on four networks. They are InfiniBand in both
+    clusters, RoCE in both clusters, Ethernet alone, and the hybrid.
     """
     plain = bench.peer("plain data parallel", "ddp")
     torchs = bench.peer("torch's pipeline", "torch_pipeline")
@@ -104,7 +104,7 @@ def _bytes(run: Run) -> Iterator[Row]:
 
 
 def throttled_cluster(bench: Bench) -> Iterator[Row]:
-    """Item `throttled`: the CPUs of the second cluster's hosts run at 60 % of their share."""
+    """Run item `throttled`: the hosts of the second cluster have only 60 % of their usual CPUs."""
     cpus = (CPUS, SLOWED * CPUS)
     runs = {
         how: bench.ours(f"second cluster at 60 %, {how} stages", cpus=cpus, stages=how)
@@ -119,8 +119,8 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
-    """Item `overlap`: gradients go over Ethernet, and the optimizer either overlaps with the step
-    or runs after it.
+    """Run item `overlap`: gradients go over Ethernet, and the optimizer either overlaps with the
+    step or runs after it.
     """
     ethernet = ENVIRONMENTS["all Ethernet"]
     batch = replace(bench.setting.batch, microbatches=2)
@@ -132,9 +132,7 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def broken_setups() -> Iterator[Row]:
-    """Item `broken`: the errors that the preflight raises about set-ups that are broken on
-    purpose.
-    """
+    """Run item `broken`: the preflight must find the fault in each of several broken set-ups."""
     case = "preflight: seconds until all ranks have ended, and the sentence of the first"
     whole, *broken = crosscluster_broken.rows()
     fine = not whole["refused"] and not whole["sentence"]

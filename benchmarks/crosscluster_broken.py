@@ -1,10 +1,11 @@
-"""Set-ups that are broken on purpose. The preflight refuses each set-up with a different error.
+"""Broken set-ups, each with a different fault. The preflight refuses each set-up with a different
+error.
 
-The lab has two clusters of two hosts: InfiniBand in one, RoCE in the other, and Ethernet between
-them. The process on each host runs one preflight after another, in the way of `roadtrain
-preflight`.
+The lab has two clusters of two hosts: InfiniBand in one cluster, RoCE in the other, and Ethernet
+between them. A process on each host runs the preflights of all set-ups, one after another, like
+`roadtrain preflight`.
 
-    python -m benchmarks.crosscluster_broken     prints the scenarios, seconds and sentences
+    python -m benchmarks.crosscluster_broken     prints each set-up with its seconds and its error
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ JOB = PARALLELISM + NETWORKS
 
 @dataclass(frozen=True)
 class RankStart:
-    """Arguments of one rank's preflight. `clock_s`: seconds by which the rank's clock is ahead.
-    `patience`: seconds that the rank waits for the others.
+    """Arguments of one rank's preflight. `clock_s`: seconds by which the clock of this rank is
+    ahead. `patience`: seconds that this rank waits for the other ranks.
     """
 
     rank: int
@@ -117,17 +118,22 @@ class Clusters:
         assert stream is not None
         line = stream.readline()
         if not line:
-            raise RoadtrainError((self.home / f"errors of {name}").read_text()[-3000:])
+            raise RoadtrainError(
+                f"the preflight process on host {name} ended: "
+                f"{(self.home / f'errors of {name}').read_text()[-3000:]}"
+            )
         return json.loads(line)
 
     def run(
         self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
     ) -> dict[str, RankEnd]:
-        """Run a preflight on these hosts and return each host's outcome by its name.
+        """Run one preflight on the hosts called `hosts`, and map the name of each host to its
+        outcome.
 
         Args:
-            changes: changed fields of `RankStart`, by host name; under the name `every`, for all
-                hosts
+            job: content of the job file
+            changes: maps the name of a host to the fields of `RankStart` that differ on this host;
+                the entry `every` is for all hosts
         """
         self.port += 1
         address = self.host("a0").nics[1].address
@@ -158,8 +164,8 @@ class Clusters:
 
 @contextlib.contextmanager
 def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
-    """Start the network and the processes of all four hosts, and stop them at the end of the
-    block.
+    """Start the network and the processes of all four hosts, and stop them at the end of the `with`
+    block. `patience`: seconds that a rank waits for the others in each preflight.
     """
     nics = {
         name: [
@@ -178,12 +184,14 @@ def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
 
 
 def wrong_interface(lab: Clusters) -> dict[str, RankEnd]:
-    """Run with a job that swaps the names of the InfiniBand and the Ethernet card of host a1."""
+    """Run the preflight with a job that swaps the names of the InfiniBand NIC and the Ethernet NIC
+    of host a1.
+    """
     return lab.run(PARALLELISM + SWAPPED + NETWORKS)
 
 
 def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
-    """Run while host b1 drops all packets from host a1."""
+    """Run the preflight while host b1 drops all packets from host a1."""
     lab.host("b1").drop_from(lab.host("a1"))
     try:
         return lab.run()
@@ -192,25 +200,25 @@ def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def mixed_kinds(lab: Clusters) -> dict[str, RankEnd]:
-    """Run with a job that declares the InfiniBand of cluster a and the RoCE of cluster b as one
-    fabric.
+    """Run the preflight with a job that wrongly declares the InfiniBand of cluster a and the RoCE
+    of cluster b as one fabric.
     """
     return lab.run(PARALLELISM + ONE_FABRIC)
 
 
 def wrong_world_size(lab: Clusters) -> dict[str, RankEnd]:
-    """Run with host b1 started for a world size of six."""
+    """Run the preflight, with a world size of six on host b1 and of four on the other hosts."""
     return lab.run(b1={"world_size": 6})
 
 
 def clock_skew(lab: Clusters) -> dict[str, RankEnd]:
-    """Run while the clock of host b0 is a minute ahead."""
+    """Run the preflight while the clock of host b0 is a minute ahead."""
     return lab.run(b0={"clock_s": 60.0})
 
 
 def mtu(lab: Clusters) -> dict[str, RankEnd]:
-    """Run while the cards of cluster a send jumbo frames, and the switch port of host a1 drops
-    these.
+    """Run the preflight while the NICs of cluster a send jumbo frames, and the switch port of host
+    a1 drops jumbo frames.
     """
     for name in ("a0", "a1"):
         lab.host(name).nics[0].set_mtu(9000, 1500 if name == "a1" else 9000)
@@ -222,12 +230,14 @@ def mtu(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def missing_host(lab: Clusters) -> dict[str, RankEnd]:
-    """Run with nothing started on host b1."""
+    """Run the preflight on all hosts except b1."""
     return lab.run(hosts=HOSTS[:-1])
 
 
 def loopback_name(lab: Clusters) -> dict[str, RankEnd]:
-    """Run while /etc/hosts of every host maps the name a0 to the loopback address 127.0.1.1."""
+    """Run the preflight while /etc/hosts of every host maps the name a0 to the loopback address
+    127.0.1.1.
+    """
     for name in HOSTS:
         lab.host(name).set_names({"a0": "127.0.1.1"})
     try:
@@ -250,7 +260,8 @@ SCENARIOS: dict[str, Callable[[Clusters], dict[str, RankEnd]]] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Run every scenario. The first scenario is a set-up without faults.
+    """Run the preflight on a set-up without faults, and then on every broken set-up. Returns a row
+    for each set-up.
 
     Each row has the seconds until the last rank ended, the error of rank 0, and the number of ranks
     that raised the same error.
@@ -274,7 +285,9 @@ def _row(name: str, outcomes: dict[str, RankEnd]) -> dict[str, Any]:
 
 
 def worker() -> None:
-    """Run one preflight for each line of JSON on stdin, and print its outcome as a line of JSON."""
+    """Run one preflight for each line of stdin, which has a `RankStart` as JSON. Prints the outcome
+    of each preflight as a line of JSON.
+    """
     out = os.fdopen(os.dup(1), "w")
     real = time.time
     print(json.dumps("ready"), file=out, flush=True)

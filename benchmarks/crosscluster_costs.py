@@ -1,6 +1,6 @@
-"""Measure the costs of the lab's hosts before the rows of `crosscluster` run. The costs are the
-seconds of a layer, of the model's ends (everything outside layers) and of an update, and the
-processor time per byte sent.
+"""Measure the costs of the lab's hosts before the runs of `crosscluster`. The costs are the seconds
+of a layer, of the rest of the model (everything outside layers) and of an update, and the processor
+time per byte sent.
 
     python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
@@ -41,9 +41,9 @@ HOSTS = ("a0", "a1")
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Measured costs of a host with CPUS processors. `layer` and `ends` map the number of rows in a
-    micro-batch to seconds: of the forward of one layer, and of the forward of everything outside
-    layers.
+    """Measured costs of a host that has CPUS processors. `layer`: maps the number of rows in a
+    micro-batch to the seconds of one layer's forward. `ends`: maps the number of rows to the
+    seconds of the forward of everything outside layers.
     """
 
     layer: dict[int, float]
@@ -56,7 +56,10 @@ class HostCosts:
 def measure_costs(
     network: Network, size: ModelSize, batches: Sequence[Batch], home: Path
 ) -> HostCosts:
-    """Measure the costs on the two HOSTS of the network, whose first cards reach each other."""
+    """Measure the costs with one process on each of the two hosts HOSTS, which communicate over
+    their first NICs (eth0). `home`: directory for the files that tell the processes what to
+    measure.
+    """
     home.mkdir(parents=True, exist_ok=True)
     hosts = [network.hosts[name] for name in HOSTS]
     for batch in batches:
@@ -92,7 +95,9 @@ def _line(process: subprocess.Popen[str], what: str) -> str:
         word, _, rest = line.partition(" ")
         if word.strip() == what:
             return rest
-    raise RoadtrainError(f"a process that measures the lab ended with {process.wait()}")
+    raise RoadtrainError(
+        f"a process that measures the lab ended early with exit code {process.wait()}"
+    )
 
 
 # in a measuring process
@@ -106,7 +111,8 @@ def took(work: Callable[[], Any]) -> float:
 
 def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
     """Measure (seconds of the forward, seconds of the backward) of one micro-batch through the
-    whole model. The backward includes the hand-over of gradients to a stage's optimizer.
+    whole model. During backward, gradients are also passed to the optimizer of a stage, and this
+    time is included.
     """
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
@@ -125,8 +131,8 @@ def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
 
 
 def update_s(size: ModelSize, batch: Batch) -> float:
-    """Measure the seconds per parameter of an update, by the optimizer of a stage that has one
-    rank.
+    """Measure the seconds per parameter that an update takes, with the optimizer of a stage that
+    has one rank.
     """
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
@@ -145,8 +151,8 @@ def update_s(size: ModelSize, batch: Batch) -> float:
 
 
 def touch_s() -> float:
-    """Measure the processor seconds of this process per byte sent or received. Adding received
-    gradients is included.
+    """Measure the processor seconds of this process per byte sent or received. The time to add
+    received gradients is included.
     """
     group = DataGroup(distributed.group.WORLD, torch.device("cpu"))
     own, other = torch.zeros(2 * SENT), torch.zeros(2 * SENT)
@@ -161,7 +167,9 @@ def touch_s() -> float:
 
 
 def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
-    """Measure the costs between two ranks. Returns the costs on rank 0, and None on rank 1."""
+    """Measure the costs in one of two processes. Returns the costs on rank 0, and None on rank 1.
+    `specs`: a run with each size of micro-batch to measure.
+    """
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://{specs[0].master}:{specs[0].port}",

@@ -1,8 +1,8 @@
 """The lab of `crosscluster`: two clusters of two hosts, and runs with one process on each host.
 
-Clusters `a` and `b` have a fast network each. Every host also has a NIC on the Ethernet, which all
-hosts share. In the hybrid environment, the two fast networks are of different kinds and cannot
-reach each other. Does NOT train; crosscluster_worker.py does.
+Each of the clusters `a` and `b` has a fast network. Every host also has a NIC on the Ethernet,
+which all hosts share. In the hybrid environment, the two fast networks are of different kinds and
+cannot reach each other. Does NOT train; crosscluster_worker.py does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Environment:
         return [LabNic(rate, switch), LabNic(ETHERNET, "ethernet")]
 
     def share_fast(self, rank: int, other: int) -> bool:
-        """Check whether the hosts of these two ranks reach each other through their fast NICs."""
+        """Check whether the hosts of the two ranks reach each other through their fast NICs."""
         return self.fast is not None and self.fast[rank // 2] == self.fast[other // 2]
 
     def statements(self) -> list[dict[str, Any]]:
@@ -78,8 +78,8 @@ HYBRID = ENVIRONMENTS["hybrid"]
 
 
 def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS)) -> Network:
-    """Build the network of hosts a0, a1, b0 and b1. `cpus`: processors of each host in cluster a,
-    and of each host in cluster b.
+    """Build the network of hosts a0, a1, b0 and b1. `cpus`: (processors of each host in cluster a,
+    processors of each host in cluster b).
     """
     hosts = {f"{name}{k}": environment.nics(i) for i, name in enumerate("ab") for k in range(2)}
     limits = {f"{name}{k}": cpus[i] for i, name in enumerate("ab") for k in range(2)}
@@ -88,8 +88,8 @@ def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS))
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one run. `traffic`: maps each host to the TCP payload of one step, for each of its
-    NICs.
+    """Result of one run. `traffic`: maps each host to a list with the traffic of each NIC in one
+    step, in bytes of TCP payload.
     """
 
     seconds: float
@@ -123,8 +123,15 @@ class Rank:
             )
 
     def wait_for(self, what: str, until: float) -> dict[str, Any]:
-        """Wait for the line that begins with `what`, skip other lines, and return the line's
-        data.
+        """Wait until the process prints a line that begins with `what`, and return the JSON object
+        in the rest of the line. Other lines are skipped.
+
+        Args:
+            until: deadline as time.monotonic()
+
+        Raises:
+            DeadlineError: the deadline has passed
+            RoadtrainError: the process ended before the line
         """
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -132,9 +139,9 @@ class Rank:
             if word.strip() == what:
                 return json.loads(rest or "{}")
             if time.monotonic() > until:
-                raise DeadlineError(f"{self.name} did not reach {what!r} in time")
+                raise DeadlineError(f"{self.name} did not print {what!r} before the deadline")
         raise RoadtrainError(
-            f"{self.name} ended with {self.process.wait()} before {what!r}: "
+            f"{self.name} ended with exit code {self.process.wait()} and did not print {what!r}: "
             f"{self.errors.read_text()[-3000:]}"
         )
 
@@ -145,10 +152,11 @@ class Rank:
 
 
 def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
-    """Run one process on each host of the network, in the order of the hosts.
+    """Run one process on each host of the network, and return the measurements. Rank i is on host
+    i.
 
     Raises:
-        RoadtrainError: a rank failed; the message ends with its last output
+        RoadtrainError: a rank failed; the message ends with the last output of the rank
     """
     home.mkdir(parents=True, exist_ok=True)
     spec.write(home / "spec.json")

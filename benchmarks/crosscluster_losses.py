@@ -47,8 +47,8 @@ class Cell:
 
 
 def grid(quick: bool = False) -> list[Cell]:
-    """Return all combinations of p = 1, 2 or 4 stages, d = 1 or 2 replicas, and 2, 4 or 8
-    micro-batches, with even, uneven and interleaved stages.
+    """Return a Cell for each combination of p = 1, 2 or 4 stages, d = 1 or 2 replicas, and 2, 4 or
+    8 micro-batches, with even, uneven and interleaved stages.
     """
     out = []
     for pp in (1, 2) if quick else (1, 2, 4):
@@ -80,15 +80,15 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """Return the largest relative difference between the losses of a step. It is infinite if a loss
-    is NaN.
+    """Return the largest relative difference between the two losses of a step. The result is
+    infinite if a loss is NaN.
     """
     found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def alone() -> list[float]:
-    """Train in one process and return its losses."""
+    """Train the model in one process, and return the loss of each step."""
     spec = RunSpec("single", SIZE, Batch(ROWS, SEQUENCE, 1), "sgd", 0, STEPS)
     losses: list[float] = train(spec, 0, 1, lambda what: None)["losses"]
     return losses
@@ -112,8 +112,8 @@ def rows(quick: bool = False) -> list[Row]:
 
 def composition(single: Sequence[float]) -> list[Row]:
     """Train three stages that keep their state in different ways, and compare the losses with those
-    of one process. An optimizer node updates stage 1, stage 2 is plain data parallel, and stage 3
-    is streamed from files. The stages have 2, 2 and 1 ranks.
+    of one process. A server updates stage 1, stage 2 is plain data parallel, and stage 3 is
+    streamed from files. The stages have 2, 2 and 1 ranks.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
         stores = {
@@ -136,7 +136,7 @@ def _row(case: str, metric: str, unit: str, ours: float, goal: float, *, most: b
 
 @contextmanager
 def _server(home: Path) -> Iterator[str]:
-    """Run an optimizer node on this host and yield its address."""
+    """Run a server with an optimizer on this host, and yield the address of the server."""
     write_token(home / "token", TOKEN.encode())
     at = f"127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "roadtrain.cli", "serve", at, "--store", str(home / "node")]
@@ -153,10 +153,10 @@ def _server(home: Path) -> Iterator[str]:
 
 
 def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """Run the cells, and map the name of each cell to its losses.
+    """Train with each of `cells`, and map the name of each cell to its losses.
 
     Raises:
-        RoadtrainError: a process failed; the message ends with its last output
+        RoadtrainError: a process failed; the message ends with the last output of the process
     """
     of_world: dict[int, list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -185,7 +185,9 @@ def _run(cells: Sequence[Cell], world: int) -> list[list[float]]:
                 process.wait()
         for code, log in zip(codes, logs, strict=True):
             if code:
-                raise RoadtrainError(f"a process ended with {code}: {log.read_text()[-3000:]}")
+                raise RoadtrainError(
+                    f"a process ended with exit code {code}: {log.read_text()[-3000:]}"
+                )
         lines = logs[-1].read_text().splitlines()
     return [
         json.loads(line.removeprefix("losses ")) for line in lines if line.startswith("losses ")

@@ -81,8 +81,8 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW or, for the name `sgd`, SGD with momentum. An update by SGD depends on the scale
-    of the gradients.
+    """Return AdamW or, for the name `sgd`, SGD with momentum. SGD is for checks that gradients have
+    the right scale: its updates depend on the scale of the gradients, and those of AdamW do not.
     """
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)

@@ -1,5 +1,5 @@
-"""One process of a run of `crosscluster` that trains with roadtrain.parallelize(), in a training
-loop like a user's.
+"""One process of a run of `crosscluster` that trains with roadtrain.parallelize(), in the training
+loop that a user would write.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def parallelism_of(fields: dict[str, Any]) -> Parallelism:
 
 
 class Ours:
-    """Training by roadtrain. A step is one call, and its seconds include everything that a user
-    waits for.
+    """Training by roadtrain. A training step is one call, and the measured seconds of a step
+    include everything that a user waits for.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:

@@ -1,8 +1,8 @@
-"""Item `predicted` of `crosscluster`: predicted steps beside the measured ones.
+"""Item `predicted` of `crosscluster`: compare predicted steps with measured steps.
 
-The prediction uses only two inputs. One is the rates that the lab's links were set to; TCP carries
-0.956 of the rate of a link. The other is measurements of two otherwise idle hosts: the seconds of a
-layer, the seconds of an update, and the processor time per byte. No constant is fitted to a row.
+Predictions use only two inputs. The first is the configured rates of the lab's links, of which TCP
+carries 0.956. The second is measurements on two otherwise idle hosts: the seconds of a layer, the
+seconds of an update, and the processor time per byte. No constant is fitted to the measured steps.
 Needs root.
 """
 
@@ -22,7 +22,7 @@ GOAL = 0.10
 
 
 def host_costs(size: ModelSize, batch: Batch, home: Path) -> HostCosts:
-    """Measure the host costs for every micro-batch size that occurs in the runs."""
+    """Measure the costs of a host for every size of micro-batch that the runs use."""
     sizes = sorted({batch.micro_rows, batch.rows // 4, batch.rows // 2})
     batches = [Batch(batch.rows, batch.sequence, batch.rows // rows) for rows in sizes]
     with two_clusters(ENVIRONMENTS["all InfiniBand"]) as network:

@@ -1,5 +1,5 @@
-"""Measurements of `crosscluster`: their arguments and results. Does NOT compare the results with
-goals.
+"""Types of the measured runs of `crosscluster`: arguments and results. Does NOT compare the results
+with goals.
 """
 
 from __future__ import annotations

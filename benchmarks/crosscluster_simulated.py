@@ -1,8 +1,8 @@
 """Simulate a run of `crosscluster` from its plan, its cluster and the measured costs of the lab's
-hosts (crosscluster_costs.py). Arithmetic only.
+hosts (crosscluster_costs.py). Does NOT start processes.
 
-The stage sizes are those that the run chose. For a throttled cluster, measured seconds are divided
-by the share of the processors that its hosts keep.
+Stages have the sizes that the measured run used. For a throttled cluster, the measured seconds are
+divided by the fraction of the processors that the throttled hosts still have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Networks = dict[NetworkGroup, Literal["ethernet"]]
 
 
 def predicted(run: Run, costs: HostCosts) -> Result:
-    """Simulate one step of a run, with every rank simulated separately."""
+    """Simulate one step of a run. Every rank is simulated separately."""
     model = shape_of(run.spec)
     return simulate(
         plan_of(run),
@@ -60,7 +60,9 @@ def plan_of(run: Run) -> Plan:
     """Build the plan of a run. Raises ConfigError if stages of the run have a store."""
     spec, batch = run.spec, run.spec.batch
     if spec.stage_stores:
-        raise ConfigError(f"{run.case}: stages with stores of their own are not predicted")
+        raise ConfigError(
+            f"{run.case}: the simulation does not support stages with a store of their own"
+        )
     networks: Networks = {} if run.environment.fast else {"dp": "ethernet", "pp": "ethernet"}
     if spec.method == "ddp":  # each rank computes its rows in one pass
         whole = Parallelism(dp=4)

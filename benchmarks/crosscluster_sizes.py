@@ -1,7 +1,8 @@
-"""Compare the stage sizes of an exact search with those of the published formula and with uniform
-sizes, on random clusters: item `sizes` of `crosscluster`.
+"""Item `sizes` of `crosscluster`: compare three ways to choose stage sizes on random clusters. They
+are an exact search, the published formula, and uniform sizes.
 
-Arithmetic only. The search does not use the result of the formula.
+Nothing is measured: a formula computes the seconds of a step. The search does not use the result of
+the published formula.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
-    """Draw a random cluster: 2 to 4 stages in at most as many clusters, with device speeds that
-    differ by a factor of up to three.
+    """Draw a random job on a random cluster, and return its work and the name of the cluster of
+    each stage. There are 2 to 4 stages in at most as many clusters. The speeds of devices differ by
+    a factor of up to three.
     """
     stages = chance.randint(2, 4)
     speeds = [chance.uniform(1.0, 3.0) for _ in range(stages)]

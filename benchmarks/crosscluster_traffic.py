@@ -1,5 +1,5 @@
-"""Compute the bytes that each NIC must send in a step of a plan. `crosscluster` compares counted
-bytes with the result. Arithmetic only.
+"""Compute the bytes that each NIC must send in a step of a plan. `crosscluster` compares the bytes
+that NICs counted with this result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP32 = 4
 def sent_by_nics(
     spec: RunSpec, environment: Environment, stages: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Map each (rank, index of a NIC) to the bytes that the NIC sends in a step.
+    """Map (rank, index of a NIC of its host) to the bytes that this NIC sends in a step.
 
     Args:
         stages: number of layers of each stage

@@ -76,8 +76,8 @@ class Single:
 
 
 class PlainData:
-    """Training with torch's DistributedDataParallel. Each rank computes its rows of a batch in one
-    pass.
+    """Training with torch's DistributedDataParallel. Each rank computes all its rows of a batch in
+    one forward and backward, without micro-batches.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
@@ -135,7 +135,7 @@ class LlamaStage(nn.Module):
 
 class TorchPipeline:
     """Training with torch's 1F1B schedule. After the schedule, gradients are summed over the ranks
-    of each stage. All process groups use the one interface that gloo was given.
+    of each stage. All process groups use the one network interface that gloo is configured with.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
@@ -210,11 +210,12 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 
 
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train, and return the seconds and the loss of each measured step, with further details of the
-    method.
+    """Train, and return a dict with the seconds and the loss of each measured step, and further
+    results of the method.
 
     Args:
-        pause: called before the first step, and again after all work of the last step has ended
+        pause: called with "ready" before the first step, and with "done" after all work of the last
+            step has ended
     """
     training = METHODS[spec.method](spec, rank, world)
     pause("ready")

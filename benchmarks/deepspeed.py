@@ -1,13 +1,13 @@
-"""Train the 420 M model with its state on disk: roadtrain beside DeepSpeed's NVMe offload, on this
-machine's disk and on an emulated device that reads and writes 500 MB/s. Plain torch gives the
-reference losses.
+"""Train the 420 M model with its state on disk, and compare roadtrain with DeepSpeed's NVMe
+offload. Both run on this machine's disk and on an emulated device that reads and writes 500 MB/s.
+Plain torch gives the reference losses.
 
-Every run is a process of its own, and runs of roadtrain and of the peer alternate. A run's step
-time is the mean over its steps after the first two. The time begins with an idle store, and ends
-when every write of the last step is durable. Peak memory is the resident memory of the process and
-its children, including pinned and shared pages. Needs the extras `bench` and `hf`, a C++ compiler
-and libaio's headers. The emulated device needs root (roadtrain.lab). Without root, the rows of this
-device state the reason instead.
+Every run is a process of its own, and runs of roadtrain and DeepSpeed alternate. The step time of a
+run is the mean over all steps after the first two. The measured time begins when the store is idle,
+and ends when every write of the last step is durable. Peak memory is the peak of the resident
+memory of the process and its children, including pinned and shared pages. Needs the extras `bench`
+and `hf`, a C++ compiler and libaio's headers. The emulated device needs root (roadtrain.lab).
+Without root, there are no results for this device, and a row gives the reason.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "-
 
 @dataclass(frozen=True)
 class Run:
-    """Training by one process: the seconds and the bytes of a step, the peak bytes of memory, and
-    the loss of every step.
+    """Result of training in one process. `read_bytes` and `written_bytes` are those of one step.
+    `losses` has the loss of every step.
     """
 
     step_s: float
@@ -111,8 +111,11 @@ def run(quick: bool = False) -> Report:
 def alternate(
     store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
 ) -> dict[str, list[Run]]:
-    """Run roadtrain and the peer in turn, `reps` times each. Each run begins with an empty
-    directory `store`, which is removed afterwards.
+    """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each. Each run begins
+    with an empty directory `store`, which is removed afterwards.
+
+    Returns the results of "ours" and of "peer". `limit`: throttle of the disk; if None, the disk is
+    not throttled.
     """
     runs: dict[str, list[Run]] = {"peer": [], "ours": []}
     for rep in range(reps):
@@ -186,7 +189,12 @@ def distance(result: Run, plain: Run) -> float:
 
 
 def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | None = None) -> Run:
-    """Run a module of this package as its own process, whose disk is throttled by `limit`.
+    """Train in a child process, and return its result.
+
+    Args:
+        what: name of a module of this package, and its arguments
+        folder: directory for the result and the log of the process
+        limit: throttle of the disk; if None, the disk is not throttled
 
     Raises:
         RoadtrainError: the process failed; the message ends with its last output
@@ -216,7 +224,8 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
             process.kill()
     if process.returncode:
         raise RoadtrainError(
-            f"{what[0]} ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
+            f"{what[0]} ended with exit code {process.returncode}: "
+            f"{log.read_text(errors='replace')[-2000:]}"
         )
     if not out.exists():  # `--build` only compiles
         return Run(0.0, 0.0, 0.0, 0, (), "")

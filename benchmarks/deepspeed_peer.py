@@ -1,13 +1,13 @@
-"""The peer in the benchmark `deepspeed`: train the 420 M model on CPU by DeepSpeed ZeRO-3, with
-state offloaded to files.
+"""The process of benchmark `deepspeed` that trains with DeepSpeed: the 420 M model on CPU by
+ZeRO-3, with state offloaded to files.
 
     python -m benchmarks.deepspeed_peer --json OUT --dir D --steps 4
     python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)
 
 Runs one process, without a launcher, over gloo. Needs the extra `bench`, a C++ compiler and
-libaio's headers (Debian: libaio-dev). The ops are compiled at first use, so compile before you
-measure. The defaults are the fastest of all settings that were tried; the docs list the others. A
-DeepSpeed user would therefore not get faster steps than this peer.
+libaio's headers (Debian: libaio-dev). DeepSpeed's C++ ops are compiled at first use, so compile
+before you measure. The default settings are the fastest of all settings that were tried; the docs
+list the others.
 """
 
 from __future__ import annotations

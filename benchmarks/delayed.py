@@ -3,18 +3,22 @@ hide the update?
 
 Convergence: the small job (examples/stdlib.toml, with its model, text, optimizer and clipping)
 trains for STEPS steps with staleness 0, with staleness 1, and in plain torch, each time from the
-same initial values. State is kept in RAM. By Rule 1, a store on disk gives the same losses bit for
-bit. The mean of the last TAIL training losses and the held-out loss are compared.
+same initial values. State is kept in RAM. A store on disk would give the same losses bit for bit.
+The benchmark compares the mean of the last TAIL training losses, and the held-out loss.
 
 Hiding: one worker trains with a server whose device is slow. The device is a throttled loop device
-of the lab, which needs root. Updates begin at step(), as with clipping. The same steps run three
-times: at staleness 0, at staleness 1, and without the update. Without the update, step() is never
-called, and the server drops the gradients that it receives. The run without the update comes first,
-on the unthrottled device. Its step time sets the device's rate for the other runs: writing the
-records of one step takes SHARE of that time, so the whole update can be hidden. Without updates,
-blocks kept in the worker stay valid, so the step without the update may be too short, but not too
-long. The share of the update that is hidden is (step at staleness 0 - step at staleness 1) / (step
-at staleness 0 - step without the update). The seconds of a stage are summed over threads.
+of the lab, which needs root. Updates begin when step() is called, as with clipping. The same steps
+run three times: without the update, at staleness 0 and at staleness 1. Without the update, step()
+is never called, and the server drops the gradients that it receives. The run without the update
+comes first, on the unthrottled device. Its step time sets the device's rate for the other runs, so
+that writing the records of one step takes the fraction SHARE of this time. The whole update can
+therefore be hidden.
+
+The hidden fraction of the update is (step at staleness 0 - step at staleness 1) / (step at
+staleness 0 - step without the update). Without updates, parameters that the worker keeps stay valid
+and are not fetched again. The measured step without the update may therefore be too short, and the
+true hidden fraction may be larger than the result, but not smaller. The seconds of a stage are the
+sum over all threads.
 
 Does NOT run on a GPU. Does NOT emulate a server with slow processors: the server uses the cores of
 this machine.
@@ -216,7 +220,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
 
 
 def plain_torch(placed: PlacedJob) -> PlacedJob:
-    """Build the job of `placed` in plain torch, with the same initial values."""
+    """Build the same job as `placed` in plain torch, with the same initial values."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -341,8 +345,8 @@ def hides(quick: bool) -> list[Row]:
 
 
 def train_beside(args: argparse.Namespace) -> dict[str, Any]:
-    """Train WARM_UP steps and then `--steps` steps, with a server in a child process. If a rate is
-    given, the server's device is throttled to it.
+    """Train WARM_UP steps and then `--steps` measured steps, with a server in a child process. If
+    `--rate` is given, the server's device is throttled to this rate.
     """
     torch.set_num_threads(1)
     compute = model420.compute_default()
@@ -392,10 +396,10 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
-    """Run a server in its own process.
+    """Run a server in a child process until the end of the `with` block.
 
-    Yields (address of the server, function that returns the stages since its last call, process
-    id).
+    Yields (address of the server, function, process id). The function maps the name of each stage
+    of the server to its (seconds, bytes) since the previous call.
     """
     command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
     with subprocess.Popen(
@@ -422,8 +426,9 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
 
 
 def serve(directory: str) -> None:
-    """Run `roadtrain serve` and report the server's stages. Prints the server's address as a line
-    of JSON. Then, for each line of input, prints the stages since the line before.
+    """Run a server like `roadtrain serve`. First prints the server's address as a line of JSON.
+    Then, for each line on stdin, prints the (seconds, bytes) of each stage of the server since the
+    previous line.
     """
     with SessionHost(
         ("127.0.0.1", 0),

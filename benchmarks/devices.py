@@ -1,20 +1,21 @@
-"""Updates with more and more devices. In roadtrain, parameters are updated next to each device. In
-the peer, a host reads and writes all state through one interconnect.
+"""Measure optimizer updates with 1 to 8 storage devices. In roadtrain, parameters are updated next
+to each device. In the method that it is compared with, a host reads and writes all state over one
+interconnect.
 
 Throttled loop devices emulate storage. The interconnect is one shared link in each direction, which
-is as fast as 4 devices. M is 2 bytes a parameter. The fp32 state has 6M bytes; gradients and
-parameters cross the interconnect as fp32, 2M bytes each.
+is as fast as 4 devices. M is 2 bytes a parameter. The fp32 state has 6M bytes. Gradients cross the
+interconnect as fp32, 2M bytes, and so do parameters.
 
-Ours: the whole engine. Gradients cross the interconnect towards the devices, and new parameters
-cross it towards the host. State stays at the devices. Host update (the method of ZeRO-Infinity,
-overlapped): the same state is striped over the same devices. Gradients are written to the devices.
-Then the host reads state and gradients, updates the state with the same kernel, and writes it back.
-All these bytes cross the interconnect.
+Roadtrain ("ours"): the whole engine runs. Gradients cross the interconnect towards the devices, and
+new parameters cross it towards the host. State stays at the devices. Host update (the method of
+ZeRO-Infinity, overlapped): the same state is striped over the same devices. The host first writes
+the gradients to the devices. Then it reads state and gradients, updates the state with the same
+kernel, and writes the state back. All these bytes cross the interconnect.
 
 The update phase lasts from the first push of a gradient until everything is updated and durable and
 the new parameters are at the host. In the mode "norm first", no update begins before all gradients
-have arrived, as clipping and loss scaling require. In this mode, ours also stores gradients on the
-devices. Only rates are emulated, NOT latency or the compute power of a real device.
+have arrived, as clipping and loss scaling require. In this mode, roadtrain also stores gradients on
+the devices. Only rates are emulated, NOT latency or the compute power of a real device.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class TokenLink:
     sleeping caller holds neither the lock nor the GIL.
 
     Note: late wake-ups. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. The
-    time of the next piece therefore counts from the moment when the link became free, and not from
-    the moment when the last caller woke. If callers were idle for longer than such a delay, the
-    time counts from the call.
+    transfer of the next bytes is therefore timed from the moment when the link became free, and not
+    from the moment when the last caller woke. If callers were idle for longer than such a delay,
+    the transfer is timed from the call.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -132,7 +133,9 @@ class Wire:
 
 
 class ChargedLink:
-    """A MessageLink whose gradients take the time to cross the emulated interconnect."""
+    """A MessageLink over the emulated interconnect: messages with gradients are delivered when all
+    their bytes have crossed `down`.
+    """
 
     def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
@@ -149,8 +152,14 @@ class ChargedLink:
 
 
 class Ours:
-    """An engine with a store in each of these directories, behind the two directions of the
-    interconnect. Pulls read the parameters from `params`.
+    """A roadtrain engine with a store in each of `directories`, on the other side of the emulated
+    interconnect.
+
+    Args:
+        down: direction from the host to the devices, for gradients
+        up: direction from the devices to the host, for new parameters
+        start: initial values of the parameters of each block
+        grad: gradient of each block
     """
 
     def __init__(
@@ -251,8 +260,8 @@ class Ours:
         return time.perf_counter() - start
 
     def _release(self, block: Block) -> None:
-        """Apply the block's update and request its new parameters. The server sends the new
-        parameters from memory as soon as they are computed.
+        """Start the update of the block and request the block's new parameters. The server sends
+        the new parameters from memory as soon as they are computed.
         """
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
@@ -265,8 +274,9 @@ class Ours:
 
 
 class HostUpdate:
-    """The peer, which updates on the host. `params`: the host's parameters. With n devices, device
-    i mod n stores chunk i: a record [p, m, v], and a gradient.
+    """The method that roadtrain is compared with: the host updates all state. `params`: the
+    parameters at the host. With n devices, device i mod n stores a record [p, m, v] and a gradient
+    for chunk i.
 
     Reads, kernels and writes overlap. Each device has THREADS threads for each direction, and 2 *
     BUFFERS chunks in flight.
@@ -322,9 +332,9 @@ class HostUpdate:
     def update(self, *, norm_first: bool = False) -> float:
         """Run one update phase and return its seconds.
 
-        The sending of gradients is at most two sets of buffers ahead of the updates. This keeps
-        both directions busy all the time. With `norm_first`, all gradients are written before any
-        gradient is read.
+        Gradients are written ahead of the updates, by at most two sets of buffers. This keeps both
+        directions of the interconnect busy all the time. With `norm_first`, all gradients are
+        written before any gradient is read.
         """
         self.step += 1
         reads: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
@@ -443,7 +453,9 @@ def _count(semaphore: threading.Semaphore, n: int, errors: list[BaseException]) 
         if errors:
             raise errors[0]
         if time.monotonic() > deadline:
-            raise RoadtrainError(f"the host update waited {DEADLINE_S:.0f} s for {n} chunks")
+            raise RoadtrainError(
+                f"the host update did not process {n} chunks within {DEADLINE_S:.0f} s"
+            )
         n -= semaphore.acquire(timeout=1.0)
 
 
@@ -486,9 +498,13 @@ def measure(
 ) -> dict[str, float]:
     """Run all modes in turn on `n` fresh devices and map each mode to its median seconds.
 
+    Args:
+        blocks: number of blocks of the model
+        handler: also run the modes that compare the transfer handler with its absence
+
     Raises:
-        AssertionError: the bytes that crossed are not those expected, or the parameters of the two
-        sides differ
+        AssertionError: a wrong number of bytes crossed the interconnect, or roadtrain and the host
+            update computed different parameters
     """
     table, slow_table = _table(blocks, CHUNK), _table(max(2, n // 2), SLOW_CHUNK)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(4))], lr=1e-3)
@@ -566,9 +582,10 @@ def measure(
 
 def floor(mode: str, n: int, unit: int) -> float:
     """Compute the seconds of an update phase if devices and interconnect work at their full rates.
+    `unit`: the bytes M, 2 for each parameter.
 
-    Ours can be up to 5 % faster than this floor in the mode "norm first", because the gradient of
-    one block stays in a push buffer and never reaches a device.
+    In the mode "norm first", roadtrain can be up to 5 % faster than this result, because the
+    gradient of one block stays in a push buffer and never reaches a device.
     """
     device, link = n * RATE, min(n * RATE, LINK)
     if mode == NORM:
@@ -579,8 +596,8 @@ def floor(mode: str, n: int, unit: int) -> float:
 def run(quick: bool = False, directory: str | None = None) -> Report:
     if (why := lab_available()) is not None:
         raise RoadtrainError(
-            f"storage cannot be emulated here: {why}",
-            hint="needs root, loop devices and the blkio controller",
+            f"storage cannot be emulated on this machine: {why}",
+            hint="the benchmark needs root, loop devices and the blkio controller",
         )
     reps = {4: 3, 8: 3} if quick else {1: 1, 2: 2, 4: 3, 8: 5}  # the slow runs vary least
     blocks = 4 if quick else 8

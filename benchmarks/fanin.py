@@ -1,6 +1,6 @@
-"""Sums inside the network: workers, switches and one optimizer node in the lab. Beside them run the
-same servers over TCP, and torch's all-reduce. The protocol, the kernels and the number formats are
-also measured alone.
+"""Measure fan-in, sums inside the network, with workers, switches and one server in the lab. Fan-in
+is compared with the same servers over TCP, and with torch's all-reduce. The protocol, the kernels
+and the number formats are also measured alone.
 
     --only ITEM,..
     model        explore all states of the protocol
@@ -11,11 +11,11 @@ also measured alone.
     beats        heartbeats, and a stopped worker
     convergence  integers of 32, 16 and 8 bits
     tree         8 workers in two racks
-    predicted    steps of `lab` and `tree` by the simulator, beside the measured ones
+    predicted    measured steps of `lab` and `tree`, compared with the simulator's predictions
 
-Links have 400 Mbit/s in each direction; a case with another rate names it. Rates count whole
-frames. All hosts share this machine's processors; the rows show how busy the processors were. Needs
-root.
+Links have 400 Mbit/s in each direction; if a case has another rate, its name says so. Rates count
+whole frames. All hosts share this machine's processors; the results show how busy the processors
+were. Needs root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from roadtrain.lab import network_available
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Return a function that collects the rows of these modules. The modules need no lab."""
+    """Return a function that measures these modules of the package, and returns their rows. The
+    modules need no lab.
+    """
 
     def rows(bench: Bench) -> list[Row]:
         found = [importlib.import_module(f"benchmarks.{name}") for name in modules]
@@ -61,9 +63,11 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the given items, or all. Raises ConfigError if the lab cannot be emulated."""
+    """Run the items called `only`, or all items if it is empty. Raises ConfigError if the lab
+    cannot be emulated.
+    """
     if (why := network_available()) is not None:
-        raise ConfigError(f"the lab cannot be emulated here: {why}")
+        raise ConfigError(f"the lab cannot be emulated on this machine: {why}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         bench = Bench(Path(home), quick)

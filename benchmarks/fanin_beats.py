@@ -1,5 +1,5 @@
-"""Item `beats` of `fanin`: the share of a link's rate that heartbeats take, and the seconds until a
-stopped worker is named in a log.
+"""Item `beats` of `fanin`: measure the share of a link's rate that heartbeats take, and the seconds
+until a log names a stopped worker.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STOPPED, RUNNING_S, WAIT_S = 2, 3.0, 15.0
 
 @contextmanager
 def counted(host: LabHost) -> Iterator[dict[str, float]]:
-    """Count the heartbeats that a host sends and receives during the block. The counts are in the
-    yielded dict after the block has ended.
+    """Count the bytes of heartbeats that a host sends and receives during the `with` block. The
+    yielded dict is empty in the block. After the block, it has {"sent", "received", "seconds"}.
     """
     words = [sys.executable, "-m", "benchmarks.fanin_count", "eth0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -43,7 +43,9 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Measure the item: heartbeats during training, and then a stopped worker."""
+    """Measure heartbeats during training. Then stop a worker, and measure the seconds until a log
+    names it.
+    """
     scene = Scene(4)
     with Lab(scene, bench.home / "beats") as lab, lab.serving(switches=True) as address:
         fan_in = scene.fan_in(lab.network, WIRE)
@@ -62,8 +64,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """Count the heartbeats of the server's host and of worker 0's host for RUNNING_S seconds, while
-    workers train.
+    """Count the bytes of heartbeats of the server's host and of worker 0's host for RUNNING_S
+    seconds, while workers train.
     """
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:

@@ -1,4 +1,4 @@
-"""Does training converge with gradients that the network adds as integers?
+"""Check whether training converges if the network adds gradients as integers.
 
 Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for STEPS
 steps with WORKERS workers. One run adds the workers' gradients in fp32; other runs add them as
@@ -12,10 +12,11 @@ packet, so each sum is bit for bit the sum of a switch. torch computes the updat
 HELD_OUT held-out batches after the last step is compared; the mean loss of the last TAIL steps is
 printed beside it.
 
-Training is chaotic: any other rounding gives another run. A control run in fp32 therefore changes
-the last bit of one element of the first sum. The difference between the control run and the fp32
-run is pure chance. If the difference of another format is smaller, it means nothing. If a goal is
-smaller, it is met or missed by chance.
+Training is chaotic: any change of rounding leads to different losses. A control run therefore adds
+in fp32 and changes the last bit of one element of the first sum. The difference between its loss
+and that of the fp32 run is pure chance. The difference of an integer format says nothing about this
+format if it is smaller than the difference of the control run. A goal that is smaller than the
+control run's difference is met or missed by chance.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def as_integers(width: int) -> Sum:
     """Return a function that adds gradients as integers of `width` bytes. The gradients of each
-    worker are written to packets and read again, and so is their sum.
+    worker are converted to packets, and the sum of the packets is converted back to fp32.
     """
     kind = fixed_point.INTEGER[width]
 
@@ -94,7 +95,9 @@ def as_integers(width: int) -> Sum:
 
 
 def _last_bit_changed() -> Sum:
-    """Return a function that adds like in_fp32, and changes one bit of the first sum."""
+    """Return a function that adds gradients like in_fp32, but changes the last bit of one element
+    in its first sum.
+    """
     first = True
 
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -115,7 +118,7 @@ WAYS: dict[str, Sum] = {"fp32": in_fp32, CONTROL: _last_bit_changed()} | {
 
 
 class Workers:
-    """The model that all workers share, and the gradients of each worker, cut into the chunks of
+    """The one model that stands for the models of all workers. Gradients are cut into the chunks of
     the job.
     """
 
@@ -148,7 +151,7 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Set each parameter's gradient to the mean over the workers: its sum divided by
+        """Set the gradient of each parameter to its sum over the workers, divided by the number of
         `workers`.
         """
         for p in self.params:
@@ -173,6 +176,10 @@ def held_out_loss(workers: Workers, tokens: Tokens) -> float:
 def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[list[float], float]:
     """Train, and return two results: the mean of the workers' losses in each step, and the held-out
     loss after the last step.
+
+    Args:
+        add: function that sums the gradients of the workers
+        way: name of the number format, for the printed progress
     """
     workers, losses, begin = Workers(job), list[float](), perf_counter()
     cpu = torch.device("cpu")
@@ -229,8 +236,8 @@ def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Ro
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
-    """Build the row of a number format: the relative difference between its held-out loss and the
-    held-out loss of fp32.
+    """Build the row of a number format: the relative difference between the held-out loss with this
+    format and the held-out loss with fp32. `goal`: largest allowed difference.
     """
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)

@@ -1,6 +1,6 @@
-"""The way of parameters from the server through a switch to the workers, as a model to explore. The
-machines are the server's sender, a switch and the workers' receivers. The switch merges the
-heartbeats of the receivers.
+"""Model of parameters on their way from the server through a switch to the workers. The model can
+be explored (fanin_explore.py). It has the server's sender, a switch and the workers' receivers. The
+switch merges the heartbeats of the receivers.
 
 The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
 termination.
@@ -31,7 +31,9 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):
-    """A wrong switch: it merges and sends heartbeats before all its children have sent one."""
+    """A switch with a deliberate fault: it sends merged heartbeats before every child has sent a
+    heartbeat.
+    """
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
         super().child_beat(child, beat)
@@ -113,7 +115,7 @@ class Downwards:
         return _with(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
-        """Return each worker's heartbeat for its present state."""
+        """Return the heartbeat that each worker sends in its present state."""
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
 
     def _beyond(self, state: State, number: int) -> str:
@@ -122,8 +124,8 @@ class Downwards:
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
         """Compare a heartbeat that the switch sent up with the merged heartbeats of all workers.
-        The switch must not acknowledge or allow more than the workers do. Returns a description of
-        the error, "" if there is none.
+        The switch must not acknowledge or allow more packets than all workers do. Returns a
+        description of the error, "" if there is none.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:

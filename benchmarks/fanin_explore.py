@@ -1,12 +1,12 @@
-"""Explore all states of a model, breadth first, and check that the end can be reached from each
-state.
+"""Explore all states of a model, breadth first. Check that no step is wrong, and that a state in
+which everything is delivered can be reached from each state.
 
 A model yields the steps from a state. A state of the model is a tuple of small ints. Each int
-stands for the state of one machine, as `Parts` numbers it. The real machines compute the steps. A
-machine's step depends only on the state of that machine and the event, so each step is computed
-once and remembered.
+stands for the state of one machine, as `Parts` numbers it. The real state machines compute the
+steps. A machine's step depends only on the state of that machine and the event, so each step is
+computed once and remembered.
 
-Does NOT know any protocol.
+This module is independent of the protocol that is explored.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ class Model(Protocol):
     def describe(self, action: Action) -> str: ...
 
     def round(self, state: State) -> State:
-        """Return the state after one round that follows a total loss. First, all packets in flight
-        are dropped. Then every sender times out and sends again, and all these packets arrive.
+        """Return the state after a total loss and one round without loss. First, all packets in
+        flight are dropped. Then every sender times out and sends again, and all these packets
+        arrive.
         """
 
     def done(self, state: State) -> bool:
-        """Check that everything is delivered and that every machine knows about the delivery."""
+        """Check that everything is delivered and acknowledged."""
 
 
 class Parts(Generic[S, Out]):
-    """The states and events of one kind of machine, numbered. For each state and event, the result
-    of the step is remembered.
+    """The states and events of one kind of machine, each with a number. The result of each (state,
+    event) is computed once and remembered.
     """
 
     def __init__(self, first: S, step: Callable[[S, Any], tuple[S, Out]]) -> None:
@@ -80,14 +81,16 @@ class Parts(Generic[S, Out]):
         return found
 
     def event(self, event: Hashable) -> int:
-        """Return the number of an event. `step` takes this number."""
+        """Return the number of an event, which is an argument of `step`."""
         found = self._event_ids.setdefault(event, len(self.events))
         if found == len(self.events):
             self.events.append(event)
         return found
 
     def step(self, number: int, event: int) -> tuple[int, Out]:
-        """Return the number of the machine's next state, and the output of the step."""
+        """Apply an event to a machine in state `number`. Returns the number of the machine's next
+        state, and the output of the step.
+        """
         result = self._steps.get((number, event))
         if result is None:
             state, out = self._step(self.states[number], self.events[event])
@@ -96,7 +99,9 @@ class Parts(Generic[S, Out]):
 
 
 def explore(model: Model, most_states: int = 10_000_000) -> Result:
-    """Explore until a step is wrong, no new state is left, or `most_states` is exceeded."""
+    """Explore the states of a model until a step is wrong, no new state is left, or there are more
+    than `most_states`.
+    """
     first = model.first()
     before: dict[State, State | None] = {first: None}
     level, depth = [first], 0
@@ -118,8 +123,8 @@ def explore(model: Model, most_states: int = 10_000_000) -> Result:
 
 
 def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustive: bool) -> Result:
-    """Check that the end can be reached from all states, and return the result of the
-    exploration.
+    """Check that everything can be delivered from each of the found states, and return the result
+    of the exploration. `before`: maps each found state to the state that it was reached from.
     """
     leads = _Leading(model)
     for state in before:
@@ -130,7 +135,7 @@ def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustiv
 
 
 class _Leading:
-    """Finds the states from which rounds without loss lead to the end, and remembers them."""
+    """Finds and remembers the states from which everything is delivered if no packet is lost."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -1,11 +1,11 @@
-"""The lab of `fanin`: hosts for workers, for one optimizer node and for switches. Workers and node
-have links of the same rate in each direction.
+"""The lab of `fanin`: hosts for workers, for one server (host `node`) and for switches. The links
+of workers and node have the same rate in each direction.
 
-A hardware switch has a port for each connection. Here the host of a switch has one NIC, fast enough
-not to be a bottleneck. With `racks = 2`, each rack has a bridge of its own for its workers and the
-host of its switch. A link of the workers' rate joins this bridge to the spine, which is the bridge
-of the root switch and the node. Bytes are counted where tc limits the rate, as whole frames. Does
-NOT train; fanin_worker.py does.
+The host of a switch has one NIC instead of a port for each connection. This NIC is fast enough not
+to be a bottleneck. With `racks = 2`, each rack has a bridge that joins its workers and the host of
+its switch. A link of the workers' rate joins the bridge of each rack to the spine, the bridge of
+the root switch and the node. Bytes are counted as whole frames, at the devices where tc limits the
+rate. Does NOT train; fanin_worker.py does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Scene:
         return Network(hosts, {(rack, SPINE): self.rate for rack in self.rack_names})
 
     def fan_in(self, network: Network, wire: str) -> dict[str, Any]:
-        """Describe the tree of switches as a table of a job file."""
+        """Describe the tree of switches as the table `fan_in` of a job file. `wire`: integer format
+        of the gradients.
+        """
 
         def at(host: str) -> str:
             return f"{network.hosts[host].address}:{SWITCH_PORT}"
@@ -119,8 +121,8 @@ class FanInRank(Rank):
 
 
 class Lab:
-    """The network of a scene, used as a context manager. `serving` starts the processes beside the
-    workers.
+    """The network of a scene, used as a context manager. `serving` starts the server and the
+    switches.
     """
 
     def __init__(self, scene: Scene, home: Path) -> None:
@@ -143,8 +145,8 @@ class Lab:
 
     @contextmanager
     def serving(self, *, switches: bool) -> Iterator[str]:
-        """Run a server with an empty store at the node. If `switches`, also run the switches.
-        Yields the address of the server.
+        """Run a server with an empty store on host `node` until the end of the `with` block. If
+        `switches`, also run the switches. Yields the address of the server.
         """
         store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
         address = f"{self.network.hosts[NODE].address}:{SERVER_PORT}"
@@ -187,7 +189,7 @@ class Lab:
 
     @property
     def links(self) -> dict[str, LabLink]:
-        """Return the links that have the workers' rate, by name."""
+        """Map names to the links that have the workers' rate."""
         hosts = self.network.hosts
         own = {name: host.nics[0] for name, host in hosts.items() if not name.startswith(ROOT)}
         return own | {f"{a}-{b}": link for (a, b), link in self.network.links.items()}
@@ -202,7 +204,7 @@ class Lab:
     # runs
 
     def train(self, spec: WorkerSpec, wire: str | None = None) -> Measured:
-        """Train with one worker on each host.
+        """Train with one worker on each worker host, and return the measurements.
 
         Args:
             wire: integer format in which switches sum gradients; if None, switches do not sum
@@ -281,8 +283,8 @@ class Lab:
 
     def _still(self) -> dict[str, Traffic]:
         """Wait until all traffic of the last step has ended, and return the byte counts of the
-        links. A step may leave gradients that are still being pushed and parameters that are pulled
-        ahead.
+        links. After a step, gradients may still be pushed, and parameters of the next step may be
+        pulled ahead.
         """
         then, until = self.frames(), time.monotonic() + RUN_S
         while time.monotonic() < until:
@@ -312,7 +314,8 @@ def end(ranks: Sequence[Rank]) -> None:
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
     """Compute the median seconds of a step. The warm-up steps and the step after the pause are left
-    out. A step ends when its last worker has finished. All processes read the same clock.
+    out. A step ends when its last worker has finished. The end times of different workers are
+    comparable, because all processes read the same clock.
     """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))
@@ -347,7 +350,7 @@ def _ended(process: subprocess.Popen[Any]) -> None:
 
 def wait_until(what: str, done: Any, within_s: float) -> float:
     """Wait until `done()` is true, and return the seconds waited. Raises DeadlineError after
-    `within_s`.
+    `within_s` seconds. `what`: name of the event, for the error message.
     """
     begin = time.monotonic()
     while not done():

@@ -1,8 +1,8 @@
-"""Item `loss` of `fanin`: links that lose packets. Compares goodput with the same links without
-loss, and checks that the training losses are the same.
+"""Item `loss` of `fanin`: links that lose packets. Compares goodput with that of the same links
+without loss, and checks that the training losses are the same.
 
-A lab that loses packets handles them one by one, which costs processor time. All links therefore
-have only 50 Mbit/s in this item, with and without loss.
+If links lose packets, Linux processes each packet separately, which costs processor time. All links
+therefore have only 50 Mbit/s in this item, with and without loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIZE = {"layers": 2, "width": 512, "inner": 1536}  # S is 28 MB
 
 def rows(bench: Bench) -> Iterator[Row]:
     if (why := loss_available()) is not None:
-        raise ConfigError(f"links cannot lose packets here: {why}")
+        raise ConfigError(f"packet loss cannot be emulated on this machine: {why}")
     whole = _run(bench, 0.0)
     for loss, goal in GOODPUT.items():
         run = _run(bench, loss)

@@ -1,8 +1,9 @@
-"""Steps of the fan-in's state machines (switch/protocol/numbered.py, switch/protocol/switch.py),
-from one comparable state to the next. Each step builds a machine from a state, lets the machine
-act, and reads the machine's new state.
+"""Step functions of the fan-in's state machines (switch/protocol/numbered.py,
+switch/protocol/switch.py), for the exploration. A step builds a machine from a state, lets the
+machine process an event, and returns the machine's new state.
 
-A state does not hold the machine's counters. Of resends, it holds only the numbers and their order.
+A state is hashable and can be compared. It does NOT include the machine's counters. It lists resent
+packets by number and order alone.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ SEND, SILENT, RESTART = "send", "silent", "restart"
 
 
 def collected(first: Data, second: Data) -> Data:
-    """Combine two sums. The result lists every part of both sums, as often as the part is in
-    them.
+    """Combine two sums. A sum is a tuple of (worker, packet number) for each packet that was added.
+    A packet that is in both sums is listed twice.
     """
     return tuple(sorted(first + second))
 
 
 class LiteralSwitch(SwitchStateMachine):
-    """The switch of the paper, taken literally (L10). The table's index is the number modulo the
-    window. An entry is cleared when it is complete. A resent packet is treated like any other
-    packet.
+    """The switch as the paper describes it, which computes wrong sums after losses. A packet's slot
+    in the table is the packet number modulo the window. A slot is cleared as soon as its sum is
+    complete. A resent packet is treated like any other packet.
     """
 
     def packet(self, packet: Packet) -> Packet | None:
@@ -58,8 +59,8 @@ def sender_state(sender: NumberedSender) -> SenderState:
 
 
 def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event to a sender. Returns the new state, and the number that was sent, -1 if
-    none.
+    """Apply an event to a sender. Returns the new state, and the number of the packet that was
+    sent, or -1 if no packet was sent.
     """
     sender, sent = NumberedSender(), -1
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
@@ -77,8 +78,8 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
 
 
 def eager_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event to a worker's sender. On a heartbeat, the sender at once sends all that it
-    may.
+    """Apply an event to a worker's sender. After a heartbeat, the sender sends at once all packets
+    that it may send. Returns the same as sender_step.
     """
     state, sent = sender_step(state, event)
     more = isinstance(event, Heartbeat)
@@ -111,7 +112,7 @@ def beat_of(state: ReceiverState, depth: int) -> Heartbeat:
 
 def earlier_beats(state: ReceiverState, depth: int) -> list[Heartbeat]:
     """List all heartbeats that a receiver in this state may have sent before, for every order in
-    which its numbers may have arrived.
+    which packets may have arrived. `depth`: window of the receiver.
     """
     ack, have = state
     arrived = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
@@ -130,9 +131,9 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 
 @dataclass(frozen=True)
 class SwitchStep:
-    """The step function of a switch. A step outputs the packet or heartbeat that the switch sends
-    up. If a packet with a greater
-    number takes the slot of a smaller number, it also outputs the smaller number, else -1.
+    """The step function of a switch. A step returns (new state, (output, lost)). The output is the
+    packet or heartbeat that the switch sends up, or None. If a packet takes the slot of a smaller
+    packet number, `lost` is the smaller number; else it is -1.
     """
 
     machine: type[SwitchStateMachine]

@@ -1,28 +1,29 @@
 """Explore the packets that go up and down through switches. Packets may be lost, repeated or late,
 and machines may restart. In spite of this, every sum must be right, no sum may arrive twice, and
-all sums must arrive in the end.
+all sums must finally arrive.
 
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Three
-properties are checked in each state: the machines' own invariants hold (`check()`), no number is
-accepted twice, and no slot is reused before its number has reached the end.
+The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Packets
+have consecutive numbers. Three properties are checked in each state: the machines' own invariants
+hold (`check()`), no packet number is accepted twice, and no slot of a switch is reused before the
+server has received the sum in the slot.
 
 Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
-covers loss, repetition and reordering anywhere. The data of a number never change, so the packets
-that a worker may have sent are those of all numbers below its `next`. A machine may receive any
-heartbeat that another machine may have sent to it before.
+covers loss, repetition and reordering anywhere. The data of a packet number never change, so the
+packets that a worker may have sent are those of all numbers below its `next`. A machine may receive
+any heartbeat that another machine may have sent to it before.
 
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
 all machines are new, and packets of the old job are still in flight. Such a restart is therefore
-modelled as the first state, with packets of all numbers of an older job in flight. The old packets
+modeled as the first state, with packets of all numbers of an older job in flight. The old packets
 are refused, because a packet carries a tag of its job (switch/packets.py). Variant.ANY_JOB shows
 that the tag is needed.
 
-Note "The end": from every state, all packets in flight may be lost. Then rounds in which all
-machines send again and nothing is lost must lead to full delivery. So if every packet arrives in
-the end when it is sent again and again, no machine waits for ever.
+Note "Termination": from every state, all packets in flight may be lost. After this, some rounds
+without loss, in which all machines send again, must lead to full delivery. No machine therefore
+waits for ever, provided that packets which are sent again and again finally arrive.
 
 Note "At once": with `eager`, a worker sends on each heartbeat all packets that it may send. A
 property that holds for eager workers also holds for slower workers, because a packet that is not
@@ -50,13 +51,16 @@ def check(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """Explore gradients on their way up.
+    """Explore the model of gradients that go from workers through switches to the server.
 
     Args:
         tree: children of the root switch: an int is a worker, a tuple is a switch with its children
+        window: number of packets that a worker may have in flight
+        numbers: number of packets of each worker
         timeouts: if True, a worker may time out at any time. The timeout is a step of its own,
             which may send nothing new.
         eager: see note "At once"
+        most_states: limit for the number of explored states
     """
     return explore(Upwards(tree, window, numbers, variant, timeouts, eager), most_states)
 
@@ -70,13 +74,20 @@ def check_down(
     eager: bool = False,
     most_states: int = 10_000_000,
 ) -> Result:
-    """Explore parameters on their way down."""
+    """Explore the model of parameters that go from the server through a switch to workers.
+
+    Args:
+        window: number of packets that the server may have in flight
+        numbers: number of packets that the server sends
+        eager: see note "At once"; here the server is the sender
+        most_states: limit for the number of explored states
+    """
     return explore(Downwards(workers, window, numbers, variant, eager), most_states)
 
 
 def literal_trace() -> tuple[str, ...]:
-    """Return the shortest sequence of steps in which the paper's switch, taken literally, computes
-    a wrong sum.
+    """Return the shortest sequence of steps that makes the switch of the paper, taken literally,
+    compute a wrong sum.
     """
     found = check(Variant.LITERAL, numbers=3)
     assert found.trace is not None, "the literal switch must be refuted"
@@ -85,7 +96,9 @@ def literal_trace() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """An exploration: its name, and the arguments of `check` or, if `down`, of `check_down`."""
+    """An exploration: its name, and its arguments. They are arguments of `check_down` if `down` is
+    True, else of `check`.
+    """
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -124,8 +137,8 @@ CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and rest
 
 
 def rows(quick: bool) -> list[Row]:
-    """Explore all scenes, and check that errors are found in the wrong variants. Prints the trace
-    of the literal switch.
+    """Explore all scenes, and check that the exploration finds an error in each wrong variant of
+    the protocol. Prints the steps to the wrong sum of the paper's switch.
     """
     found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
     for variant, scene in REFUTED.items():

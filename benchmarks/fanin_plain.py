@@ -1,5 +1,5 @@
-"""PlainTable: the table of a switch, as switch/switch_table.py has it, but computed by numpy and
-the state machine of switch/protocol/switch.py. Tests compare the compiled table with it.
+"""PlainTable: a slow implementation of a switch's table, for tests of the compiled table in
+switch/switch_table.py. It uses numpy and the state machine of switch/protocol/switch.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
 
 @cache
 def operation(kind: Kind, width: int) -> Callable[[Payload, Payload], Payload]:
-    """Return the function that sums payloads of a kind. Equal arguments give the same object."""
+    """Return the function that sums two payloads of a kind. For equal arguments, the same function
+    object is returned, so functions can be compared.
+    """
     if kind is Kind.EXPONENTS:
         return np.maximum
     dtype = WIDTHS[width]
@@ -37,7 +39,9 @@ class PlainTable:
         self.machine = machine(slots, children)
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Add packets and return the number of sums written to `out`, as SwitchTable.add does."""
+        """Add packets from `run`, write complete sums to `out`, and return the number of these
+        sums. The arguments are those of SwitchTable.add.
+        """
         packets = run.reshape(-1, PACKET_NBYTES)
         answers = out[: run.size].reshape(-1, PACKET_NBYTES)
         made = 0

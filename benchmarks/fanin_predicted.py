@@ -1,11 +1,11 @@
-"""Simulate a run of `fanin` with switches: the seconds of a step, and the bytes on every link. Uses
-the ordinary `simulate`, with a cluster and a plan built from the scene of the lab.
+"""Simulate a run of `fanin` with switches, to predict the seconds of a step and the bytes on every
+link. Calls `simulate` with a cluster and a plan that describe the lab.
 
-The inputs are the rates of the links, sizes, and measurements on this machine: the time to compute
-by one worker alone, to update by one server alone, and to pass packets over loopback. W workers on
-C processors compute C / W as fast as one worker alone, if C is less than W. A step takes at least
-the processor time of all its work, divided by the number of processors. No constant is fitted to a
-measurement of the lab.
+The inputs are the rates of the links, sizes, and three measurements on this machine: the time in
+which one worker alone computes, the time in which one server alone updates, and the time that
+packets take over loopback. If W workers share C < W processors, each computes at C / W of the speed
+of one worker alone. A step takes at least the processor time of all its work, divided by the number
+of processors. No constant is fitted to a measurement of the lab.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of a step after the first steps, when each step takes as long as the last."""
+    """Prediction of one step. It is a later step of a run, when all steps take the same time."""
 
     seconds: float  # the greater of the simulated time and `processors`
     processors: float  # processor seconds of a step, over the number of processors
@@ -81,10 +81,11 @@ def predict(
     """Predict a step.
 
     Args:
-        racks: 1 for one switch; else a tree with a switch in each rack
+        racks: number of racks; with more than one, each rack has a switch below the root switch
         rate: bytes/s of each link, counted in whole frames
-        updates: bytes/s that the server's updates read and write, 28 bytes a parameter
-        costs: processor seconds of packets on this machine
+        updates: rate of the server's updates in bytes/s; an update reads and writes 28 bytes a
+            parameter
+        costs: processor seconds of a packet on this machine
 
     Raises:
         ConfigError: no cluster or plan can be built from the arguments
@@ -108,8 +109,9 @@ def predict(
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
-    """Describe the cluster: workers in racks, and one optimizer node. Each switch is a host with a
-    fast card. The bridges of the lab copy packets that are sent to a multicast group.
+    """Describe the lab as a cluster with workers in racks, switches and one server. Switches
+    multicast parameters, because the bridges of the lab copy packets that are sent to a multicast
+    group.
     """
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
@@ -148,8 +150,8 @@ def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Pla
 
 
 def model_of(sizes: ModelSizes) -> ModelShape:
-    """Describe the model for the simulator. Its FLOPs are dummies, because the seconds of a layer
-    are measured.
+    """Describe the model for the simulator. The FLOPs of its layers are not used, because the
+    seconds of a layer are measured.
     """
     layer = BlockShape("layer", sizes.layer, 1.0, 0.0, 0.0)
     blocks = layer.times(sizes.layers)
@@ -159,7 +161,7 @@ def model_of(sizes: ModelSizes) -> ModelShape:
 
 
 def link_bytes(result: Result, racks: int) -> dict[tuple[str, str], float]:
-    """Map (link, direction) to the predicted bytes, with the lab's names of links. All workers'
+    """Map (name of a link in the lab, "sent" or "received") to the predicted bytes. All workers'
     links carry the same bytes, so only worker 0's link is included.
     """
     nbytes = result.bytes
@@ -184,7 +186,9 @@ def rate_text(nbytes: float) -> str:
 
 @cache
 def sizes_of(spec: WorkerSpec) -> ModelSizes:
-    """Measure the model on this machine with one thread. Times are the least of a few passes."""
+    """Measure the sizes of the model, and the seconds of a layer with one thread on this machine.
+    The fastest of a few passes counts.
+    """
     model = spec.build()
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     layer = sum(p.numel() for p in layers[0].parameters())
@@ -196,8 +200,8 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Measure the seconds of a forward, and of a backward that computes each layer's forward
-    again.
+    """Measure (seconds of a forward, seconds of a backward). The backward includes a second
+    forward, because each layer is recomputed.
     """
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -216,22 +220,22 @@ def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[
 
 @cache
 def updates_here() -> float:
-    """Measure the bytes/s that updates by one thread read and write, counted as the simulator
-    counts.
+    """Measure the rate of updates by one thread on this machine: the bytes/s that they read and
+    write.
     """
     return processors(1)["updates"]
 
 
 def rows(cases: Iterable[Case]) -> Iterator[Row]:
-    """Compare predictions with the measurements of all cases that used switches."""
+    """Compare predictions with the measurements of those cases that used switches."""
     for case in cases:
         if case.wire is not None:
             yield from compared(case)
 
 
 def compared(case: Case) -> Iterator[Row]:
-    """Compare a prediction with its measurement: the seconds of a step, and the bytes on the link
-    whose prediction is the worst.
+    """Compare a prediction with its measurement: first the seconds of a step, then the bytes on the
+    link that has the largest error.
     """
     scene: Scene = case.scene
     assert case.wire is not None

@@ -1,7 +1,7 @@
 """Measure the processor time that fan-in packets take on this machine, over loopback and with the
-real threads. The times are: to make and send a packet; to receive, verify and keep it; and to add
-it to a switch's table. In the lab all hosts share the processors, so a step takes at least the sum
-of these times over all packets.
+real threads. Three times are measured: to make and send a packet, to receive, verify and copy a
+packet, and to add a packet to a switch's table. In the lab all hosts share the processors, so a
+step takes at least the sum of these times over all packets.
 
 Does NOT include the lab's own devices (virtual links, bridges, rates).
 """
@@ -78,7 +78,7 @@ class _Stream:
         self.sender.heartbeat(Heartbeat(0, WINDOW - 1))
 
     def run(self, below: int) -> None:
-        """Send packets, and wait until all numbers less than `below` have arrived."""
+        """Send packets, and wait until all packets with numbers less than `below` have arrived."""
         self.sender.may_send(below)
         with self.changed:
             done = self.changed.wait_for(lambda: self.received >= below, WAIT_S)
@@ -128,8 +128,9 @@ def _add() -> float:
 
 def lab_seconds(workers: int, racks: int, up: float, down: float, costs: PacketSeconds) -> float:
     """Compute the processor seconds of a step for all hosts of the lab together. `up` and `down`
-    are the packets of one stream in each direction. Upwards, each worker and each switch sends a
-    stream. Downwards, the network copies packets, so each worker receives all of them.
+    are the numbers of packets that one stream has in each direction. Upwards, each worker and each
+    switch sends a stream. Downwards, the network copies packets, so each worker receives all of
+    them.
     """
     switches = 1 if racks == 1 else racks + 1
     crossings = up * (workers + switches) + down * workers

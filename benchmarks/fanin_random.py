@@ -1,11 +1,11 @@
-"""Send millions of packets through a switch whose links lose, repeat and reorder them, and count
+"""Send millions of packets through a switch whose links lose, repeat and reorder packets, and count
 wrong sums.
 
-The NumberedSender of each worker, the table of a switch and the NumberedReceiver of the server
-("the end") run with real payloads. Most numbers are gradients, of each integer width in turn; some
-are exponents. All links lose, repeat and delay packets, and delay some packets for very long. The
-switch restarts now and then. Every sum that the end accepts is compared with numpy's sum of the
-workers' payloads.
+The NumberedSender of each worker, the table of a switch and the NumberedReceiver of the server run
+with real payloads. Most packets carry gradients, in each integer width in turn; some carry
+exponents. All links lose, repeat and delay packets. A few packets are delayed for hundreds of
+ticks. The switch restarts now and then. Every sum that the server accepts is compared with numpy's
+sum of the workers' payloads.
 
 Time is counted in ticks. In each tick, all senders that may send a packet send one, and some of the
 packets in flight arrive, in any order.
@@ -50,7 +50,9 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of faults: of a packet on any link, and of a restart of the switch."""
+    """Probabilities of faults. `restart` is of the switch, in each tick. The others are of a
+    packet, on any link.
+    """
 
     loss: float = 0.01
     repeated: float = 0.01
@@ -70,20 +72,22 @@ class Outcome:
 
 
 class Payloads:
-    """The payload of each worker and number: random bytes of the worker plus a multiple of the
-    number. A sum therefore shows exactly which packets are in it.
+    """The payload of each (worker, packet number): random bytes of the worker plus a multiple of
+    the number. A sum therefore shows exactly which packets were added.
     """
 
     def __init__(self, workers: int, random: np.random.Generator) -> None:
         self.rows = random.integers(0, 256, (workers, PAYLOAD_NBYTES), np.uint8)
 
     def width(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the bytes of a payload's elements for each number, 0 for exponents."""
+        """Return the bytes of an element in the payload of each packet number; 0 if the packet
+        carries exponents.
+        """
         widths = np.array([1, 2, 4], np.uint8)[numbers // EXPONENTS_EVERY % 3]
         return np.where(numbers % EXPONENTS_EVERY == 0, 0, widths)
 
     def fill(self, workers: np.ndarray, numbers: np.ndarray, into: np.ndarray) -> None:
-        """Write the payloads of these workers and numbers to `into`, uint8 [count,
+        """Write the payload of each (worker, packet number) to a row of `into`, uint8 [count,
         PAYLOAD_NBYTES].
         """
         widths = self.width(numbers)
@@ -92,7 +96,7 @@ class Payloads:
             into[rows] = self._made(int(width), workers[rows], numbers[rows])
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the right sum for each number, uint8 [count, PAYLOAD_NBYTES]."""
+        """Return the right sum for each packet number, uint8 [count, PAYLOAD_NBYTES]."""
         total = np.empty((len(numbers), PAYLOAD_NBYTES), np.uint8)
         widths = self.width(numbers)
         for width in np.unique(widths):
@@ -124,8 +128,8 @@ class Payloads:
 
 @dataclass
 class Link:
-    """The packets in flight on a link, one packet in each row of an array. In each tick, some of
-    them arrive.
+    """The packets in flight on a link, one packet in each row of an array. In each tick, some
+    packets arrive.
     """
 
     faults: Faults
@@ -156,7 +160,7 @@ class Link:
 
 
 class Scene:
-    """The workers, a switch, and the receiver of the server ("the end")."""
+    """The workers, a switch, and the server's receiver, whose attribute is `end`."""
 
     def __init__(
         self,
@@ -191,7 +195,9 @@ class Scene:
         self._beat()
 
     def finish(self) -> Outcome:
-        """Run until all numbers that were sent have reached the end, and all workers know this."""
+        """Run until the server has received the sums of all packets that were sent, and all workers
+        know this.
+        """
         last = max(sender.next for sender in self.senders)
         for sender in self.senders:
             sender.ready = last
@@ -240,7 +246,7 @@ class Scene:
         self.still = 0 if new.any() else self.still + 1
 
     def _beat(self) -> None:
-        """Send the end's heartbeat to the switch and to each worker. Each copy may be late or
+        """Send the server's heartbeat to the switch and to each worker. Each copy may be late or
         lost.
         """
         self.beats = [*self.beats[-4:], self.end.heartbeat()]
@@ -263,8 +269,8 @@ def send_through(
     window: int = 1024,
     faults: Faults = Faults(),
 ) -> Outcome:
-    """Send at least `packets` packets through a switch. `table` makes the switch's table from the
-    numbers of slots and of children.
+    """Send at least `packets` packets through a switch. `table`: function that builds the switch's
+    table from (number of slots, number of children).
     """
     began = perf_counter()
     scene = Scene(table, faults, seed=seed, workers=workers, window=window)
@@ -281,7 +287,7 @@ CASE = "random packets through a switch's table: loss, repetition, reordering, r
 
 
 def rows(quick: bool) -> list[Row]:
-    """Run random packets for long, and count the wrong sums."""
+    """Send millions of random packets through the compiled table, and count the wrong sums."""
     found = send_through(SwitchTable, 100_000 if quick else 10_000_000)
     text = f"of {found.packets:,} packets, {found.sums:,} sums, {found.restarts} restarts"
     rate = found.packets / found.seconds

@@ -1,6 +1,6 @@
-"""Item `rate` of `fanin`, the measurements that need no lab. They are: the packets a second of a
-user-space switch on one core, in memory and over loopback sockets; the same for a plain forwarder
-over loopback; and the memory of a switch with 1,000 stuck slots.
+"""Item `rate` of `fanin`: measurements that need no lab. They are the packets a second of a
+user-space switch on one core, in memory and over loopback sockets, and the memory of a switch with
+1,000 stuck slots. Over loopback, the switch is compared with a plain forwarder.
 
 One thread plays the children, the switch and the parent in turn. Only the work of the switch (or of
 the forwarder) is timed: receive, verify, add, seal and send, including the system calls.
@@ -25,9 +25,7 @@ STUCK, WAIT_S = 1000, 1.0
 
 
 class Ends:
-    """The children of a switch, with their sealed packets, and the table of the switch that adds
-    the packets.
-    """
+    """The packets of a switch's children, and the table to which the switch adds these packets."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -37,7 +35,7 @@ class Ends:
         self.number = 0
 
     def seal(self) -> None:
-        """Make the packets of each child for the next numbers."""
+        """Build the next packets of each child, with headers and checksums."""
         for child, run in enumerate(self.runs):
             packets.write_headers(
                 run,
@@ -53,8 +51,8 @@ class Ends:
         self.number += RUN
 
     def add(self, run: np.ndarray) -> int:
-        """Verify and add received packets, as a switch does. Returns the number of sums in
-        `out`.
+        """Verify and add the received packets in `run`, as a switch does. Returns the number of
+        sums in `out`.
         """
         count = run.size // PACKET_NBYTES
         right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
@@ -64,7 +62,7 @@ class Ends:
 
 
 def in_memory(seconds: float) -> float:
-    """Measure the packets a second that the table adds, without sockets."""
+    """Measure the packets a second that a switch adds to its table, without sockets."""
     ends, accepted, spent = Ends(), 0, 0.0
     for warm in (True, False):
         accepted, spent = 0, 0.0
@@ -109,8 +107,8 @@ def over_loopback(seconds: float, *, sums: bool) -> float:
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """Pass the packets of one child through the switch. Returns the number of packets that the
-    switch sent.
+    """Receive the packets of one child at the switch, and send what results to `end`. Returns the
+    number of packets sent. `ends`: table that adds the packets; if None, the packets are forwarded.
     """
     left, sent = RUN, 0
     while left:
@@ -134,8 +132,9 @@ def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
 
 
 def stuck() -> tuple[int, int]:
-    """Measure the memory of a switch while one child sends no packets for STUCK numbers. Such
-    numbers fill the slots of the table again and again.
+    """Measure the memory of a switch with STUCK stuck slots. A slot is stuck if one child has sent
+    its packet and the other has not. The same slots get stuck again and again, and memory must not
+    grow.
 
     Returns (bytes by which the memory of the process grew, bytes of the table).
     """

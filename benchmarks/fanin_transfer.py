@@ -1,5 +1,6 @@
-"""Items `lab` and `tree` of `fanin`: bytes on the links and seconds of a step, below one switch and
-below a tree of switches. Beside them: the same servers without switches, and torch's all-reduce.
+"""Items `lab` and `tree` of `fanin`: measure the bytes on the links and the seconds of a step, with
+one switch and with a tree of switches. Both are compared with the same servers without switches,
+and with torch's all-reduce.
 
 S is the bytes of the parameters in fp32, which is also the bytes of the gradients as int32. B is
 the rate of a link in each direction. The fan-in's datagrams carry 0.940 of this rate (1408 of the
@@ -39,7 +40,7 @@ class Case:
 
 @dataclass
 class Bench:
-    """The measurements in the order in which they ran."""
+    """Measures cases, and keeps the measurements in the order in which they ran."""
 
     home: Path
     quick: bool = False
@@ -52,7 +53,9 @@ class Bench:
         return replace(made, steps=QUICK_STEPS, **QUICK) if self.quick else made
 
     def sized(self, **size: Any) -> WorkerSpec:
-        """Return the spec of a worker with other sizes of the decoder."""
+        """Return the spec of a worker whose decoder has the sizes `size`; with `quick`, all
+        decoders have the same small sizes.
+        """
         return self.spec() if self.quick else replace(self.spec(), **size)
 
     def measure(self, name: str, lab: Lab, spec: WorkerSpec, wire: str | None = None) -> Measured:
@@ -66,7 +69,7 @@ class Bench:
 
 
 def one_switch(bench: Bench) -> Iterator[Row]:
-    """Item `lab`: all workers below one switch."""
+    """Run item `lab`: all workers below one switch."""
     for workers in (4, 8):
         scene = Scene(workers)
         with Lab(scene, bench.home / f"{workers}") as lab:
@@ -76,7 +79,9 @@ def one_switch(bench: Bench) -> Iterator[Row]:
 
 
 def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    """Measure the same on slower links, on which this machine's processors are no bottleneck."""
+    """Measure steps of the decoder on slower links. The links then limit a step, and not this
+    machine's processors.
+    """
     ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
     case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
     yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
@@ -99,7 +104,7 @@ def _below(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
 
 
 def tree(bench: Bench) -> Iterator[Row]:
-    """Item `tree`: workers in two racks, below a tree of switches."""
+    """Run item `tree`: workers in two racks, below a tree of switches."""
     with Lab(Scene(8, racks=2), bench.home / "tree") as lab:
         name = "8 workers, tree of two racks"
         case = f"{name}, {_sizes(bench.spec())}"
@@ -119,8 +124,8 @@ def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
 
 
 def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> Iterator[Row]:
-    """Compare the transfer of S bytes in a step with the rate of the links. Every link carries S in
-    each direction.
+    """Compare the rate at which a step transfers gradients and parameters with the rate of the
+    links. In a step, every link carries the size of the model in each direction.
     """
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
@@ -149,7 +154,9 @@ def step_rows(
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
-    """Compare the bytes that each link carries in each direction of a step with S."""
+    """Compare the bytes that each link carries in a step, in each direction, with the bytes of the
+    model's parameters.
+    """
     shares = {
         (name, way): getattr(traffic, way) * CARRIED / spec.nbytes
         for name, traffic in run.frames.items()

@@ -1,5 +1,6 @@
-"""The way of gradients from the workers through switches to the server, as a model to explore. The
-machines are the workers' senders, the switches, and the receiver of the server ("the end").
+"""Model of gradients on their way from the workers through switches to the server. The model can be
+explored (fanin_explore.py). It has the workers' senders, the switches, and the server's receiver,
+which is called "the end".
 
 The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
 termination.
@@ -47,9 +48,9 @@ OLD = 100  # added to a worker's index in data of an older job
 
 
 class Upwards:
-    """The model of gradients on their way from the workers through switches to the end. A state
-    holds the state of the end, then the state of each worker, then for each switch the state of the
-    switch and all sums that the switch ever sent.
+    """The model of gradients on their way from the workers through switches to the server. A state
+    holds the state of the server's receiver, then the state of each worker, then two entries for
+    each switch: the state of the switch, and all sums that the switch ever sent.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Upwards:
         return (self.end.first, *(self.senders.first for _ in self.workers), *below)
 
     def at(self, switch: int) -> int:
-        """Return the index of a switch in a state."""
+        """Return the index at which a state of the model holds the state of a switch."""
         return 1 + len(self.workers) + 2 * switch
 
     def done(self, state: State) -> bool:
@@ -175,14 +176,21 @@ class Upwards:
             yield ("packet", switch, number, data, out), after, wrong
 
     def _sum(self, state: State, number: int, data: Data) -> Iterator[Step]:
-        """Yield the step in which a sum arrives at the end, if it is new there."""
+        """Yield the step in which a sum arrives at the server, if the server has not received this
+        sum yet.
+        """
         to, new = self.end.step(state[0], self.end.event(number))
         if new:
             wrong = "" if data == self.right(number) else f"the sum of {number} is wrong"
             yield ("ends", number, data), _with(state, 0, to), wrong
 
     def _arrivals(self, source: int | Tree, part: int) -> list[tuple[int, Data]]:
-        """List all packets that a child of a switch may have sent."""
+        """List (packet number, data) of all packets that a child of a switch may have sent.
+
+        Args:
+            source: the child: a worker, or the tree below a switch
+            part: number of the child's state, as `Parts` numbers it
+        """
         if not isinstance(source, int):
             return sorted(self.sums.states[part])
         found: list[tuple[int, Data]] = [
@@ -214,7 +222,9 @@ class Upwards:
         return tuple(self._beat(now))
 
     def _beat(self, now: list[int]) -> list[int]:
-        """Deliver the end's heartbeat to every switch and worker, and return the changed state."""
+        """Deliver the server's heartbeat to every switch and worker. Changes and returns the state
+        `now`.
+        """
         beat = beat_of(self.end.states[now[0]], self.window)
         for switch, parts in enumerate(self.switches):
             at = self.at(switch)
@@ -224,8 +234,8 @@ class Upwards:
         return now
 
     def _deliver(self, now: list[int], worker: int, number: int) -> None:
-        """Deliver a worker's packet to its switch, and the sums that result to the switches above
-        and the end.
+        """Deliver a worker's packet to its switch. If sums become complete, deliver them to the
+        switches above and to the server. Changes the state `now`.
         """
         node = next(node for node in self.nodes if worker in node)
         switch, child, data = self.nodes.index(node), node.index(worker), ((worker, number),)

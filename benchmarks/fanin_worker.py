@@ -39,8 +39,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Arguments that every worker of a run gets. `computes`: if False, workers only transfer
-    bytes.
+    """Arguments that every worker of a run gets. `computes`: if False, the model has almost nothing
+    to compute, and workers only transfer bytes.
     """
 
     method: str
@@ -93,26 +93,26 @@ class WorkerSpec:
 
     @property
     def elements(self) -> int:
-        """The number of parameters of the whole model."""
+        """Number of parameters of the whole model."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.build().parameters())
 
     @property
     def nbytes(self) -> int:
-        """The bytes S of the parameters, which are also the bytes of one worker's gradients."""
+        """Bytes of all parameters, which are also the bytes of one worker's gradients."""
         return self.elements * DTYPES[self.dtype].itemsize
 
 
 def _block_elements(spec: WorkerSpec) -> int:
-    """Count the parameters of one decoder layer. Transfers without computing use blocks of this
-    size.
+    """Count the parameters of one decoder layer. A model that only transfers bytes has blocks of
+    the same size.
     """
     return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
 
 
 class _Constant(torch.autograd.Function):
-    """The identity function of x. The gradient of each element of the weight is the same
-    constant.
+    """Autograd function that returns a copy of `x`. In backward, the gradient of `weight` has the
+    same constant in all elements.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class Transferred(nn.Module):
-    """A model that has the bytes of a decoder but almost nothing to compute."""
+    """A model with as many parameter bytes as a decoder, but almost nothing to compute."""
 
     def __init__(self, blocks: int, elements: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -214,8 +214,8 @@ METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "d
 
 
 def losses_of(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
-    """Return a function that computes the loss of this worker's tokens. Its arguments are the model
-    and the number of the step.
+    """Return a function that computes the loss of this worker's tokens. The arguments of the
+    function are the model and the number of the step.
     """
 
     def of(model: Any, number: int) -> torch.Tensor:
@@ -242,10 +242,11 @@ def fan_in_of(tree: dict[str, Any]) -> FanIn:
 
 
 def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train, and return the end time and the loss of each step.
+    """Train, and return a dict with the end time and the loss of each step.
 
     Args:
-        pause: called before the first step, after the warm-up and after the last step
+        pause: called with "ready" before the first step, with "warm" after the warm-up, and with
+            "done" after the last step
     """
     method = METHODS[spec.method](spec, rank, world)
     pause("ready")

@@ -1,12 +1,12 @@
-"""Item `rate` of `fanin`: the packets a second that the switch's table adds on one core, in the
-kernel (XDP) and in user space. Each is compared with a plain forwarder in the same run.
+"""Item `rate` of `fanin`: measure the packets a second that the switch's table adds on one core, in
+the kernel (XDP) and in user space. Each switch is compared with a plain forwarder of the same kind.
 
-Two children send packets of int32. The rows "alone" use the time that the kernel reports for
-running the program on packets one by one, without a device. In the rows "over a link", the sender,
-the switch and the receiver share one core and a link of the lab. The sender waits for the packets
-that return, so nothing is lost. A forwarder returns every packet; a switch returns one sum for two
-packets. In user space, packets are also divided by the processor time of the switch's process
-alone, including system calls.
+Two children send packets of int32. In the rows "alone", the kernel runs the program on packets one
+by one without a device, and reports the time. In the rows "over a link", the sender, the switch and
+the receiver share one core and a link of the lab. The sender waits for the packets that return, so
+nothing is lost. A forwarder returns every packet; a switch returns one sum for two packets. In the
+rows "its process alone", the time is only the processor time of the user-space switch, including
+system calls.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure the packets a second of each switch and forwarder, by name. If the measurement is not
-    possible, return the reason.
+    """Map each switch and forwarder to its packets a second. If the measurement is not possible,
+    return the reason.
 
     Args:
-        seconds: time for which each of them is measured
+        seconds: duration of each measurement
     """
     if why := network_available():
         return f"no network: {why}"
@@ -73,8 +73,8 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Compare each switch with the forwarder of its kind. If the measurement is not possible,
-    return a single row with the reason.
+    """Measure, and compare each switch with the forwarder of the same kind. If the measurement is
+    not possible, return a single row with the reason.
     """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):
@@ -110,7 +110,7 @@ def _table_of(program: BpfObject) -> XdpTable:
 
 def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
     """Write the headers and checksums of `count` gradient packets of a child, numbered from
-    `first`, around the payloads that are in `out`.
+    `first`, to `out`, which already has the payloads.
     """
     packets.write_headers(
         out,
@@ -126,8 +126,8 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
 
 
 def alone(what: str) -> float:
-    """Measure the packets a second of the program alone, with the run time that the kernel
-    reports.
+    """Measure the packets a second of the program alone, from the run time that the kernel reports.
+    `what`: "sum" for the switch, "forward" for the forwarder.
     """
     program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
     table = _table_of(program) if what == "sum" else None
@@ -163,8 +163,12 @@ def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
 def _process(
     starts: Callable[..., subprocess.Popen[str]], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a child process of this module, yield it once it is ready, and kill it at the end of
-    the block.
+    """Start a child process of this module, yield it when it is ready, and kill it at the end of
+    the `with` block.
+
+    Args:
+        starts: function like subprocess.Popen, which runs the process on a host of the lab
+        words: command-line arguments of this module
     """
     argv = [sys.executable, "-m", "benchmarks.fanin_xdp", *words]
     process = starts(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -172,7 +176,9 @@ def _process(
         assert process.stdout is not None
         line = process.stdout.readline()
         if line != "ready\n":
-            raise BpfError(line.strip() or f"`{' '.join(words)}` has ended")
+            raise BpfError(
+                line.strip() or f"the process `{' '.join(words)}` ended before it was ready"
+            )
         yield process
     finally:
         process.kill()
@@ -197,8 +203,13 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Play both children and the parent. They send packets to the switch and count the packets that
-    return.
+    """Play both children and the parent of a switch: send packets to the switch and count the
+    packets that return. Prints the number of packets and the seconds as JSON.
+
+    Args:
+        to: IP address of the switch
+        seconds: duration of the measurement
+        way: kind of the switch or forwarder, a value of WAYS
     """
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)

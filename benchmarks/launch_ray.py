@@ -28,8 +28,8 @@ FOUND_DEAD = {
 
 
 def ray_scene() -> Scene:
-    """Describe two hosts with a worker each. The engine finds the names and addresses of the
-    hosts.
+    """Describe two hosts with a worker each. The scene has no names or addresses of hosts, because
+    the engine finds them.
     """
     return Scene(
         "two Ray nodes",
@@ -41,8 +41,8 @@ def ray_scene() -> Scene:
 
 
 class RayNodes:
-    """A Ray cluster. `names`: the names of its hosts, with the head first. The name "" is for a
-    node that may stand for any host.
+    """A running Ray cluster. `names`: names of its hosts; the first is the head. A node with the
+    name "" can take the role of any host.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -72,7 +72,9 @@ class RayNodes:
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def kill_raylet(self, name: str) -> None:
-        """Kill only the raylet of a node. The node's other processes notice this by themselves."""
+        """Kill only the raylet of a node. The other processes of the node end by themselves when
+        they notice it.
+        """
         node = self._nodes.pop(name)
         for raylet in node.all_processes["raylet"]:
             psutil.Process(raylet.process.pid).kill()

@@ -1,6 +1,6 @@
-"""Two Ray nodes for item `plan` of `launch`. Like a host, each node is in a network namespace with
-a NIC of its own. Traffic between the nodes crosses emulated links. The rate of these links limits
-the traffic; this machine's processors do not limit it. Does NOT launch a run.
+"""Two Ray nodes for item `plan` of `launch`. Each node has a network namespace and a NIC of its
+own, like a host. Traffic between the nodes crosses emulated links, which are slow enough that this
+machine's processors do not limit it. Does NOT launch a run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LINKED = Scene(  # the links limit a step; Ray's own processes take a tenth of t
 
 @dataclass(frozen=True)
 class LinkedNodes:
-    """A running Ray cluster. `address`: the address of its head. `inside`: words before a command
-    that let it run on the head's host.
+    """A running Ray cluster. `address`: the address of its head. `inside`: words to put before a
+    command, so that the command runs on the head's host.
     """
 
     address: str
@@ -52,7 +52,7 @@ class LinkedNodes:
 
 @contextmanager
 def linked_nodes(home: Path) -> Iterator[LinkedNodes]:
-    """Run the cluster of Ray nodes that LINKED describes, and yield it.
+    """Start the two Ray nodes that the scene LINKED describes, and yield them.
 
     Raises:
         ConfigError: Ray is not installed
@@ -80,8 +80,8 @@ def _children(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def _node(host: LabHost, home: Path, words: Sequence[str]) -> Iterator[None]:
-    """Run a node with the name of its host. At the end of the block, all processes of the node have
-    ended.
+    """Run a Ray node with the name of its host. At the end of the `with` block, all processes of
+    the node are ended. `words`: further arguments of `ray start`.
     """
     log = home / f"ray.{host.name}.log"
     more = (
@@ -98,7 +98,7 @@ def _node(host: LabHost, home: Path, words: Sequence[str]) -> Iterator[None]:
         while "Ray runtime started" not in log.read_text():
             if time.monotonic() > deadline or node.poll() is not None:
                 raise RoadtrainError(
-                    f"Ray does not start on {host.name}: {log.read_text()[-1500:]}"
+                    f"Ray did not start on host {host.name}: {log.read_text()[-1500:]}"
                 )
             time.sleep(0.2)
         yield

@@ -60,9 +60,9 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
 
 
 def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
-    """Compare the losses of the run with the losses of a second run, whose link is not slowed.
-    Returns the number of steps up to `until` whose losses differ by more than rounding. Rounding
-    differs, because sums are taken in another order.
+    """Compare the losses of the run with those of a second run whose link is not slowed. Returns
+    the number of steps up to `until` whose losses differ by more than rounding. Small differences
+    are expected, because sums are taken in another order.
     """
     with bench.again(run, f"{run.home.name}-plain") as plain:
         plain.wait_step(until, START_S + until * STEP_S)
@@ -74,8 +74,8 @@ def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
 
 
 def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
-    """Compare the predicted and the measured time of every stage of every rank, from the rank's
-    metrics.
+    """Compare the predicted time of every stage with the measured time, for every rank. Both times
+    are in the metrics of the rank.
     """
     plan = bench.plan_of(run)
     for rank in range(plan.plan.parallelism.devices):

@@ -1,8 +1,9 @@
-"""LaunchedRun: a run of `launch`, driven by the commands of a user (`roadtrain plan`, `roadtrain
-launch --detach`, `--stop`) and watched through its files (state.json, metrics.jsonl, all.log).
+"""LaunchedRun: a run of `launch`, controlled by the commands of a user (`roadtrain plan`,
+`roadtrain launch --detach`, `--stop`) and observed through its files (state.json, metrics.jsonl,
+all.log).
 
-If a benchmark kills processes of a run, it finds the processes by their command line and
-environment. Does NOT compare results with goals.
+Benchmarks can kill processes of a run, which are found by their command line and environment. Does
+NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def command(
     """Run `roadtrain WORDS` and return its output.
 
     Args:
-        inside: words before the command that let it run on a host of a lab
+        inside: words to put before the command, so that the command runs on a host of a lab
+        within_s: time limit in seconds
+        ok: exit codes that are no error
 
     Raises:
         RoadtrainError: the exit code is not in `ok`
@@ -52,7 +55,7 @@ def command(
     )
     if done.returncode not in ok:
         raise RoadtrainError(
-            f"roadtrain {' '.join(words)} ended with {done.returncode}:"
+            f"`roadtrain {' '.join(words)}` ended with exit code {done.returncode}:"
             f" {(done.stderr or done.stdout)[-1500:]}"
         )
     return done.stdout + done.stderr
@@ -83,9 +86,13 @@ def processes(of: Callable[[FoundProcess], bool]) -> Iterator[FoundProcess]:
 
 
 class LaunchedRun:
-    """A run, used as a context manager: at the end of the block, all its processes are killed.
-    `home` has cluster.toml and job.toml, and the run trains in `home`/run. `inside`: as for
-    `command`.
+    """A run, used as a context manager: at the end of the `with` block, all its processes are
+    killed. `home` has cluster.toml and job.toml, and the run trains in `home`/run.
+
+    Args:
+        on: engine that runs the processes, as in `launch --on`
+        more: further arguments of `launch`
+        inside: words to put before a launch command, so that it runs on a host of a lab
     """
 
     def __init__(
@@ -104,16 +111,17 @@ class LaunchedRun:
         return command("plan", files[0], "--job", files[1], "--out", files[2], *more)
 
     def start(self) -> float:
-        """Start the run with `launch --detach`. Returns the time of the command in seconds since
-        the epoch.
+        """Start the run with `launch --detach`. Returns the time at which this command began, in
+        seconds since the epoch.
         """
         then = time.time()
         command(*self._words(), "--detach", inside=self.inside)
         return then
 
     def follow(self, *words: str) -> None:
-        """Start a launcher that follows the run: `launch` or, if words are given, `roadtrain
-        WORDS`. Returns when the run has begun. Raises RoadtrainError if the run does not begin.
+        """Start a launcher that stays attached to the run, and wait until the run has begun. The
+        launcher is `roadtrain WORDS` or, without words, `roadtrain launch`. Raises RoadtrainError
+        if the run does not begin.
         """
         self._let_go()
         self.launcher = subprocess.Popen(
@@ -127,7 +135,8 @@ class LaunchedRun:
         while not self.run_home.is_supervised():
             if self.launcher.poll() is not None or time.monotonic() > deadline:
                 raise RoadtrainError(
-                    f"run {self.name} did not start within {COMMAND_S:.0f} s, or its launcher ended"
+                    f"run {self.name} did not start within {COMMAND_S:.0f} s, or its launcher has"
+                    " ended"
                 )
             time.sleep(TURN_S)
 
@@ -136,7 +145,7 @@ class LaunchedRun:
         return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
 
     def _let_go(self) -> None:
-        """Kill the launcher that follows the run."""
+        """Kill the launcher that stays attached to the run."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
@@ -149,8 +158,8 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
-        """Remove the stores that an earlier benchmark left. A lab keeps them in the home of its
-        run.
+        """Remove the launch directory of an earlier run with the same name, unless that run still
+        has a supervisor. In a lab, stores are in this directory too.
         """
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
@@ -177,8 +186,8 @@ class LaunchedRun:
         return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
     def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Map each step to its line in a rank's metrics. Includes the lines in older files, which
-        were written before the rank was away for some steps.
+        """Map each step to its line in the metrics of a rank. If the rank was absent for some
+        steps, the lines before its absence are in older files, which are read too.
         """
         last, number, found = self._metrics(rank), 1, dict[int, dict[str, Any]]()
         while (before := last.with_name(f"{last.stem}.before-{number}.jsonl")).exists():
@@ -192,13 +201,13 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        """Map each step to the mean loss over the ranks that ran in the step.
+        """Map each step to the mean loss over the ranks that trained in the step.
 
-        The line of a data-parallel rank covers the micro-batches of that rank. If fewer ranks ran
-        in a step, each rank's line covers more tokens of the step. Lines of other ranks for this
-        step are then ignored, because they were written before the step was repeated. With servers,
-        worker 0's line covers all workers, and therefore more tokens than the line of any other
-        worker.
+        The line of a data-parallel rank covers the micro-batches of that rank. If fewer ranks
+        trained in a step, the line of each of them covers more tokens. The other ranks may have
+        older lines for this step, which were written before the step was repeated. These lines are
+        ignored. With servers, worker 0's line covers the tokens of all workers, and is the only
+        line that counts.
         """
         of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
         steps = sorted(of_rank[0])
@@ -218,8 +227,8 @@ class LaunchedRun:
         return out
 
     def step_s(self, after: int, until: int | None = None) -> float:
-        """Compute the median seconds of the steps after step `after`, without the first steps after
-        it.
+        """Compute the median seconds of the steps after step `after`, up to step `until`. The first
+        FIRST_STEPS steps are left out, because their time is not steady yet.
         """
         took = [
             float(line["seconds"])
@@ -233,7 +242,7 @@ class LaunchedRun:
 
     def wait_step(self, step: int, within_s: float) -> float:
         """Wait until the step is done, and return the seconds waited. Raises DeadlineError after
-        `within_s`, or RoadtrainError if the run ends before the step.
+        `within_s` seconds, or RoadtrainError if the run ends before the step is done.
         """
 
         def done() -> bool:
@@ -242,7 +251,7 @@ class LaunchedRun:
         return self.wait(done, f"step {step}", within_s)
 
     def wait_log_step(self, offset: int, within_s: float) -> None:
-        """Wait until worker 0 has reported a step in all.log, at position `offset` or later."""
+        """Wait until worker 0 has reported a step in all.log at character `offset` or later."""
 
         def stepped() -> bool:
             return self.run_home.all_log.exists() and "] step " in self.log()[offset:]
@@ -250,7 +259,7 @@ class LaunchedRun:
         self.wait(stepped, "a step", within_s)
 
     def wait_end(self, within_s: float) -> int:
-        """Wait for the run's end and return its exit code."""
+        """Wait until the run has ended, and return its exit code."""
         self.wait(lambda: self.state().phase == "ended", "its end", within_s, ended=True)
         return self.state().code
 
@@ -262,8 +271,8 @@ class LaunchedRun:
             state = self.state()
             if state.phase == "ended" and not ended and not until():
                 raise RoadtrainError(
-                    f"run {self.name} ended with {state.code} before {what}: {state.why}\n"
-                    + self.log()[-2000:]
+                    f"run {self.name} ended with exit code {state.code} before {what}:"
+                    f" {state.why}\n" + self.log()[-2000:]
                 )
             if time.monotonic() > then + within_s:
                 raise DeadlineError(
@@ -310,8 +319,8 @@ class LaunchedRun:
         return [p for p in processes(self._mine) if "roadtrain.launch.supervise" in p.words]
 
     def _started(self, process: FoundProcess) -> bool:
-        """Check that the engine of this run started the process. The command line of such a process
-        contains the run's directory.
+        """Check that the engine of this run started the process. Such a process has the run's
+        directory in its command line.
         """
         directory = str(self.home / "run")
         return "roadtrain.cli" in process.words and any(directory in word for word in process.words)

@@ -1,10 +1,11 @@
-"""Clusters and jobs of `launch`: writes the two files of a run, as a user would.
+"""Clusters and jobs of `launch`: writes the cluster file and the job file of a run, as a user
+would.
 
 The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If all
-hosts wait for half of a step, each computes twice as fast in the other half as its share of the
-processors allows. Devices have the speed that was measured on this machine right before
-(launch_speed.py). Does NOT start processes.
+12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If only
+half of the hosts compute at a time, because the others wait for a link, each gets twice its share
+of the processors. The cluster file has the speed of devices that was measured on this machine right
+before (launch_speed.py). Does NOT start processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ LATENCY = "50us"
 
 @dataclass(frozen=True)
 class HostKind:
-    """A table of [[hosts]] in a cluster file. `rate`: the rate of the host's NIC in Mbit/s."""
+    """An entry of [[hosts]] in a cluster file, for one or several equal hosts. `rate`: rate of a
+    host's NIC in Mbit/s.
+    """
 
     name: str
     rate: float
@@ -45,7 +48,7 @@ class HostKind:
 
 @dataclass(frozen=True)
 class Scene:
-    """A cluster and a job.
+    """A cluster and a job that the benchmark runs.
 
     Attributes:
         links: (switch, switch, Mbit/s) of each link between two switches
@@ -71,9 +74,12 @@ class Scene:
         return sum(host.count for host in self.hosts if host.computes)
 
     def constants(self, on: str) -> str:
-        """Return the name of the simulator's constants for this scene. In both sets of constants,
-        devices are as fast as they were measured. In "lab", TCP carries a fixed share of the rate
-        of a NIC.
+        """Return the name of the simulator's constants for this scene. With both sets of constants,
+        devices are as fast as they were measured. With "lab", TCP also carries a fixed share of the
+        rate of a NIC.
+
+        Args:
+            on: engine that runs the processes, as in `launch --on`
         """
         return "lab" if on == "lab" or self.emulated else "measured"
 
@@ -81,7 +87,8 @@ class Scene:
         """Write cluster.toml and job.toml, and return the measured speed.
 
         Args:
-            on: "files" for machines that do not exist
+            on: engine that runs the processes, as in `launch --on`; or "files" for machines that do
+                not exist, whose speed is not measured
             samples: number of samples in a micro-batch of the plan; 0 if there is no plan yet
         """
         home.mkdir(parents=True, exist_ok=True)

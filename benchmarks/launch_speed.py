@@ -1,7 +1,7 @@
 """Measure how fast this machine's processors compute a job of `launch` while several hosts compute
-at once. The results are the seconds of a micro-batch's forward and backward, of an optimizer
-update, and of sums. The measurement runs right before a plan is made, so the plan's cluster file
-has the present speed of the machine.
+at once. The results are the seconds of a micro-batch's forward and backward, and the rates of
+optimizer updates and of sums. Each plan is made right after a measurement, so its cluster file has
+the present speed of the machine.
 
     python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    (one host: prints a line of JSON)
 
@@ -37,8 +37,8 @@ BEGIN = "begin"
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one host while several hosts compute at once. `flops`: the peak of a device that
-    computes at full efficiency and is as fast as this host.
+    """Speed of one host while several hosts compute at once. `flops`: peak FLOP/s of a device with
+    an efficiency of 1 that is as fast as this host.
     """
 
     hosts: int
@@ -50,7 +50,7 @@ class Speed:
 
 
 def speed(job: Path, hosts: int, samples: int) -> Speed:
-    """Measure the speed with `hosts` processes that compute at once. `samples`: samples in a
+    """Measure the speed of a host while `hosts` processes compute at once. `samples`: samples in a
     micro-batch; a larger micro-batch takes less time for each sample. Raises RuntimeError if a
     process fails.
     """
@@ -66,7 +66,9 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
         for process in processes:  # until all have imported torch and built the model
             assert process.stdout is not None
             if process.stdout.readline().strip() != BEGIN:
-                raise RuntimeError(f"a process that measures {job} ended before it began")
+                raise RuntimeError(
+                    f"a process that measures the speed of {job} ended before the measurement"
+                )
         for process in processes:
             assert process.stdin is not None
             process.stdin.write("go\n")
@@ -89,7 +91,9 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
 
 @cache
 def together() -> dict[str, float]:
-    """Measure the rates of all processors together. The hosts share these rates."""
+    """Measure the rates of updates, sums and memory accesses (bytes/s) when all processors of this
+    machine work at once. The hosts of a lab share these rates.
+    """
     return processors(len(os.sched_getaffinity(0)))
 
 

@@ -1,6 +1,6 @@
 """Item `start` of `launch`: the time from the launch command to the first step on two Ray nodes,
-and the time of each part of the start. Beside it, the time that torchrun takes to the first step of
-the same job on this host.
+and the time of each part of the start. The whole is compared with the time that torchrun takes to
+the first step of the same job on this host.
 
 A part ends when the process of the next part begins, or when a phase of the start is done
 (roadtrain.launch.home.StartPhase).
@@ -108,7 +108,9 @@ def torchrun_s(job: str, home: Path) -> float:
     try:
         while not read_metrics(directory / "metrics.jsonl"):
             if process.poll() is not None or time.monotonic() > then + START_S:
-                raise DeadlineError(f"torchrun made no step within {START_S:.0f} s")
+                raise DeadlineError(
+                    f"the job of torchrun did no step within {START_S:.0f} s, or it has ended"
+                )
             time.sleep(0.05)
         return time.monotonic() - then
     finally:

@@ -1,15 +1,15 @@
-"""Links: two processes transfer 4 MiB chunks over loopback TCP and over shared memory, beside gloo
-in the same rounds. If NIXL is installed, the RDMA link is measured too, over UCX's TCP mode. This
-shows the overhead of the link but not the speed of RDMA. With root, both directions are also
-measured at once over an emulated link of a given rate.
+"""Measure links: two processes transfer 4 MiB chunks over loopback TCP and over shared memory. gloo
+transfers the same chunks for comparison. If NIXL is installed, the RDMA link is measured too, over
+UCX's TCP mode. This shows the overhead of the link but not the speed of RDMA. With root, both
+directions are also measured at once over an emulated link of a given rate.
 
-Frames have checksums, which is the default. The same rounds also run without checksums, to show the
-cost of checksums. The floor of TCP is a bare socket with the same calls, and the floor of shared
-memory is one copy. Both floors are measured in the same rounds. With one buffer on each side, the
-bytes stay in the cache. With several buffers in turn, as in training, the memory bandwidth counts.
-CPU seconds are those of both processes together. Over the emulated link, the rate is that of
-arriving data between the first chunk and the last. The floor there is the rate of the link without
-the headers of Ethernet, IP and TCP, which stand before each 1448 bytes.
+By default, frames have checksums. Each transfer also runs without checksums, to show the cost of
+checksums. The floor of TCP is a bare socket with the same calls, and the floor of shared memory is
+one copy. All transfers and floors are measured in turn, in each of several rounds. With one buffer
+on each side, the bytes stay in the cache. With several buffers in turn, as in training, the memory
+bandwidth counts. CPU seconds are those of both processes together. Over the emulated link, the rate
+is that of arriving data between the first chunk and the last. The floor there is the rate of the
+link without the headers of Ethernet, IP and TCP, which stand before each 1448 bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def _near_options(way: str) -> handshake.Common:
 
 
 class _Node:
-    """A process that listens or connects, and then makes the transfers that the parent requests."""
+    """A process that listens or connects. After that, it makes the transfers that the parent
+    requests.
+    """
 
     def __init__(self) -> None:
         self.buffers, self.out = ([Buffer(CHUNK).view for _ in range(WINDOW)] for _ in range(2))
@@ -117,8 +119,9 @@ class _Node:
             self.link = tcp.connect(address, self, _options(transport, connections))
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Send and receive chunks. Returns (seconds until both sides have all chunks, bytes/s of
-        the arriving data, CPU seconds of this process).
+        """Send `sends` chunks and receive `receives` chunks at the same time. Returns (seconds
+        until both sides have all chunks, bytes/s of the arriving data, CPU seconds of this
+        process).
         """
         assert self.link is not None
         self.there.clear()
@@ -136,8 +139,8 @@ class _Node:
         for event, chunks in ((self.acked, sends), (self.there, receives)):
             if (chunks and not event.wait(WAIT_S)) or self.error is not None:
                 raise TimeoutError(
-                    f"the transfer of {chunks} chunks did not end within {WAIT_S:.0f} s, or it"
-                    f" failed: {self.error}"
+                    f"{chunks} chunks were not transferred within {WAIT_S:.0f} s; error of the"
+                    f" link: {self.error or 'none'}"
                 )
         seconds, rate = perf_counter() - begin, 0.0
         if receives > 1:
@@ -155,8 +158,8 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of shared memory. It is one copy, because one process copies in while
-        the other copies out.
+        """Measure the floor of shared memory: copy as many chunks as are sent. Each chunk is copied
+        only once, because one process copies in while the other copies out.
         """
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):
@@ -240,7 +243,9 @@ def _serve(pipe: Connection, namespace: str) -> None:
 
 
 class _Pair:
-    """Two processes that make their transfers at the same time, as `ask` requests."""
+    """Two child processes. `ask` sends a request to each, for example a transfer that both must
+    make at the same time, and returns the answers.
+    """
 
     def __init__(self, *namespaces: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -262,7 +267,9 @@ class _Pair:
         answers = []
         for pipe, request in requests:
             if not pipe.poll(2 * WAIT_S):
-                raise TimeoutError(f"no answer to {request[0]}")
+                raise TimeoutError(
+                    f"a process did not answer the request {request[0]!r} within {2 * WAIT_S:.0f} s"
+                )
             answers.append(pipe.recv())
         for answer in answers:
             if isinstance(answer, Exception):
@@ -394,8 +401,9 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Create two network namespaces and a link between them that has this rate in each direction.
-    Yields the addresses 10.99.0.1 and 10.99.0.2. The namespaces are always removed.
+    """Create two network namespaces and a link between them that has rate `rate` in each direction.
+    Yields the names of the namespaces, whose addresses are 10.99.0.1 and 10.99.0.2. The namespaces
+    are removed at the end of the `with` block.
     """
     names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
     try:

@@ -3,10 +3,10 @@ the counters of real runs with the result.
 
 Between stages, the pipeline's state machines define the transfers. Each transfer has one
 micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers. Each rank
-sends (d - 1) / d of the bytes of its gradients directly to their owners (on processors; NCCL uses a
-ring). It also sends (d - 1) / d of the bytes of the parameters to the next rank of a ring
-(all-gather). The traffic of a placed optimizer is not included: the servers of the optimizer count
-it. Only payload is counted: no headers, padding or norms. Pure arithmetic.
+sends (d - 1) / d of the bytes of its gradients directly to the ranks that own the shards (on
+processors; NCCL uses a ring). Each rank also sends (d - 1) / d of the bytes of the parameters to
+the next rank of a ring (all-gather). The traffic of a placed optimizer is not included, because its
+servers count it. Only payload is counted: no headers, padding or norms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BoundaryBytes:
 @dataclass(frozen=True)
 class StageBytes:
     """Bytes that a rank exchanges with the other ranks of its stage that have the same tensor rank.
-    They are 0 if the stage has one replica or a placed optimizer.
+    All are 0 if the stage has one replica or a placed optimizer.
     """
 
     gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others
@@ -59,7 +59,8 @@ class StageBytes:
 class SharedBytes:
     """A parameter that several stages hold (tied embeddings). Each rank keeps the optimizer state
     of some elements of the parameter. For these elements, the rank receives a summed gradient from
-    each of the other stages. Ranks that keep the same elements in those stages send it.
+    each other stage that holds the parameter. The senders are the ranks that keep the same elements
+    in the other stages.
     """
 
     stages: tuple[int, ...]
@@ -73,14 +74,17 @@ def link_bytes(
     stages: Sequence[StageBytes],
     shared: Sequence[SharedBytes] = (),
 ) -> Links:
-    """Compute the bytes of one step.
+    """Compute the bytes of one step, by sender, receiver and kind of traffic.
 
     Args:
         num_microbatches: number of micro-batches of all replicas together
-        boundary: bytes of each micro-batch, for each tensor and context rank
+        boundary: bytes that each tensor and context rank sends at a stage boundary for one
+            micro-batch
+        stages: bytes inside each stage
+        shared: parameters that several stages hold
 
     Raises:
-        ConfigError: the number of `stages` is not the pp of `parallelism`
+        ConfigError: `stages` has more or fewer entries than `parallelism` has stages
     """
     if len(stages) != parallelism.pp:
         raise ConfigError(f"got the bytes of {len(stages)} stages, but pp is {parallelism.pp}")
@@ -114,7 +118,7 @@ def _between_stages(
 
 
 def _ranks(parallelism: Parallelism, peer: Peer) -> list[int]:
-    """List all ranks of a replica of a stage, first by context rank, then by tensor rank."""
+    """List all ranks of a replica of a stage, sorted by context rank, and then by tensor rank."""
     return [
         parallelism.rank(RankPosition(peer.stage, peer.replica * parallelism.cp + c, t))
         for c in range(parallelism.cp)

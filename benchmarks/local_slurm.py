@@ -1,6 +1,6 @@
-"""A Slurm on this machine, to test the files of `roadtrain launch --write slurm`. It has a
-controller, and a daemon for each node. Needs root, and Debian's slurm-wlm and munge. Does NOT touch
-an installed Slurm that is running.
+"""A Slurm cluster on this machine, to test the files of `roadtrain launch --write slurm`. The
+cluster has a controller, and a daemon for each node. Needs root, and Debian's packages slurm-wlm
+and munge. Does NOT touch an installed Slurm that is running.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -
 
 @dataclass
 class LocalSlurm:
-    """A Slurm with all files in `home`. `close` ends it. `gpus`: number of GPUs of each node.
-    Terminals stand in for the GPUs, because Slurm only counts and assigns them.
+    """A running Slurm with all files in `home`. `close` stops it. `gpus`: number of GPUs of each
+    node. Slurm only counts and assigns GPUs, so the device files of terminals stand in for them.
     """
 
     home: Path
@@ -157,8 +157,8 @@ class LocalSlurm:
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """Find the processes that jobs of this Slurm started. They have the path of this Slurm's
-        configuration in their environment. Daemons are not included.
+        """Find the processes that jobs of this Slurm started. Such processes have the path of this
+        Slurm's configuration in their environment. Slurm's daemons are not included.
         """
         daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()

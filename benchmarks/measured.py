@@ -1,17 +1,17 @@
-"""`roadtrain bench measured`: compare public training runs with the predictions of the simulator,
-of a closed form and of one constant efficiency.
+"""`roadtrain bench measured`: compare measured step times of public training runs with three
+predictions: those of the simulator, of a closed formula, and of a constant efficiency.
 
 The runs were published by vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry
 (FSDP on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
 Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their
 sources are in measured.json, their plans in measured_rows.py. The simulator has at most six
 constants for each family of runs, in fitted.toml. The closed form has five constants, fitted by
-least squares, and the other baseline has one efficiency. All are fitted to the same rows. For four
-families, the benchmark also predicts each model size with constants that are fitted without this
-size (`held out`). If a report has measured memory, the memory is compared too.
+least squares, and the constant efficiency is a single number. All constants are fitted to the same
+runs. For four families, the benchmark also predicts each model size with constants that are fitted
+without this size (`held out`). If a report has measured memory, the memory is compared too.
 
     python -m benchmarks.measured --fit FAMILY      # print constants for fitted.toml
-    python -m benchmarks.measured --rows FILE       # your runs, with fields as in measured.json
+    python -m benchmarks.measured --rows FILE       # your own runs; fields as in measured.json
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MOST = {"efficiency": 1.0, "network": 1.0, "attention": 2.0}
 
 
 def runs() -> tuple[Run, ...]:
-    """List the runs whose step time was measured."""
+    """List those public runs whose reports have a step time."""
     return tuple(run for run in all_runs() if run.seconds)
 
 
@@ -77,7 +77,7 @@ def predicted(run: Run, of: Constants) -> float:
 
 
 def by_plan(own: Sequence[Run]) -> list[list[Run]]:
-    """Group the runs that have the same plan, which are repeated measurements."""
+    """Group the runs by plan. Runs with the same plan are repeated measurements."""
     found: dict[Any, list[Run]] = {}
     for run in own:
         found.setdefault(
@@ -87,8 +87,8 @@ def by_plan(own: Sequence[Run]) -> list[list[Run]]:
 
 
 def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
-    """List the pairs (predicted seconds, measured seconds) of all runs. Each plan is simulated
-    once.
+    """List the pairs (predicted seconds, measured seconds) of all runs, with the simulator's
+    constants `of`. Each plan is simulated once.
     """
     return [
         (seconds, run.seconds)
@@ -102,9 +102,9 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 
 
 def terms(run: Run) -> list[float]:
-    """Compute the terms of the closed form: the time to compute with the pipeline's bubble, the
-    times for tensor-parallel bytes and for data-parallel bytes over the network, the number of
-    blocks in a step, and 1.
+    """Compute the five terms of the closed form for a run. They are the seconds to compute,
+    including the pipeline's bubble; the seconds to transfer tensor-parallel bytes; the seconds to
+    transfer data-parallel bytes over the network; the number of blocks in a step; and 1.
     """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices
@@ -166,9 +166,9 @@ def constant_efficiency(fit: Sequence[Run]) -> Callable[[Run], float]:
 def fitted(
     fit: Sequence[Run], start: Constants, rounds: int = 100, names: Sequence[str] = FITTED
 ) -> Constants:
-    """Fit the constants called `names`. The search is Nelder and Mead's method over the logarithms
-    of the constants. It minimizes the mean absolute error of the logarithm of the step time. Runs
-    with the same plan are simulated once.
+    """Fit the constants called `names` to runs, beginning at the constants `start`. The search is
+    Nelder and Mead's method over the logarithms of the constants. It minimizes the mean absolute
+    error of the logarithm of the step time. Runs with the same plan are simulated once.
     """
     groups = by_plan(fit)
 
@@ -236,8 +236,9 @@ def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
-    """Predict each model size with constants that are fitted to all other sizes. Returns pairs
-    (predicted seconds, measured seconds).
+    """Predict the runs of each model size with constants that are fitted to the runs of all other
+    sizes. `name`: name of the family's constants. Returns pairs (predicted seconds, measured
+    seconds).
     """
     out, names = [], [key for key in constants_table(name) if key in START]
     for size in dict.fromkeys(run.size for run in own):
@@ -306,8 +307,8 @@ def run(quick: bool = False) -> Report:
 
 
 def memory_rows() -> list[Row]:
-    """Compare the predicted bytes of the fullest device with the measured ones, by family: the mean
-    absolute error, and the largest underestimate.
+    """Compare the predicted bytes of the fullest device with the measured bytes. The rows have the
+    mean absolute error and the largest underestimate of each family.
     """
     rows: list[Row] = []
     full = [run for run in all_runs() if run.peak]
@@ -323,8 +324,8 @@ def memory_rows() -> list[Row]:
 
 
 def compare_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Compare predictions with runs that were not used to fit constants. The returned text has a
-    line for each run, the errors of each family, and the rows that cannot be expressed as a plan.
+    """Compare predictions with runs that were not used to fit constants. Returns a text with a line
+    for each run, the errors of each family, and the rows that cannot be converted to a plan.
     """
     found, refused = runs_of(rows)
     lines, timed = [], dict[str, list[tuple[float, float]]]()

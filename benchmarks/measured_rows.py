@@ -1,11 +1,11 @@
-"""Convert the rows of measured.json to plans on clusters. Fields of Plan express the known
-behaviour of each framework.
+"""Convert the rows of measured.json to plans on clusters. Fields of Plan express the known behavior
+of each framework.
 
-If a report lacks a detail, this module assumes one for the whole family, with the reason beside it.
-No assumption depends on the id of a run. The rate between devices of a host is the share of
+If a report lacks a detail, this module assumes a value for the whole family, with the reason beside
+it. No assumption depends on the id of a run. The rate between devices of a host is the share of
 NVLink's rate that collectives reach: 0.72 of the peak of a direction, as in NCCL's published
-all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rate is the value
-of the first fit.
+all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, this rate was fitted to
+their runs.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ UNITS = {"ms": 1e-3, "s": 1.0, "GiB": 2.0**30, "bytes": 1.0}
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run. `seconds`: time of a step; `peak`: bytes of the fullest device. If one of
-    these was not measured, it is 0.
+    """A measured run. `seconds`: time of a step; `peak`: bytes of the fullest device. A value that
+    was not measured is 0.
     """
 
     id: str
@@ -79,8 +79,8 @@ def all_runs() -> tuple[Run, ...]:
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
-    """Convert rows with the fields of measured.json. Returns (runs, rows that have no plan). The
-    second result maps the id of each such row to the reason.
+    """Convert rows with the fields of measured.json. Returns (runs, reasons). If a row cannot be
+    converted to a plan, the second result maps the id of the row to the reason.
     """
     found, refused = [], {}
     for i, row in enumerate(rows):
@@ -100,8 +100,8 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str
 
 
 def named(text: str) -> ModelShape:
-    """Return the shape of the model that a report calls `text`. Names are compared by their letters
-    and digits alone, and the version 3.1 counts as 3. Raises ConfigError if no model has the name.
+    """Return the shape of the model that a report calls `text`. Only letters and digits of names
+    are compared, and version 3.1 counts as version 3. Raises ConfigError if no model has the name.
     """
 
     def plain(name: str) -> str:
@@ -111,7 +111,9 @@ def named(text: str) -> ModelShape:
 
 
 def device_peak(run: Run) -> float:
-    """Compute the bytes of the fullest device with simulator/memory.py."""
+    """Compute the predicted memory in bytes of the fullest device of a run, with
+    simulator/memory.py.
+    """
     stages = [
         [block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)
     ]
@@ -137,7 +139,10 @@ def cluster(hosts: int, devices: int, device: str, inside: str, network: str) ->
 
 def _run(row: dict[str, Any]) -> Run:
     if row["group"] not in _FAMILIES or not row["metric"].startswith(METRICS):
-        raise ConfigError(f"{row['metric']} of {row['group']} is not a step's time or memory")
+        raise ConfigError(
+            f"metric {row['metric']!r} of group {row['group']!r} is not used: only step times and "
+            "peak memory of known groups are compared"
+        )
     family, size, where, model, plan = _FAMILIES[row["group"]](row)
     acts = any(is_yes(value) for key, value in row["parallelism"].items() if "offload_act" in key)
     params = any(
@@ -149,7 +154,9 @@ def _run(row: dict[str, Any]) -> Run:
         or acts != plan.memory.offload
         or (params and not elsewhere)
     ):
-        raise ConfigError(f"{row['group']}: no plan for this kind of offloading")
+        raise ConfigError(
+            f"group {row['group']!r}: this kind of offloading cannot be converted to a plan"
+        )
     value = row["value"] * UNITS.get(row["unit"], 1.0)
     if "memory" in row["metric"] or "alloc" in row["metric"]:
         return Run(row["id"], family, size, where, model, plan, peak=value)
@@ -168,8 +175,12 @@ def is_yes(value: Any) -> bool:
 
 
 def offloads(how: Mapping[str, Any]) -> str | None:
-    """Return where the optimizer state is offloaded to. The result is "" if the report says that
-    the state is not offloaded, and None if the report does not mention it.
+    """Return the place to which the optimizer state is offloaded, such as "cpu". The result is ""
+    if the report says that the state is not offloaded, and None if the report does not mention
+    offloading.
+
+    Args:
+        how: field `parallelism` of a row
     """
     keys = [
         key for key in how if key.startswith("offload") and "act" not in key and "param" not in key
@@ -201,9 +212,9 @@ def _vtrain(row: dict[str, Any]) -> RunParts:
 
 
 def _foundry(row: dict[str, Any]) -> RunParts:
-    """LLM Foundry: FSDP. With amp_fp8, the inputs of each product are first cast, transposed and
-    searched for their maximum. Kernels therefore read and write the memory three times as often
-    (fitted to four runs).
+    """Convert a row of LLM Foundry, which uses FSDP. With amp_fp8, the inputs of each matrix
+    product are first cast, transposed and searched for their maximum. Kernels therefore read and
+    write the memory three times as often (fitted to four runs).
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
@@ -232,17 +243,18 @@ def _foundry(row: dict[str, Any]) -> RunParts:
 
 
 def _titan(row: dict[str, Any]) -> RunParts:
-    """torchtitan: FSDP2 in bf16 with sharded fp32 parameters, 16 bytes a parameter.
+    """Convert a row of torchtitan: FSDP2 in bf16 with sharded fp32 parameters, 16 bytes a
+    parameter.
 
     With a pipeline, parameters stay gathered from forward to backward. Gradients accumulate
     unsharded in fp32, because FSDP2 reduces in fp32 once a step. The outputs of a stage are kept
     until its backward, and a step has as many micro-batches as stages. The loss is in fp32: the
     logits, their copy, the log-softmax and its gradient take 2 + 4 + 4 + 4 bytes. A tensor-parallel
     loss stores the exponent too. With asynchronous tensor parallelism, a sum is cut into tp pieces,
-    and only the time of one piece is not hidden. The reported memory is what the allocator
-    reserved, without the context. Without compilation, it is 6 % more than the memory in use.
-    Compiled kernels access memory half as often (norms, rotations, gates and residuals are one
-    kernel instead of two to four).
+    and only the time of one piece is not hidden. The reported memory is the memory that the
+    allocator reserved, without the CUDA context. Without compilation, the allocator reserves 6 %
+    more than the memory in use. Compiled kernels access memory half as often (norms, rotations,
+    gates and residuals are one kernel instead of two to four).
     """
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     name, length = (
@@ -290,11 +302,11 @@ def _titan(row: dict[str, Any]) -> RunParts:
 
 
 def _simumax(row: dict[str, Any]) -> RunParts:
-    """Megatron-LM with its distributed optimizer and a fused loss ("cef" in the case names). The
-    loss stores 16-bit logits and their fp32 softmax, which becomes the gradient. The gradient of
-    the output layer is computed in fp32, in memory beside the buffer to which it is added. The
-    reported memory is torch's count of allocated bytes, without the context. A reduced DeepSeek-V3
-    has one dense layer.
+    """Convert a row of SimuMax: Megatron-LM with its distributed optimizer and a fused loss ("cef"
+    in the case names). The loss stores 16-bit logits and their fp32 softmax, which becomes the
+    gradient. The gradient of the output layer is computed in fp32, in memory beside the buffer to
+    which it is added. The reported memory is torch's count of allocated bytes, without the CUDA
+    context. A reduced DeepSeek-V3 has one dense layer.
     """
     how, batch = row["parallelism"], row["batch"]
     name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
@@ -319,7 +331,8 @@ def _simumax(row: dict[str, Any]) -> RunParts:
 
 
 def _bridge(row: dict[str, Any]) -> RunParts:
-    """Megatron-Bridge: distributed optimizer or FSDP; gradients are sent during backward.
+    """Convert a row of Megatron-Bridge, with its distributed optimizer or FSDP. Gradients are sent
+    during backward.
 
     If the layers do not divide evenly, the embedding and the loss count as one layer each. The
     NVLink of a rack joins 72 devices, of which a job uses 64. If a release does not name the
@@ -363,8 +376,8 @@ def _bridge(row: dict[str, Any]) -> RunParts:
 
 
 def _sailor(row: dict[str, Any]) -> RunParts:
-    """Megatron-DeepSpeed in fp16, with fp32 copies of parameters and gradients, and without
-    sequence parallelism. Gradients are summed after backward.
+    """Convert a row of Sailor: Megatron-DeepSpeed in fp16, with fp32 copies of parameters and
+    gradients, and without sequence parallelism. Gradients are summed after backward.
 
     The reported numbers of layers include the embedding and the output. Attention is not fused. For
     each score, the fp32 softmax, its 16-bit copy, the output of dropout, the mask of dropout and
@@ -376,7 +389,7 @@ def _sailor(row: dict[str, Any]) -> RunParts:
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
     if name not in SAILOR:
-        raise ConfigError(f"unknown model {name}: its layers are not listed")
+        raise ConfigError(f"unknown model {name}, known are {', '.join(SAILOR)}")
     layers, h, heads = SAILOR[name]
     tp, pp, dp = how["tp"], how["pp"], how["dp"][0]
     stages = list(how["layers_per_stage"])
@@ -419,15 +432,17 @@ def _sailor(row: dict[str, Any]) -> RunParts:
 
 
 def _offload(row: dict[str, Any]) -> RunParts:
-    """DeepSpeed with the optimizer's state in host memory, updated by the processors. ZenFlow
-    updates in every fourth step (its default), while the next steps run. A run without offload is
-    plain ZeRO. The report does not print the length of the samples; 1024 is assumed.
+    """Convert a row of DeepSpeed with the optimizer's state in host memory, where the processors
+    update it. ZenFlow updates in every fourth step (its default), while the next steps run. A run
+    without offload is plain ZeRO. The report does not print the length of the samples; 1024 is
+    assumed.
     """
     how = row["parallelism"]
     n, late, to = row["n_gpus"], is_yes(how.get("zenflow")), offloads(how)
     if to is None or to not in ("", "cpu"):
         raise ConfigError(
-            f"{row['id']} offloads to {to or 'an unknown place'}", hint="use cpu or None"
+            f"run {row['id']} offloads its state to {to or 'an unknown place'}, not to cpu",
+            hint="set the offload field to cpu or to none",
         )
     plain = {0: "ddp", 1: "zero1", 2: "zero1", 3: "zero3"}.get(how.get("zero", 0), "")
     plan = Plan(

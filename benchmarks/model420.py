@@ -1,9 +1,9 @@
-"""The 420 M model of the benchmarks that keep state on disk: one config, seed and data for
-roadtrain, the peer and plain torch.
+"""The 420 M model of the benchmarks that keep state on disk: roadtrain, DeepSpeed and plain torch
+train it with the same config, seed and data.
 
 A Llama of transformers (32 layers x 1024, byte vocabulary) with parameters and gradients in bf16,
-and an fp32 master with AdamW: DeepSpeed's bf16 mode. The text is the standard library's source,
-read as bytes. No peer is imported.
+and an fp32 master with AdamW: as in DeepSpeed's bf16 mode. The text is the standard library's
+source, read as bytes. This module does NOT import DeepSpeed.
 
     python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT   (roadtrain, state in D)
     python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
@@ -11,8 +11,8 @@ read as bytes. No peer is imported.
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
 (measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
 the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
-rounded to bf16. The traffic is the same, and the product has a normal speed. All three systems
-compute in this way, and their reports name the way (`compute`).
+rounded to bf16. The traffic is the same, and products have a normal speed. All three systems
+compute in the same way, which their reports name (`compute`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _text() -> torch.Tensor:
 
 def batch(step: int, rows: int = BATCH, seq: int = SEQ) -> torch.Tensor:
     """Return the tokens of step `step`, int64 [rows, seq]; each token is a byte of the text. The
-    first step is 0. The tokens depend only on the step.
+    first step is 0. The tokens depend only on `step`, `rows` and `seq`.
     """
     text = _text()
     begin = step * rows * seq % (len(text) - rows * seq)
@@ -177,8 +177,8 @@ def run_step(
     x: torch.Tensor,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> tuple[float, dict[str, float]]:
-    """Train a step. Returns its loss and a dict: the seconds of the step's three parts and of the
-    whole step, and the bytes read from and written to disk.
+    """Train a step. Returns (loss, measurements). The measurements are the seconds of the step's
+    three parts and of the whole step, and the bytes read from and written to disk.
     """
     read, written = disk_bytes()
     t0 = time.perf_counter()
@@ -200,8 +200,8 @@ def run_step(
 
 
 def disk_bytes() -> tuple[int, int]:
-    """Return (bytes read from devices, bytes written to devices) that this process has caused so
-    far (proc(5), io).
+    """Return (bytes read from devices, bytes written to devices) by this process so far (proc(5),
+    io).
     """
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
@@ -214,8 +214,8 @@ def training(
     rows: int = BATCH,
     seq: int = SEQ,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Train the given steps in a loop like a user's. Returns the losses, and the timed parts of
-    each step.
+    """Train the given steps in the training loop that a user would write. Returns (the loss of each
+    step, the second result of `run_step` for each step).
     """
 
     def update() -> None:
@@ -251,7 +251,9 @@ def train_ours(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options that all systems have in common."""
+    """Add the options that roadtrain, DeepSpeed and plain torch have in common, and return the
+    parser.
+    """
     parser.add_argument("--json", required=True, help="file for the result")
     parser.add_argument("--dir", help="directory on the measured device")
     parser.add_argument("--steps", type=int, default=4)
@@ -262,8 +264,8 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process, including pinned, shared and mapped pages
-    (VmHWM).
+    """Return the peak resident memory of this process in bytes (VmHWM), including pinned, shared
+    and mapped pages.
     """
     line = next(
         line

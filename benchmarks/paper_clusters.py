@@ -1,5 +1,5 @@
-"""Testbeds and plans of the five papers, for `roadtrain reproduce`. Fitted figures are in
-fitted.toml; values that a paper does not print are chosen here, with a comment.
+"""Clusters and plans for the set-ups of five papers, for `roadtrain reproduce`. Fitted values are
+in fitted.toml. Values that a paper does not print are chosen here, with a comment.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def fitted(name: str) -> dict[str, Any]:
 def gpt(
     layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
 ) -> ModelShape:
-    """Build the shape of a GPT of any size, as Megatron builds the model. `more`: arguments of
-    Transformer.
+    """Build the shape of a GPT of any size, with the parameters that Megatron gives such a model.
+    `more`: further arguments of Transformer.
     """
     own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
     return own.shape(f"GPT-{layers}x{hidden}")
@@ -43,10 +43,11 @@ def gpt(
 
 
 def luwu(ssds: int = 12, workers: int = 8) -> Cluster:
-    """Describe the testbed. The paper prints 26 GB/s in each direction for mixed reads and writes
-    (1:1). The data sheet of an SSD has 6.5 GB/s for reads and 3.4 GB/s for writes. Reads and writes
-    are assumed to share the time (`mixed` = 1), so 12 SSDs give 26.8 GB/s. The 16 SSDs of the
-    baselines' workers, whose PCIe 3.0 is slower, reach the printed rate too.
+    """Describe LuWu's testbed. The paper prints 26 GB/s in each direction for reads and writes that
+    are mixed 1:1. The data sheet of an SSD has 6.5 GB/s for reads and 3.4 GB/s for writes. If reads
+    and writes share the time (`mixed` = 1), 12 SSDs give 26.8 GB/s, which agrees with the paper.
+    The workers of the baselines have 16 SSDs with the slower PCIe 3.0, which reach the printed rate
+    too.
     """
 
     def ssd(n: int, read: str, write: str) -> list[dict[str, Any]]:
@@ -90,15 +91,16 @@ PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
 
 
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
-    """Build the plan of LuWu or of a baseline.
+    """Build the plan of LuWu or of one of the systems that the paper compares it with.
 
-    Activations are offloaded to the host (printed for LuWu and ZeRO-Infinity). `host_bytes` is 8
-    bytes a parameter, for the 16- and 32-bit gradients and the pinned buffers of ZeRO-Infinity.
+    According to the paper, LuWu and ZeRO-Infinity offload activations to the host. `host_bytes` is
+    8 bytes a parameter, for the 16- and 32-bit gradients and the pinned buffers of ZeRO-Infinity.
     With this value, 175B is the largest model that fits 256 GB. `logit_bytes` is for the loss of
     OPT in Hugging Face's transformers. This loss stores the logits, a shifted copy, the log-softmax
-    of the copy, and the gradients of logits and copy. SwitchML trains in fp32 (printed), and
-    PyTorch 1.9.1 computes its products in TF32. `wide` gives its activations. The buffers of its
-    DistributedDataParallel hold a second copy of all gradients.
+    of the copy, and the gradients of logits and copy. According to the paper, SwitchML trains in
+    fp32; PyTorch 1.9.1 then computes matrix products in TF32. For SwitchML, call `wide` on the
+    model first. The buffers of SwitchML's DistributedDataParallel hold a second copy of all
+    gradients.
     """
     base = Plan(
         placement("optimizer-node"),
@@ -132,7 +134,7 @@ def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8)
 
 
 def wide(model: ModelShape) -> ModelShape:
-    """Return the same model with activations of 4 bytes an element."""
+    """Return the same model with activations of 4 instead of 2 bytes an element."""
     blocks = tuple(
         replace(block, saved=2 * block.saved, input=2 * block.input) for block in model.blocks
     )
@@ -171,8 +173,9 @@ def smart_infinity(ssds: int, device: str = "RTX-A5000") -> Cluster:
 
 
 def smart_infinity_plan(which: str) -> Plan:
-    """Build the plan of a variant. `base`: ZeRO-Infinity on RAID0; `su`: SmartUpdate; `suo`:
-    SmartUpdate with its transfer handler; `suoc`: `suo` with 2 % of the gradient.
+    """Build the plan of a variant of Smart-Infinity. `base`: ZeRO-Infinity on RAID0; `su`:
+    SmartUpdate; `suo`: SmartUpdate with its transfer handler; `suoc`: `suo` that transfers only 2 %
+    of a gradient's bytes.
     """
     base = Plan(
         placement("raid0"),
@@ -217,9 +220,11 @@ def holmes(kind: str, nodes: int) -> Cluster:
 
 
 def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan:
-    """Build a plan with p = 2, because the printed p = 3 divides neither 32 nor 64 devices (H3).
-    Gradients are reduce-scattered in fp32, and parameters are gathered in 16 bits. On average,
-    these are 3 bytes for each of the two passes of the ring. The micro-batch is not printed.
+    """Build a plan for Holmes with two pipeline stages. The paper prints three, but 3 divides
+    neither 32 nor 64 devices. The micro-batch is not printed.
+
+    A ring reduce-scatters gradients in fp32 and gathers parameters in 16 bits. The plan has the
+    average of 4 and 2 bytes an element for both directions of this exchange.
     """
     dp = nodes * 8 // 2
     return Plan(
@@ -238,8 +243,9 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
 
 
 def sgc(nodes: int) -> Cluster:
-    """Describe the testbed. The paper does not print memory sizes. Assumed are 32 GB for a device,
-    as a V100 has, and a host memory large enough for the whole model, which buffering needs.
+    """Describe SGC's testbed. The paper does not print memory sizes. This function assumes 32 GB
+    for a device, as a V100 has, and a host memory that holds the whole model, which buffering
+    needs.
     """
     own = fitted("sgc")
     return make_cluster(
@@ -268,9 +274,10 @@ def sgc(nodes: int) -> Cluster:
 
 
 def sgc_plan(which: str, nodes: int) -> Plan:
-    """Build the plan of a variant. `gpu`: everything, including activations, is on the devices
-    (FSDP). `base`: the processors update. `sgc`: network cards prefetch and buffer. The updates of
-    `base` and `sgc` are one step late. The batch is not printed.
+    """Build the plan of a variant of SGC. `gpu`: everything, including activations, is on the
+    devices (FSDP). `base`: the processors update. `sgc`: network cards prefetch and buffer. The
+    updates of `base` and `sgc` are one step late. The paper does not print the batch size, so it is
+    fitted.
     """
     own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":
@@ -317,7 +324,9 @@ def byteps(hosts: int, spares: int, devices: int = 8, rate: str = "100Gbit/s") -
 
 
 def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
-    """Build a plan with gradients in fp32."""
+    """Build a data-parallel plan for BytePS with gradients in fp32. `name`: name of the
+    placement.
+    """
     return Plan(
         placement(name),
         Parallelism(dp=hosts * devices),
@@ -327,6 +336,6 @@ def byteps_plan(name: str, hosts: int, devices: int, batch: int) -> Plan:
 
 
 def lump(params: float, flops: float = 0.0, blocks: int = 1) -> ModelShape:
-    """Build the shape of a model with `params` parameters in equal blocks."""
+    """Build the shape of a model with `params` parameters and `flops` FLOPs, in equal blocks."""
     own = BlockShape("layer", int(params / blocks), flops / blocks, 0.0, 0.0)
     return ModelShape("lump", own.times(blocks), 1)

@@ -1,4 +1,4 @@
-"""Keeps the sums that a worker has begun, and waits for all of them."""
+"""PendingSums: begins sums of a worker, and waits until all of them have ended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ class PendingSums:
         self.sums, self.ended = sums, list[threading.Event]()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
-        """Begin a sum, like WorkerSums.sum. The argument `done` is not needed: `wait` waits for the
-        sum.
+        """Begin a sum, like WorkerSums.sum. Instead of calling a function `done`, call `wait`.
+        `how`: further arguments of WorkerSums.sum.
         """
         self.ended.append(threading.Event())
         self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)
 
     def wait(self) -> None:
-        """Wait until all sums have ended. If sums failed, raises the error of the first."""
+        """Wait until all sums have ended. If sums failed, raises the error of the first failed
+        sum.
+        """
         for event in self.ended:
             assert event.wait(WAIT_S)
         self.ended.clear()

@@ -1,12 +1,12 @@
-"""Compare the planner's pick with all other ways to run the same job. All ways are measured on five
-small clusters, which were chosen before any run.
+"""Check that the planner picks a fast way to run a job. On five small clusters, every way to run
+the job is measured and compared with the planner's pick. The clusters were chosen before any run.
 
 Each cluster has one worker host with SSDs (throttled loop devices), and one host without devices
 behind an emulated link. The planner gets the rates of the SSDs and of the link, and the speed of
-this machine from one run in memory. The planner picks among three placements that can run here:
-state in files; state on the server, with all blocks kept from forward to backward; and state on the
-server, with as few blocks as possible kept. All three are then measured. The goal is that a step of
-the pick takes at most 1.10 times as long as the fastest way. Needs root.
+this machine from one run in memory. The planner picks among three ways that can run here: state in
+files; state on the server, with all blocks kept from forward to backward; and state on the server,
+with as few blocks as possible kept. All three are then measured. The goal is that a step of the
+pick takes at most 1.10 times as long as a step of the fastest way. Needs root.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GOAL = 1.10
 
 def run(quick: bool = False) -> Report:
     if (why := lab_available() or network_available()) is not None:
-        raise ConfigError(f"the lab cannot be set up here: {why}")
+        raise ConfigError(f"the lab cannot be set up on this machine: {why}")
     rows: list[Row] = []
     shape = from_config(job_of({}).model.config | {"vocab_size": 256}, seq_len=SEQ)
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
@@ -137,15 +137,21 @@ def described(machine: Cluster, read: float, write: float, many: int, link: floa
 
 
 def way_of(plan: Plan) -> str:
-    """Return the way of WAYS that a plan uses."""
+    """Return the entry of WAYS that describes a plan."""
     if plan.placement.name == "files":
         return WAYS[0]
     return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
 
 
 def measured(way: str, home: Path, read: float, write: float, many: int, link: float) -> float:
-    """Measure the seconds of a step. The job runs in way `way`, with `many` devices of rates `read`
-    and `write` and a link of rate `link`.
+    """Run the job and return the measured seconds of a step.
+
+    Args:
+        way: an entry of WAYS
+        read: bytes/s of each device's reads
+        write: bytes/s of each device's writes
+        many: number of devices
+        link: bytes/s of the link in each direction
     """
     words: dict[str, Any] = {**WORDS, "run.dir": str(home / "run" / str(time.monotonic_ns()))}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Compare predicted with measured step times in twelve configurations of this machine and of an
+"""Compare predicted with measured step times, in twelve configurations of this machine and of an
 emulated cluster. The configurations were chosen before any run.
 
     files   state on throttled loop devices: staleness, top-k, one and two devices
@@ -7,11 +7,11 @@ emulated cluster. The configurations were chosen before any run.
             forward to backward, top-k
     sums    DDP's gradients through the summation service, with and without spare hosts
 
-The predictions use only two inputs. One is the rates that the devices and links were set to; TCP
-carries 0.956 of the rate of a link. The other is the measurements of ONE run outside the twelve:
-the same model in memory for the first three groups, and a step without any exchange for the last
-group. No constant is fitted to the twelve. The time of a step is measured on the slowest worker, as
-the median of STEPS steps after WARM steps. Needs root.
+The predictions use only two inputs. The first is the configured rates of devices and links; TCP
+carries 0.956 of the rate of a link. The second is the measurements of ONE other run: the same model
+in memory for the first three groups, and a step without any exchange for the last group. No
+constant is fitted to the twelve configurations. The time of a step is measured on the slowest
+worker, as the median of STEPS steps after WARM steps. Needs root.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ GOAL, ENOUGH = 0.10, 10
 @dataclass(frozen=True)
 class Case:
     """A configuration to predict and to measure. `rates`: bytes/s of a device's reads and of its
-    writes, or of a link in each direction. `words`: pairs (option, value) that are changed in the
-    job.
+    writes, or of a link in each direction. `words`: pairs (option of the job, its value in this
+    configuration).
     """
 
     name: str
@@ -108,7 +108,7 @@ CASES = (
 
 def run(quick: bool = False) -> Report:
     if (why := lab_available() or network_available()) is not None:
-        raise ConfigError(f"the lab cannot be set up here: {why}")
+        raise ConfigError(f"the lab cannot be set up on this machine: {why}")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-", dir=Path.cwd()) as name:
         home = Path(name)
@@ -202,7 +202,13 @@ def job_of(words: Mapping[str, Any]) -> Job:
 
 
 def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
-    """Describe this host with the rates that a run with the model in memory shows."""
+    """Describe this host for the simulator. The rates come from a run with the whole model in
+    memory.
+
+    Args:
+        threads: number of torch threads of this run
+        words: maps an option of the job to its value
+    """
     job = job_of(
         {
             **words,

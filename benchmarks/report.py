@@ -1,9 +1,9 @@
 """Row and Report are the types of all benchmark results. `interleave` times functions in turn, and
 `machine` describes the machine.
 
-A `ratio` above 1 means that ours is better, an `of_floor` of 1 is the physical limit, and `goal` is
-the target of the row. The name of the processor is read as Linux reports it. Does NOT measure
-anything by itself.
+In a row, a `ratio` above 1 means that roadtrain is better. An `of_floor` of 1 means that roadtrain
+reaches the physical limit. `goal` is the target. The name of the processor is the one that Linux
+reports. Does NOT measure anything by itself.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _show(x: float | None) -> str:
 
 
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
-    """Time each function and return the median seconds.
+    """Time each function, and map its name to its median seconds.
 
     All functions run once to warm up, and then once in each of `reps` rounds. Every other round has
     the reverse order. A slow minute of the machine therefore affects all functions alike.

@@ -1,10 +1,11 @@
 """`roadtrain reproduce [PAPER]`: compare results printed in five papers with the simulator's
 results for the same set-ups.
 
-Every printed result has a row. `ours` is empty for results that a simulator cannot give (accuracy,
-chip sizes). The error of an exact result is ours / printed - 1. The error of a gain is (1 + ours) /
-(1 + printed) - 1. For a bound ("at least", "up to"), the error is 0 if the bound holds. All times
-are simulated: nothing is measured on this machine.
+Every printed result has a row. In the row, `ours` is the simulator's result. It is empty for
+results that a simulator cannot give (accuracy, chip sizes). The error of an exact result is ours /
+printed - 1. The error of a gain is (1 + ours) / (1 + printed) - 1. For a bound ("at least", "up
+to"), the error is 0 if the bound holds. All times are simulated: nothing is measured on this
+machine.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ NEAR = 0.10
 
 @dataclass(frozen=True)
 class Row:
-    """A result that a paper prints, and ours. `error`: signed error, 0 if a bound holds, and None
-    if there is nothing to compare. `why`: explanation of a miss, or of a missing value.
+    """A result that a paper prints (`printed`), and the simulator's result (`ours`). `error`:
+    signed error, 0 if a bound holds, and None if there is nothing to compare. `why`: explanation of
+    a miss, or of a missing value.
     """
 
     id: str
@@ -62,8 +64,8 @@ Values = dict[str, float]
 
 
 def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
-    """Compute the TFLOPS of a device. `again`: if True, count the recomputation of activation
-    checkpointing, as Megatron does.
+    """Compute the TFLOPS of a device. `again`: if True, also count the operations that activation
+    checkpointing repeats, as Megatron does.
     """
     plan = result.plan
     return (
@@ -78,7 +80,7 @@ def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
 def most(
     plan: Callable[[int], Plan], cluster: Cluster, model: ModelShape, sizes: tuple[int, ...]
 ) -> int:
-    """Return the largest of `sizes` whose plan fits, or 0 if no plan fits."""
+    """Return the largest of `sizes` whose plan fits in memory, or 0 if no plan fits."""
     best = 0
     for size in sizes:
         try:
@@ -96,12 +98,13 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate, and return (TFLOPS of a device, result). Returns None if the plan does not fit.
+    """Simulate LuWu or a system that it is compared with, and return (TFLOPS of a device, result).
+    Returns None if the plan does not fit.
 
-    TFLOPS count the model's operations without the recomputation of activation checkpointing. The
-    paper shows this twice. First, it calls 184 TFLOPS an MFU of 59 %. Second, in Figure 15 the
-    devices wait for 12 SSDs, which need 108 s a step, at a micro-batch of 16. The devices need 94 s
-    without recomputation, but 125 s with it.
+    TFLOPS count the model's operations without those that activation checkpointing repeats. Two
+    facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59 %.
+    Second, in Figure 15 at a micro-batch of 16, devices wait for 12 SSDs, which need 108 s a step.
+    The devices need 94 s if repeated operations do not count, but 125 s if they count.
     """
     spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
@@ -158,9 +161,9 @@ def luwu() -> Values:
     peak = _peak("luwu", "OPT-1.3B")
 
     def bound(ssds: int, micro_batch: int) -> str:
-        """Return what limits a step in Figure 15. "device": the devices compute for the whole step.
-        "ssd": the step time is flat, and the SSDs are the busiest resource besides the device.
-        "neither": all other cases.
+        """Return the resource that limits a step in Figure 15. "device": the devices compute for
+        the whole step. "ssd": the step time is flat, and the SSDs are the busiest resource besides
+        the device. "neither": all other cases.
         """
         found, small = (
             _luwu("luwu", "OPT-175B", micro_batch, ssds),
@@ -210,7 +213,7 @@ def luwu() -> Values:
 
 def _backward_bytes(which: str) -> float:
     """Compute the bytes that cross a worker's network card during backward, in the busier
-    direction. They are the parameters, which are fetched again, and the gradients.
+    direction. These bytes are gradients, and parameters that are fetched again.
     """
     found = _luwu(which, "OPT-175B", 16)
     assert found is not None
@@ -305,7 +308,7 @@ def smart_infinity() -> Values:
 
 @cache
 def _holmes(group: int, kind: str, nodes: int) -> tuple[float, float]:
-    """Simulate, and return (TFLOPS of a device, samples a second)."""
+    """Simulate Holmes, and return (TFLOPS of a device, samples a second)."""
     model, batch = (gpt(30, 3072, 32), 768) if group == 1 else (gpt(36, 4096, 32), 1536)
     result = simulate(
         papers.holmes_plan(batch, nodes, kind),
@@ -363,8 +366,8 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """Compute the seconds of a step on the devices alone, divided by the seconds of the updates
-        on the processors.
+        """Compute the seconds of a step with everything on the devices, divided by the seconds that
+        the updates take on the processors.
         """
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
@@ -406,8 +409,8 @@ def sgc() -> Values:
 
 
 def _exchange(name: str, hosts: int, spares: int) -> float:
-    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB,
-    as the time that the busiest network card takes.
+    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB.
+    These are the seconds that the busiest network card needs for its bytes.
     """
     result = simulate(
         papers.byteps_plan(name, hosts, 1, 1),
@@ -420,8 +423,9 @@ def _exchange(name: str, hosts: int, spares: int) -> float:
 
 
 def _jobs() -> dict[str, tuple[ModelShape, int]]:
-    """Map each job to its model and batch. For GPT-2 and others, the printed batches cannot be run
-    as they are (80 tokens a device).
+    """Map the name of each job to (model, batch of a device). The printed batches of GPT-2 and
+    other language models are too small if they count tokens (80 tokens a device). Here they count
+    samples of 128 tokens.
     """
     own = papers.fitted("byteps")
     return {
@@ -436,8 +440,8 @@ def _jobs() -> dict[str, tuple[ModelShape, int]]:
 
 @cache
 def _scaling(job: str, name: str, spares: int) -> float:
-    """Compute the scaling efficiency on 256 devices: the step time on one device, divided by the
-    step time on 256.
+    """Compute the scaling efficiency of a job on 256 devices: the step time on one device, divided
+    by the step time on 256 devices.
     """
     model, batch = _jobs()[job]
     own, ring = constants("byteps"), constants("byteps-nccl")
@@ -457,9 +461,9 @@ def _scaling(job: str, name: str, spares: int) -> float:
 def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, float]:
     """Simulate the sum of m bytes inside a host with n devices below a switch.
 
-    A fraction x of the bytes is copied whole to the processor. The rest is scattered over the
-    devices, summed there and gathered. Returns (seconds, traffic of the switch's link, traffic of a
-    device's link), with traffic in units of m.
+    A fraction x of each device's bytes is copied directly to the processor. The rest is scattered
+    over the devices, summed there, copied to the processor and gathered. Returns (seconds, traffic
+    of the switch's link, traffic of a device's link), with traffic in units of m.
     """
     engine = Engine()
     link, device = (
@@ -535,13 +539,18 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Compute how much slower an exchange is than the optimum, as a share, if the card has its full
-    goodput. The loss comes from parts. A gradient is cut into parts of 4 MiB, which are assigned to
-    sites and sent in the order of sums/protocol/shares.py.
+    """Simulate an exchange of gradients, and compute by which fraction it is slower than the
+    optimum if network cards reach their full goodput. The exchange is slower because a gradient is
+    cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
+    sums/protocol/shares.py.
 
-    A sum is returned when all workers have sent their part. Parts of a worker for the same site are
-    sent one after another. Parts for different sites share the worker's card in proportion to the
-    shares of the sites. The paper does not print the size of the gradient; 1 GB is assumed.
+    The sum of a part is returned when all workers have sent the part. A worker sends the parts for
+    one site one after another. Parts for different sites share the worker's card in proportion to
+    the shares of the sites. The paper does not print the size of the gradient; 1 GB is assumed.
+
+    Args:
+        k: number of spare hosts
+        n: number of workers
     """
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network
@@ -622,8 +631,8 @@ GAINS = ("gain", "part of the 52% gain")
 
 
 def compare(ours: float | None, printed: float | None, qualifier: str, metric: str) -> float | None:
-    """Return the signed error of `ours`. `qualifier` says in which sense the paper prints the
-    result: as exact, as a bound or as a trend.
+    """Return the signed error of the simulated result `ours`, or None if there is no such result.
+    `qualifier`: whether the paper prints the result as exact, as a bound or as a trend.
     """
     if ours is None:
         return None
@@ -691,7 +700,7 @@ def command(paper: str = "", *, json: str = "", all: bool = False) -> int:
     """Compare results printed in five papers with the simulator's: luwu, smart_infinity, holmes,
     sgc, byteps.
 
-    `paper`: compare only this one.
+    `paper`: compare only the results of this paper.
 
     Args:
         json: also write every row to this file

@@ -1,14 +1,14 @@
-"""Scaling: compare a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links. There
-are as many servers as workers, each on a host of its own.
+"""Compare the time of a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links.
+There are as many servers as workers, each on a host of its own.
 
 Links are slow (RATE). The time to compute a small model is therefore a small part of a step,
-although the few cores of this machine compute for sixteen processes. The rows show the processor
-time as proof. While models are placed, the links have PLACING_RATE; before the first step, they get
-RATE. State is in memory (/dev/shm).
+although the few cores of this machine compute for sixteen processes. The results include the
+processor time, which shows this. While models are placed, the links have PLACING_RATE; before the
+first step, they get RATE. State is in memory (/dev/shm).
 
-The floor. S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It
-keeps K bytes from forward, and pulls all other parameters again for backward. With buffering, K =
-S, and nothing is pulled twice:
+Floor: S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K
+bytes from forward, and pulls all other parameters again for backward. With buffering, K = S, and
+nothing is pulled twice:
 
     pulled = S + (S - K)        pushed = S
 
@@ -17,18 +17,18 @@ workers. So every link carries `pulled` in one direction and `pushed` in the oth
 are full-duplex, and pulled >= pushed. At staleness 1, no pull waits for the pushes of the same
 step, so the busier direction, `pulled`, is the floor. At staleness 0, a parameter is pulled after
 its gradient was pushed. With K = S, pushes and pulls overlap like a pipeline, except for the last
-piece. This piece (P, one chunk) arrives at a server from all W workers, and the link of the server
-sends it back W times after everything else. Blocks that are not kept are pulled in forward, while
-nothing is pushed, and again in backward, while gradients are pushed. So:
+chunk (P bytes). This chunk arrives at a server from all W workers, and the link of the server sends
+it back W times after everything else. Blocks that are not kept are pulled in forward, while nothing
+is pushed, and again in backward, while gradients are pushed. So:
 
     floor = (S + (S - K) + (W P at staleness 0)) / rate
 
 Here `rate` is 0.956 of the rate of a link, because TCP carries 1448 of the 1514 bytes of an
 Ethernet frame. tbf gives exactly this rate, except for a burst of 256 kB after a pause (4 % of S).
 
-FSDP2 over gloo, bf16, runs over the same links. A bare socket that sends in both directions at once
-is measured first. The time of a step is the mean over the steps after WARM_UP. Needs root. Does NOT
-emulate latency.
+For comparison, FSDP2 over gloo in bf16 runs over the same links. A bare socket that sends in both
+directions at once is measured first. The time of a step is the mean over the steps after WARM_UP.
+Needs root. Does NOT emulate latency.
 
     python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """
@@ -64,7 +64,7 @@ GOAL = 1.10
 
 def run(quick: bool = False) -> Report:
     if (why := network_available()) is not None:
-        raise ConfigError(f"the cluster cannot be emulated here: {why}")
+        raise ConfigError(f"the cluster cannot be emulated on this machine: {why}")
     counts, layers, steps, fsdp_steps = (
         ((1, 2), 3, WARM_UP + 1, WARM_UP + 1) if quick else (COUNTS, LAYERS, STEPS, FSDP_STEPS)
     )
@@ -106,27 +106,30 @@ def run(quick: bool = False) -> Report:
 
 
 def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
-    """Compute the bytes that must cross the busier direction of a link in a step, one after
-    another.
+    """Compute the bytes that the busier direction of a link must carry in a step. The letters are
+    those of the module's docstring.
 
     Args:
-        parameters: bytes S of the formula above
-        kept: bytes K of the formula
-        piece: bytes W P of the formula
+        parameters: S, the bytes of all parameters
+        kept: K, the bytes of the parameters that are kept from forward to backward
+        piece: W P, the bytes of one chunk times the number of workers; used only at staleness 0
     """
     pulled = parameters + (parameters - min(kept, parameters))
     return pulled + (0 if staleness else min(piece, parameters))
 
 
 def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
-    """Compute the bytes that a worker with `slots` buffers keeps. The model has `blocks` blocks of
-    `block` bytes each, and a root block that is always kept.
+    """Compute the bytes of parameters that a worker with `slots` buffers keeps from forward to
+    backward. The model has `blocks` blocks of `block` bytes each, and a root block that is always
+    kept.
     """
     return parameters - max(0, blocks - slots) * block
 
 
 def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds of a step on the slowest worker: the mean over its measured steps."""
+    """Return the seconds of a step on the slowest worker, as the mean over all steps after
+    WARM_UP.
+    """
     return max(fmean(result["seconds"][WARM_UP:]) for result in results)
 
 
@@ -204,8 +207,8 @@ def compare(
 
 
 def bare(cluster: Cluster, seconds: float) -> Row:
-    """Measure a bare connection between two hosts that sends in both directions at once. The row
-    has the rate of the slower direction.
+    """Measure a bare connection between two hosts, with transfers in both directions at once. The
+    returned row has the rate of the slower direction.
     """
     cluster.set_rate(RATE)
     hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
@@ -229,7 +232,7 @@ def bare(cluster: Cluster, seconds: float) -> Row:
             )
         )
     if any(process.wait(60 + 10 * seconds) for process in processes):
-        raise RoadtrainError("the transfer over a bare socket failed")
+        raise RoadtrainError("a process that measures the bare socket failed")
     rate = min(json.loads(out.read_text())["rate"] for out in outs)
     return Row(
         f"a bare socket, both ways at once, {8 * RATE / 1e6:g} Mbit/s each",
@@ -246,8 +249,8 @@ def bare(cluster: Cluster, seconds: float) -> Row:
 
 
 def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
-    """Send `nbytes` and receive as many at the same time. Returns the rate of arriving data between
-    the first byte and the last.
+    """Send `nbytes` bytes, and receive as many bytes at the same time. Returns {"rate": bytes/s of
+    the arriving data between the first byte and the last}.
     """
     if listens:
         with socket.create_server((address, 7100)) as server:

@@ -1,13 +1,14 @@
 """`roadtrain soak`: scripted faults of a small job with real processes, sockets and files. The job
 has two servers and two workers, or it is one trainer with a store of its own.
 
-Each fault must end in one of two ways. In the first, the run goes on within RECOVERY_S of the
-restart. Its losses are bit for bit the losses of a run without faults, and no committed step is
-repeated. The second way is for a mistake of the user or a failure of a device: the run ends with an
-error that names the cause, and goes on when the cause is repaired. At the end, the state is equal
-to the state after the run without faults, with a single history. Every process that ends by itself
-prints an error. The error names the role, the host, and the step or the expected event; or it names
-the file. No process hangs. Fault K of a seed is always the same fault, and can be run alone.
+Each fault must end in one of two ways. In the first, the run goes on within RECOVERY_S seconds of
+the restart. The losses of the run are bit for bit the losses of a run without faults, and no
+committed step is repeated. In the second, after a mistake of the user or a failure of a device, the
+run ends with an error that names the cause. The run goes on when the cause is repaired. At the end,
+the state is equal to the state after the run without faults, with a single history. Every process
+that ends by itself prints an error. The error names the role, the host, and the step or the
+expected event; or it names the file. No process hangs. Fault K of a seed is always the same fault,
+and can be run alone.
 
 To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
 soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost
@@ -115,7 +116,7 @@ CYCLE = (
 
 
 def drawn(seed: int, number: int) -> Fault:
-    """Draw fault `number` of a seed. The same arguments always give the same fault."""
+    """Choose fault `number` of a seed at random. The same arguments always give the same fault."""
     name, rng = CYCLE[number % len(CYCLE)], random.Random(f"{seed}/{number}")
     link = rng.randrange(WORKERS), rng.randrange(SERVERS)
     workers, servers = (
@@ -166,7 +167,9 @@ def killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("killed twice")
 def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill a process, and kill a second one while the job recovers or soon after."""
+    """Kill a process. Then kill a second process while the job recovers or soon after. Returns the
+    errors of the processes that ended by themselves.
+    """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims[:1]))
     sentences = supervised(scene, fault, last=False)
@@ -187,7 +190,8 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Kill the relay, which communicates for both workers. The relay's links carry less than half
-    of the bytes that the workers' own links carry in the run without faults.
+    of the bytes that the workers' own links carry in the run without faults, so the fault strikes
+    at a third of its usual moment. Returns the errors of the processes that ended by themselves.
     """
 
     def kill() -> None:
@@ -202,8 +206,8 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("workers stop apart")
 def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Let one worker ask to stop, as after its time limit or an interrupt. All workers must end
-    after the same step, without an error.
+    """Let one worker ask to stop, as a worker does after its time limit or an interrupt. All
+    workers must end after the same step, without an error. Returns an empty list.
     """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
@@ -211,7 +215,7 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.finished()
     last = [max(step for _, step in log.steps) for log in scene.logs()]
     if len(set(last)) > 1:
-        raise Wrong(f"workers end after steps {last}")
+        raise Wrong(f"workers did not stop after the same step, but after steps {last}")
     scene.finish()
     return []
 
@@ -219,7 +223,7 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Kill a server, and restart it with the same store on another address. The workers get the new
-    address.
+    address. Returns the errors of the processes that ended by themselves.
     """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
@@ -235,7 +239,9 @@ def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link cut")
 def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Cut the link after an exact number of bytes, most likely in the middle of a frame."""
+    """Cut the link after an exact number of bytes, most likely in the middle of a frame. Returns
+    the errors of the processes that ended by themselves.
+    """
     scene.start()
     link, moment = (
         scene.links[fault.link],
@@ -244,7 +250,7 @@ def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     link.cut(max(1, moment - link.nbytes[fault.way]), fault.way)
     sentences = scene.wait_workers()
     if not sentences:
-        raise Wrong(f"no process noticed that the link was cut (at {link.cut_at})")
+        raise Wrong(f"no process noticed that the link was cut (at monotonic time {link.cut_at})")
     scene.struck_at = link.cut_at
     scene.finish()
     return sentences
@@ -262,7 +268,9 @@ def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link stalled")
 def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop all traffic of a link without closing it. Only a deadline can detect this fault."""
+    """Stop all traffic of a link without closing it. Only a deadline can detect this fault. Returns
+    the errors of the processes that ended by themselves.
+    """
     scene.start(deadline_s=SHORT_S)
     strike_at(scene, fault, reference, lambda: None)
     scene.wait_struck()
@@ -275,8 +283,8 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop a process with SIGSTOP. After the others have ended, the process is either killed or
-    continued. If it continues, it finds that the others have ended.
+    """Stop a process with SIGSTOP. After the other processes have ended, the stopped process is
+    either killed or continued. Returns the errors of the processes that ended by themselves.
     """
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)
@@ -302,7 +310,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("disk full", mounts=True)
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Fill the disk during training. Training must go on, because the space of a step was allocated
-    with the store.
+    when the store was created. Returns an empty list.
     """
     disk = scene.disk(int(fault.victims[0][-1]))
     scene.start()
@@ -326,8 +334,8 @@ def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]
 
 @kind("state outgrows the disk", ends="sentence", mounts=True)
 def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Let the committed state of the job become larger than the space left on the disk. The last
-    step that fits must stay committed.
+    """Let the state that the job commits grow beyond the space left on the disk. The last step that
+    fits must stay committed. Returns the errors of the processes that ended by themselves.
     """
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
     scene.start(steps=at)
@@ -344,8 +352,9 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("another dtype", ends="sentence")
 @kind("wrong token", ends="sentence")
 def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Start one worker with another model, dtype or token than the other workers. If `prompt`, this
-    happens at a later start, else at the first start.
+    """Start one worker with another model, dtype or token than the other workers. If
+    `fault.prompt`, this happens at a later start, else at the first start. Returns the errors of
+    the processes that ended by themselves.
     """
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
@@ -373,7 +382,9 @@ def _fill(disk: Path) -> Path:
 
 
 def play(fault: Fault, references: dict[str, Reference]) -> Outcome:
-    """Run one fault, from the start of its processes until the last process has ended."""
+    """Run one fault, from the start of its processes until the last process has ended.
+    `references`: maps each flavour of a job to its run without faults.
+    """
     of = KINDS[fault.kind]
     if (of.mounts and (why := no_disks())) or (of.alone and (why := no_llama())):
         return Outcome(fault, "skipped", why=why)
@@ -417,10 +428,10 @@ def _check_sentences(scene: Scene, sentences: Sequence[str]) -> None:
     for sentence in sentences:
         if isinstance(scene, soak_alone.AloneScene):
             if str(scene.home) not in sentence:
-                raise Wrong(f"error without a file or directory: {sentence}")
+                raise Wrong(f"an error message does not name a file or directory: {sentence}")
         elif not WHO.search(sentence) or not WHAT.search(sentence):
             raise Wrong(
-                "an error message lacks the role and the host, or the step or the expected event:"
+                "an error message must name the role, the host, and the step or the expected event:"
                 f" {sentence}"
             )
 
@@ -433,7 +444,7 @@ def undisturbed(flavour: str) -> Reference:
         scene.finished()
         logs = tuple(scene.logs())
         if any(len(log.steps) != STEPS for log in logs):
-            raise Wrong(f"the undisturbed run did not train {STEPS} steps: {logs}")
+            raise Wrong(f"the run without faults did not train {STEPS} steps: {logs}")
         return Reference(
             logs, {link: dict(relay.nbytes) for link, relay in scene.links.items()}, {}
         )
@@ -448,14 +459,16 @@ def _undisturbed_alone(flavour: str) -> Reference:
             r"^0 calls (\d+) (\d+) (\d+)$", text := scene.log(0).read_text(), re.MULTILINE
         )
         if len(log.steps) != STEPS or not log.end or calls is None:
-            raise Wrong(f"the undisturbed trainer did not train {STEPS} steps: {text}")
+            raise Wrong(f"the trainer without faults did not train {STEPS} steps: {text}")
         return Reference(
             (log,), {}, dict(zip(("sync", "write", "ledger"), map(int, calls.groups())))
         )
 
 
 def no_llama() -> str:
-    """Return the reason why a trainer cannot run alone on this machine, "" if it can."""
+    """Return the reason why the faults of a trainer that runs alone cannot be tested on this
+    machine, "" if they can.
+    """
     return (
         ""
         if find_spec("transformers")
@@ -481,8 +494,8 @@ def soak(
     say: Callable[[str], None] = print,
     keep: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Run the faults with these numbers of a seed, and return their outcomes. `keep` is called with
-    each outcome.
+    """Run those faults of a seed whose numbers are in `numbers`, and return their outcomes. `keep`
+    is called with each outcome.
     """
     faults = [drawn(seed, number) for number in numbers]
     flavours = {fault.flavour for fault in faults if fault.flavour in FLAVOURS or not no_llama()}
@@ -501,7 +514,9 @@ def soak(
 
 
 def table(ends: Sequence[Outcome]) -> list[str]:
-    """Format a table with a row for each kind of fault and a row for all faults."""
+    """Format outcomes as the lines of a table, with a row for each kind of fault and a row for all
+    faults.
+    """
     columns = (
         "count",
         "went on",
@@ -539,22 +554,25 @@ def command(
     """Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong workers)
     of a small job on this machine. The exit code is 1 if a process hangs or a loss differs.
 
-    The exit code is also 1 if a sum differs, or if a process ended without an error message.
+    Other reasons for exit code 1 are a wrong sum, and a process that ended without an error
+    message.
 
     Args:
         faults: number of faults (300)
         sums: run faults of a summation's spare hosts instead (100)
         seed: seed of the faults (0)
-        only: number of the only fault to run, or FIRST-LAST
+        only: number of a single fault to run, or FIRST-LAST for several
         json: also write every fault to this file; with --only, add to its content
     """
     if faults is not None and faults < 1:
-        raise ConfigError(f"--faults {faults}: no fault would be run", hint="--faults 300")
+        raise ConfigError(
+            f"--faults {faults}: the number of faults must be at least 1", hint="--faults 300"
+        )
     if sums:
         if only is not None:
             raise ConfigError(
-                "--sums with --only",
-                hint="its faults strike one after another; choose their number with --faults",
+                "--sums and --only cannot be used together",
+                hint="with --sums, choose the number of faults with --faults",
             )
         return soak_sums.command(faults or 100, seed, json)
     faults = faults or 300
@@ -571,16 +589,21 @@ def command(
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse numbers of faults, such as `7` or `50-99`. Raises ConfigError."""
+    """Parse numbers of faults, such as `7` or `50-99`. Raises ConfigError if `text` has another
+    form.
+    """
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
-        raise ConfigError(f"--only {text!r}", hint="a fault's number, or FIRST-LAST")
+        raise ConfigError(
+            f"--only {text!r} is not a fault's number, and not FIRST-LAST",
+            hint="for example --only 7 or --only 50-99",
+        )
     return list(range(int(first), int(last or first) + 1))
 
 
 def keep_end(path: Path, end: Outcome, seed: int) -> None:
-    """Add an outcome to the file, beside the outcomes of the same seed. A soak can therefore be run
-    in pieces.
+    """Add an outcome to the file `path`, which keeps the earlier outcomes of the same seed. The
+    faults of a soak can therefore be run in several calls.
     """
     rows: dict[int, Any] = {}
     if path.exists() and (held := loads(path.read_text()))["seed"] == seed:

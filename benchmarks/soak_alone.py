@@ -2,8 +2,8 @@
 faults are a power cut, a failing device, a full run directory, an unmounted or copied store, a
 second trainer, and a flipped bit in a file.
 
-For a power cut, the process is killed at one of its syncs or writes. Its directories then keep
-everything that was synced. Of the data that was not synced, they keep all, nothing or some sectors
+For a power cut, the process is killed at one of its syncs or writes. Everything that was synced
+stays in the directories. Of the data that was not synced, all, nothing or some sectors stay
 (soak_power).
 """
 
@@ -31,8 +31,12 @@ FLIPPED = ("CURRENT", "store.json", "ledger.0", "ledger.1", "slot0.bin", "slot1.
 
 
 class AloneScene(Scene):
-    """A trainer without servers and links. `dirs`: directories of the trainer's store. `run`: its
-    run directory. `shadow`: the durable content of `dirs` and `run`.
+    """A trainer that runs alone, without servers and links.
+
+    Attributes:
+        dirs: directories of the trainer's store
+        run: run directory of the trainer
+        shadow: directory with the durable content of `dirs` and `run`
     """
 
     run: Path
@@ -101,8 +105,8 @@ class AloneScene(Scene):
     def beside(
         self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
     ) -> WorkerLog:
-        """Run a second trainer until it ends, and return its log. The first trainer waits
-        meanwhile.
+        """Run a second trainer until it ends, and return its log. No other trainer makes progress
+        at the same time.
         """
         self.others += 1
         log = self.home / f"other{self.others}.log"
@@ -133,8 +137,9 @@ class AloneScene(Scene):
         return [WorkerLog.read(self.log(0))]
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
-        """Check the run as Scene.check does, and two more properties: metrics.jsonl has each step
-        once, and after a committed step the run never goes on with another store.
+        """Check what Scene.check checks, and two more properties. The file metrics.jsonl has each
+        step exactly once. After a committed step, the run never goes on with another store or an
+        older state.
         """
         super().check(reference)
         if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
@@ -145,7 +150,7 @@ class AloneScene(Scene):
             for line in read_metrics(self.run / "metrics.jsonl")
         ]
         if lines != sorted(expected.items()):
-            raise Wrong(f"metrics.jsonl has {lines}, undisturbed {expected}")
+            raise Wrong(f"metrics.jsonl has {lines}, but {expected} in the run without faults")
         whose, reached = "", 0
         committed: dict[int, int] = {}
         for (attempt, _), (_, step, _) in self.logs()[0].steps.items():
@@ -155,8 +160,8 @@ class AloneScene(Scene):
                 attempt, job, step = int(match[1]), match[2], int(match[3])
                 if reached and (job != whose or (step < reached and not self.repeats())):
                     raise Wrong(
-                        f"start {attempt} is of store {job} at step {step}; store {whose} was at"
-                        f" {reached}"
+                        f"start {attempt} goes on from step {step} of store {job}, but store"
+                        f" {whose} has committed step {reached}"
                     )
                 whose, reached = job, max(reached, committed.get(attempt, 0))
 
@@ -171,8 +176,8 @@ def _steps(fault: Fault) -> int:
 def _strike(
     fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
 ) -> Strike:
-    """Return the action at the moment of the fault. The moment is a share of all syncs or of all
-    writes.
+    """Return a Strike that acts at the moment of the fault, which is a share of all syncs or of all
+    writes. `first`: share before which the Strike cannot act.
     """
     action = actions[fault.choice % len(actions)]
     of = "write" if action == "kill half" or fault.prompt else "sync"
@@ -181,7 +186,9 @@ def _strike(
 
 
 def _soon(rng: random.Random) -> Strike:
-    """Return a kill soon after a start, in most cases while the next step is committed."""
+    """Return a Strike that kills the trainer soon after a start, in most cases while the next step
+    is committed.
+    """
     where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
     return Strike("sync", rng.randrange(most), "kill before", where)
 
@@ -206,8 +213,8 @@ def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("Trainer killed", alone=TRAINER)
 def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer, and start it again with the same command. If `prompt`, kill it once more
-    after the second start.
+    """Kill the trainer, and start it again with the same command. If `fault.prompt`, kill it once
+    more after the second start. Returns an empty list.
     """
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
     scene.wait_workers()
@@ -220,8 +227,8 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and the sync of the written data. The next start goes on
-    from the files. Soon after this start, cut the power.
+    """Kill the trainer between a write and the sync of the written data. Start it again; it goes on
+    from the files. Soon after this start, kill it and cut the power. Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
@@ -238,7 +245,7 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 @kind("device fails", ends="any", alone=ALONE)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Let one sync or write fail with EIO. Data of a failed sync never reaches the device. The
-    power may be cut at once or a little later.
+    power may be cut at once or a little later. Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     strike = _strike(fault, reference, ("EIO",))
@@ -273,7 +280,7 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
 @kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Leave one directory of the store, or both, empty at the next start, as if a disk were not
-    mounted.
+    mounted. The trainer must refuse to start. Returns the trainer's errors.
     """
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     sentences = scene.wait_workers()
@@ -288,10 +295,10 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
     scene.start()
     sentences = _refused(scene, r"GoneError|StaleError|ForeignError", scene.wait_workers())
     if changed := [path.name for path, content in before.items() if path.read_bytes() != content]:
-        raise Wrong(f"a refused start changed {changed}")
+        raise Wrong(f"a start that was refused changed files of the run directory: {changed}")
     for path in away:
         if left := [str(file) for file in path.rglob("*")]:
-            raise Wrong(f"a refused start left {left}")
+            raise Wrong(f"a start that was refused created files in an empty directory: {left}")
         path.rmdir()
         path.with_suffix(".away").rename(path)
     scene.finish()
@@ -300,8 +307,9 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("store copied", ends="sentence", alone=ALONE)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Go on with a copy of the store. The first start names only one directory of the copy. The
-    original must not change, and must be refused later, because it is behind.
+    """Go on with a copy of the store. The first start names only one directory of the copy and is
+    refused. The original must not change, and must be refused later, because it is behind. Returns
+    the trainer's errors.
     """
     scene.start(steps=_steps(fault))
     scene.finished()
@@ -335,7 +343,7 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 @kind("histories mixed", ends="sentence", alone=ALONE)
 def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Train a copy of the store to the same step with another learning rate. Then start with one
-    directory of the store and one of the copy.
+    directory of the store and one of the copy, which must be refused. Returns the trainer's errors.
     """
     copies, _ = _trained_apart(scene, fault, 0)
     before = contents([*scene.dirs, *copies, scene.run])
@@ -343,15 +351,16 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     scene.start(dirs=[b, a] if fault.choice % 2 else [a, b])
     sentences = _refused(scene, "ForkedError", scene.wait_workers())
     if contents([*scene.dirs, *copies, scene.run]) != before:
-        raise Wrong("a refused start changed files")
+        raise Wrong("a start that was refused changed files")
     scene.finish()
     return sentences
 
 
 @kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Replace the run's store by a copy that was trained elsewhere. The copy is at the same step as
-    the store, one step ahead or one step behind.
+    """Replace the run's store by a copy that was trained in another run directory. The next start
+    must be refused. The copy is at the same step as the store, one step ahead or one step behind.
+    Returns the trainer's errors.
     """
     ahead = fault.choice % 3 - 1
     copies, apart = _trained_apart(scene, fault, ahead)
@@ -364,7 +373,7 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     words = "ForkedError" if apart and ahead >= 0 else "ForkedError|StaleError"
     sentences = _refused(scene, words, scene.wait_workers())
     if contents(scene.roots) != before:
-        raise Wrong("a refused start changed files")
+        raise Wrong("a start that was refused changed files")
     for path, own, copy in swaps:
         path.rename(copy)
         own.rename(path)
@@ -373,8 +382,8 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
-    """Train the run, and a copy of its store that ends `ahead` steps after the run. The run has at
-    least one step left.
+    """Train the run, copy its store, and train the run and the copy apart. The copy ends `ahead`
+    steps after the run. The run has at least one step left.
 
     Returns the directories of the copy, and True if the copy was trained after it was made.
     """
@@ -395,8 +404,9 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
 
 @kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Start a second trainer on the store of the first, with the same run directory or another. At
-    this moment, the first trainer creates the store, fills it or trains.
+    """Start a second trainer on the store of the first, with the same run directory or another.
+    While the second trainer starts, the first is paused: it is creating the store, filling the
+    store or training. Returns the error of the second trainer.
     """
     # a quarter of all syncs create the store
     moment = fault.moment / 4 if fault.choice % 2 else fault.moment
@@ -413,7 +423,7 @@ def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 @kind("flipped bit", ends="any", alone=ALONE)
 def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Between two starts, flip a bit in any file of the store, or in the run directory's record of
-    the store.
+    the store. Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
@@ -439,8 +449,8 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _first_strike(fault: Fault, reference: Reference) -> Strike:
-    """Return the action of the first start: a kill at the moment of the fault or, if `prompt`, no
-    kill.
+    """Return the Strike for the first start. It kills the trainer at the moment of the fault or, if
+    `fault.prompt`, never acts.
     """
     number = int((0.6 + fault.moment * 0.4) * reference.calls["sync"])
     return Strike("sync", 1 << 30 if fault.prompt else number, "kill before")
@@ -467,8 +477,8 @@ def contents(roots: Sequence[Path]) -> dict[str, str]:
 
 
 def place_in(path: Path, rng: random.Random) -> int:
-    """Choose a random offset in a file. In large files the byte there is most likely nonzero,
-    because zero bytes may never have been written.
+    """Choose a random offset in a file. The byte at this offset is most likely nonzero, because
+    zero bytes of a large file may never have been written.
     """
     content = path.read_bytes()
     places = [rng.randrange(len(content)) for _ in range(16)]
@@ -484,7 +494,9 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def mend(path: Path, at: int, bit: int) -> None:
-    """Flip the bit back to its old value. Raises Wrong if the file does not exist."""
+    """Flip bit `bit` of byte `at` of a file back to its old value. Raises Wrong if the file does
+    not exist.
+    """
     if not path.exists():
-        raise Wrong(f"{path} is missing after a refused start")
+        raise Wrong(f"{path} is missing after a start that was refused")
     flip(path, at, bit)

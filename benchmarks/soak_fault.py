@@ -1,5 +1,5 @@
-"""Faults of `roadtrain soak`, their outcomes, and the registry of kinds of faults. Other modules
-define the kinds.
+"""Types for the faults of `roadtrain soak` and their outcomes, and the registry of kinds of faults.
+Other modules define the kinds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ TRAINER = "trainer"  # the same with Hugging Face's Trainer
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
+    """A scripted fault.
 
     Attributes:
         moment: when the fault happens, from 0 to 1. With workers, it is a share of the bytes that a
             run without faults sends in direction `way` over the link of worker `link[0]` and server
             `link[1]`. For a trainer running alone, it is a share of the trainer's syncs or writes.
-        prompt: restart killed processes at once, and not only after all others have ended. Some
-            kinds use it for another choice.
-        choice: source of the other random choices of the kind
+        prompt: restart killed processes at once, and not only after all other processes have ended.
+            Some kinds of faults use this flag for another choice.
+        choice: random number from which a kind of fault derives its other choices
     """
 
     number: int
@@ -55,9 +55,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault. `how`: went on, sentence (ended with an error message), failed, hung or
-    skipped. `sentences`: errors of processes that ended by themselves. `lasted_s`: seconds from the
-    fault until the last worker of the same start ended.
+    """Outcome of a fault.
+
+    Attributes:
+        how: "went on", "sentence" (ended with an error message), "failed", "hung" or "skipped"
+        sentences: errors of processes that ended by themselves
+        recovery_s: seconds from the restart until every worker has done a step
+        lasted_s: seconds from the fault until the last worker of the same start ended
+        seconds: duration of the whole test of the fault
+        why: reason why the fault failed, hung or was skipped
     """
 
     fault: Fault
@@ -71,8 +77,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run without faults. `nbytes`: bytes over each link in each direction. `calls`: number of
-    syncs and of writes, for a trainer running alone.
+    """A run without faults. `nbytes`: bytes over each link in each direction. `calls`: numbers of
+    syncs and of writes of a trainer that runs alone.
     """
 
     logs: tuple[WorkerLog, ...]
@@ -93,8 +99,9 @@ Play = Callable[[Any, Fault, Reference], list[str]]
 @dataclass(frozen=True)
 class Kind:
     """A kind of fault. `ends`: the required outcome: "went on", "sentence" (the run ends with an
-    error message), or "any" if both are allowed. `alone`: flavour of the trainer that runs alone,
-    "" for workers and servers. `mounts`: True if the fault needs a small file system of its own.
+    error message), or "any" if both are allowed. `alone`: flavour of the job if a trainer runs
+    alone, "" if there are workers and servers. `mounts`: True if the fault needs a small file
+    system of its own.
     """
 
     play: Play
@@ -113,8 +120,10 @@ def kind(
     and returns the errors of processes that ended by themselves.
 
     Args:
-        ends: "sentence" if the run must end with an error. The function then repairs the cause, and
-            lets the run go on.
+        ends: required outcome. With "sentence", the run must end with an error. The function then
+            repairs the cause, and lets the run go on.
+        alone: flavour of the job if a trainer runs alone, "" if there are workers and servers
+        mounts: True if the fault needs a small file system of its own
     """
 
     def register(play: Play) -> Play:
@@ -130,8 +139,9 @@ def kind(
 def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
-    """Call `do` at the moment of the fault, in the thread of the link's relay. `first`: share of
-    the bytes that must have been sent before; the moment is a share of the rest.
+    """Arrange that `do` is called at the moment of the fault, in the thread of the link's relay.
+    `first`: share of the bytes that must have been sent before. The moment of the fault is a share
+    of the other bytes.
     """
 
     def strike() -> None:
@@ -152,8 +162,8 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Restart killed processes, as torchrun and a service manager do. Returns the errors of workers
-    that ended by themselves.
+    """Wait for the fault and restart killed processes, as torchrun and a service manager do.
+    Returns the errors of workers that ended by themselves.
     """
     scene.wait_struck()
     if fault.prompt:
@@ -168,8 +178,8 @@ def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
 
 
 def refused(scene: Scene, words: str) -> list[str]:
-    """Check that all workers ended by themselves, and that one of their errors matches `words`.
-    Returns the errors.
+    """Check that all workers ended by themselves, and that one of their errors matches the regular
+    expression `words`. Returns the errors.
     """
     sentences = scene.wait_workers()
     if len(sentences) != WORKERS or not any(re.search(words, sentence) for sentence in sentences):

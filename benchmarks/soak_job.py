@@ -1,7 +1,8 @@
 """Processes of `roadtrain soak`: a server, and a worker that trains a tiny model and logs every
 loss.
 
-Each process writes all output into one log file. On SIGUSR1 it adds the stacks of all its threads.
+Each process writes all output into one log file. On SIGUSR1, the process adds the stacks of all its
+threads to the log.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ GROWN = 1 << 20  # bytes: more than a ledger has spare
 
 @dataclass(frozen=True)
 class Flavour:
-    """The way in which the job trains. `clip`: clip the gradient to this norm. Updates then wait
-    for the norm of the mean gradient of all workers. If None, updates begin during backward.
+    """Options of the job that is trained. `clip`: clip the gradient to this norm. Updates then wait
+    for the norm of the mean gradient of all workers. If `clip` is None, updates begin during
+    backward.
     """
 
     clip: float | None = None
@@ -66,9 +68,10 @@ class WorkerArgs:
     Attributes:
         relay: True if all workers are on one host and a relay communicates for all of them
         change: what is wrong with this worker: "model", "dtype" or "token"; "" if nothing is wrong
-        grows_at: step from which on the job's own state needs more room on the disk
-        stops_at: step from which on the worker asks to stop. At the end of each step, the workers
-            agree whether to stop. If 0, the workers do not exchange requests to stop.
+        grows_at: number of the step from which on the job commits more state, which needs more room
+            on the disk
+        stops_at: number of the step from which on the worker asks to stop. At the end of each step,
+            the workers agree whether to stop. If it is 0, workers do not exchange requests to stop.
         run: run directory, which records the store; only worker 0 has one
     """
 
@@ -164,7 +167,9 @@ def work(args: WorkerArgs, token: bytes) -> None:
 
 
 def warm() -> None:
-    """Load and compile code in the fork server. Its children then find the code loaded."""
+    """Load and compile code in the fork server, so that its child processes need not do it
+    again.
+    """
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], foreach=False)
     rule = rules_for(optimizer)[0]
     a, b, c, d = np.zeros((4, 64), np.float32)
@@ -259,8 +264,8 @@ def _train(args: WorkerArgs, token: bytes) -> None:
 
 
 def _redirect_output(log: str) -> None:
-    """Append all output of this process to `log`, line by line. This includes output of C
-    libraries. Also make the process end when its parent ends.
+    """Append all output of this process to `log`, line by line. Output of C libraries is included.
+    Also let the process end when its parent ends.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,18 +1,19 @@
 """Emulate power cuts: track the durable content of directories, and restore this content after a
-cut.
+power cut.
 
 The process under test calls `Power.install`. From then on, every successful fsync and fdatasync
 copies the content that has become durable (the bytes of a file, the names of a directory) to a
 shadow directory. After the process has been killed, the test calls `cut`. The directories then hold
 everything that was synced. Of the data that was not synced, they hold all, nothing, or any 512-byte
-sectors. A list of `Strike` names the syncs and writes of the process at which something happens:
-the process is killed just before or after the call, only half of the write is done, or the device
-fails. After a failed sync, Linux treats pages as clean although they never reached the device, so a
-later sync does not save these pages. Here too, only pages that are written again are saved.
+sectors. Each `Strike` names a sync or write of the process, and an action at this call: the process
+is killed just before or after the call, only half of the write is done, the device fails, or the
+process pauses. After a failed sync, Linux treats pages as clean although they never reached the
+device, so a later sync does not save these pages. The emulation does the same: only pages that are
+written again are saved.
 
 Assumes small files, because each sync copies the whole file. Also assumes that each process calls
 `install` once. If a file was synced but its directory never was, a cut loses the file, as POSIX
-allows. Does NOT know stores.
+allows. This module is independent of the format of stores.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """An action at a call of the process: at call `number` (from 0) of all calls of `kind`.
-    `where`: count only calls on files whose path contains this text.
+    """An action at one call of the process: call `number` of all calls of kind `kind`, counted from
+    0. `where`: only calls on files whose path contains this text are counted.
     """
 
     kind: Literal["sync", "write"]
@@ -52,7 +53,7 @@ class Strike:
 
 class Power:
     """Tracks the syncs and writes of one process. `roots`: directories that lose their power
-    together. `counts`: number of calls so far that each strike counts.
+    together. `counts`: maps each Strike to the number of calls that it has counted so far.
     """
 
     def __init__(self, shadow: Path, roots: Sequence[Path], strikes: Iterable[Strike] = ()) -> None:
@@ -150,7 +151,9 @@ class Power:
             _die()
 
     def pause(self) -> None:
-        """Create the file `paused`, and wait until the file `go` exists."""
+        """Create the file `paused` in the shadow directory, and wait until the file `go` exists
+        there, at most PAUSE_S seconds.
+        """
         paused, go = self.shadow / "paused", self.shadow / "go"
         paused.touch()
         until = time.monotonic() + PAUSE_S
@@ -181,8 +184,8 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """Let the sync of `fd` fail. The content of the file counts as clean from now on, although
-        it is not on the device.
+        """Record that a sync of file `fd` fails. From now on, the content of the file counts as
+        clean, although it is not on the device.
         """
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
@@ -199,9 +202,14 @@ class Power:
                 file.write(f"{offset} {offset + nbytes}\n")
 
     def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
-        """Return the content `now` of a file after a failed sync, without the lost sectors. A
-        sector is lost if the failed sync did not save it and no write has changed it since. It then
-        has the content that is on the device.
+        """Return the content of a file that can become durable after a failed sync. A sector is
+        lost if the failed sync did not save it and no later write has covered it. In the result, a
+        lost sector has the content that is on the device.
+
+        Args:
+            number: inode of the file
+            now: present content of the file
+            failed: content of the file when its sync failed
         """
         device, again = (_read(self.shadow / f"{what}-{number}") for what in ("bytes", "again"))
         written = [tuple(map(int, line.split())) for line in again.decode().splitlines()]
@@ -228,7 +236,8 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """Emulate a power cut in `roots`. All processes that use these directories must have ended.
+    """Emulate a power cut in `roots`. All processes that use these directories must have ended
+    before.
 
     Returns a text that says which unsynced bytes and names were kept.
     """
@@ -255,8 +264,8 @@ def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
 
 
 def _tree(shadow: Path, directory: Path, here: dict[int, Path], current: bool) -> dict[Path, int]:
-    """Map the path of every file that is left below `directory` to its inode. Directories map to
-    -1.
+    """Map every path that is left below `directory` after the power cut: a file to its inode, a
+    directory to -1.
     """
     if current:
         return {p: -1 if p.is_dir() else p.stat().st_ino for p in directory.rglob("*")}

@@ -1,9 +1,9 @@
 """The scene of a fault of `roadtrain soak`: the processes, links and files of the job, and the logs
 of the workers.
 
-Each worker reaches each server through a link of its own with a counting relay. The moment of a
-fault is therefore a number of bytes sent over one of these links, and a link can be cut after an
-exact number of bytes. A scene has one deadline for everything. Processes that have not ended by
+Each worker reaches each server over a link of its own, through a relay that counts bytes. The
+moment of a fault is therefore a number of bytes sent over a link, and a link can be cut after an
+exact number of bytes. A scene has one deadline for all waiting. Processes that have not ended by
 then count as hung, and dump their stacks.
 """
 
@@ -39,21 +39,21 @@ FORK.set_forkserver_preload(["benchmarks.soak_warm"])
 
 
 class Hung(DeadlineError):
-    """Raised when the deadline has passed. The message has the stacks of all processes that still
-    run.
+    """Raised when the deadline of a scene has passed. The message has the logs of all processes,
+    with the stacks of those that still run.
     """
 
 
 class Wrong(RoadtrainError):
-    """Raised if the run does not behave as it must: a different loss, a lost step, an end without
-    an error message.
+    """Raised if a run under test behaves wrongly, for example if it has a different loss, loses a
+    step, or ends without an error message.
     """
 
 
 class CountedRelay(Relay):
-    """A relay that counts bytes. `at` arms it: the relay then calls `do`, in its own thread, right
-    before byte `nbytes` of a direction is passed on. `cut_at`: monotonic time at which the link was
-    cut.
+    """A relay that counts bytes. After a call of `at`, the relay calls `do` in its own thread,
+    right before it passes on byte `nbytes` of a direction. `cut_at`: monotonic time at which the
+    link was cut.
     """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
@@ -82,8 +82,8 @@ class _Count(dict[Way, int]):
 
 @dataclass
 class Node:
-    """A process of the scene. `killed`: True if the scene has killed the process; its exit code is
-    then not checked.
+    """A process of the scene. `killed`: True if the scene has killed the process; the exit code of
+    such a process is not checked.
     """
 
     process: Any
@@ -101,7 +101,9 @@ class Node:
             os.kill(self.process.pid, number)
 
     def reaped(self) -> bool:
-        """Check whether the process has ended. If the scene killed it, first wait for its end."""
+        """Check whether the process has ended. If the scene killed the process, first wait for its
+        end.
+        """
         if self.killed:
             self.process.join()
         return self.ended
@@ -195,7 +197,8 @@ class Scene:
         """Start all processes that do not run, except server `without`.
 
         Args:
-            wrong: maps a rank to the fields of its WorkerArgs that are changed
+            wrong: maps the rank of a worker to the fields of its WorkerArgs that differ from the
+                usual ones
         """
         self.restarted = time.monotonic()
         for number in range(SERVERS):
@@ -225,8 +228,8 @@ class Scene:
             self.workers.append(self._started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Start server `number` on its directory. The server gets its old address or, if `moved`, a
-        new address, which the workers are then given.
+        """Start server `number` on its directory. If `moved`, the server gets a new address, and
+        the workers are given the new address. Else it keeps its old address.
         """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
@@ -289,14 +292,16 @@ class Scene:
                 continue
             if code != REFUSED or self.attempt not in log.errors:
                 raise Wrong(
-                    f"worker {rank} ended with {code} and without an error:"
+                    f"worker {rank} ended with exit code {code} and without an error message:"
                     f" {worker.log.read_text()[-2000:]}"
                 )
             sentences.append(log.errors[self.attempt])
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait like wait_workers. Also mark servers as killed if a strike killed them."""
+        """Wait until all workers have ended, and return the errors of workers like wait_workers.
+        Also mark those servers as killed that a Strike has killed.
+        """
         sentences = self.wait_workers()
         for server in self.servers:
             if sentences and not server.killed:
@@ -305,7 +310,7 @@ class Scene:
         return sentences
 
     def finish(self) -> None:
-        """Start all processes that do not run, and check that the run then trains to its end."""
+        """Start all processes that do not run, and check that training then goes on to its end."""
         self.start()
         self.finished()
 
@@ -323,7 +328,7 @@ class Scene:
 
     def recovery_s(self) -> float | None:
         """Compute the seconds from the last start until the slowest worker has done its first step.
-        Returns None if no step was left.
+        Returns None if no step was left to do.
         """
         firsts = [
             [at for (attempt, _), (_, _, at) in log.steps.items() if attempt == self.attempt]
@@ -333,30 +338,31 @@ class Scene:
 
     def lasted_s(self) -> float | None:
         """Compute the seconds from the fault until all workers of the same start have ended.
-        Returns None if they did not end because of the fault.
+        Returns None if there was no fault, or if no worker was started again.
         """
         return self._last - self.struck_at if self.struck_at and self.attempt else None
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
         """Compare the logs of all workers with those of a run without faults.
 
-        Four properties are checked. Every loss of every start is the same. No step is missing. No
-        step is repeated if a worker knew that it was committed. At the end, parameters and
-        optimizer state are equal.
+        Four properties are checked. Every loss of every start equals the loss of the same step
+        without faults. No step is missing. No step is repeated that a worker knew to be committed.
+        At the end, parameters and optimizer state are equal.
         """
         for rank, (log, whole) in enumerate(zip(self.logs(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}
             for (attempt, step), (line, _, _) in log.steps.items():
                 if expected.get(step) != line:
                     raise Wrong(
-                        f"worker {rank}, start {attempt}, step {step}: loss and norm {line}, "
-                        f"undisturbed {expected.get(step)}"
+                        f"worker {rank}, start {attempt}, step {step}: loss and norm are {line},"
+                        f" but {expected.get(step)} in the run without faults"
                     )
             if missing := set(expected) - {step for _, step in log.steps}:
-                raise Wrong(f"worker {rank}: step(s) {sorted(missing)} are missing")
+                raise Wrong(f"worker {rank} has not trained steps {sorted(missing)}")
             if log.end != whole.end:
                 raise Wrong(
-                    f"worker {rank}: the state at the end is {log.end}, undisturbed {whole.end}"
+                    f"worker {rank}: the digest of the state at the end is {log.end}, but"
+                    f" {whole.end} in the run without faults"
                 )
         committed_before = -1
         for attempt in range(self.attempt + 1):
@@ -368,16 +374,20 @@ class Scene:
             ]
             if of and min(step for step, _ in of) <= committed_before:
                 raise Wrong(
-                    f"start {attempt} repeats step {min(of)[0]}, step"
-                    f" {committed_before} was committed"
+                    f"start {attempt} repeats step {min(of)[0]}, although step"
+                    f" {committed_before} was committed before"
                 )
             committed_before = max([committed_before, *(committed for _, committed in of)])
         for number, server in enumerate(self.servers):
             if server.ended and not server.killed:
-                raise Wrong(f"server {number} ended with {server.process.exitcode}")
+                raise Wrong(
+                    f"server {number} ended by itself with exit code {server.process.exitcode}"
+                )
         for path in self.home.glob("*.log"):
             if "Traceback" in (text := path.read_text(errors="replace")):
-                raise Wrong(f"a traceback in {path.name}: {text[text.index('Traceback') :][:3000]}")
+                raise Wrong(
+                    f"{path.name} has a traceback: {text[text.index('Traceback') :][:3000]}"
+                )
 
     def note(self, text: str) -> None:
         """Add a line to the log of worker 0, as a note for people."""
@@ -389,8 +399,8 @@ class Scene:
         return FORK.Pipe()
 
     def hung(self, what: str) -> None:
-        """Raise Hung with the stacks of all processes. `what`: the event that did not happen in
-        time.
+        """Raise Hung with the logs of all processes, which contain their stacks. `what`: the event
+        that did not happen in time.
         """
         living = [node for node in self._all if not node.ended]
         for node in living:
@@ -404,7 +414,7 @@ class Scene:
             f"--- {log.name}\n{log.read_text(errors='replace')}"
             for log in sorted(self.home.glob("*.log"))
         ]
-        raise Hung(f"waited in vain for {what}\n" + "\n".join(logs))
+        raise Hung(f"deadline passed while waiting for {what}\n" + "\n".join(logs))
 
     def disk(self, number: int) -> Path:
         """Mount a small file system for server `number`, and return its path. Raises RoadtrainError
@@ -419,7 +429,7 @@ class Scene:
             check=False,
         )
         if done.returncode:
-            raise RoadtrainError(f"no file system can be mounted: {done.stderr.strip()}")
+            raise RoadtrainError(f"cannot mount a small file system: {done.stderr.strip()}")
         self._undo.callback(subprocess.run, ["umount", "-l", str(where)], check=False)
         self.stores[number] = where / "store"
         return where

@@ -1,5 +1,5 @@
-"""Faults of `roadtrain soak` for the stores of servers and the bytes on the servers' links. The
-faults are an unmounted store, a replica that is behind and starts alone, a second server on the
+"""Faults of `roadtrain soak` that strike the stores of servers or the bytes on the servers' links.
+The faults are an unmounted store, a replica that is behind and starts alone, a second server on the
 same directory, a flipped bit, a power cut, and a failing device.
 """
 
@@ -34,9 +34,9 @@ def _run_directory(scene: Scene) -> None:
 
 
 def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
-    """Train some steps, and then end all servers. If `prompt`, they end after the last of these
-    steps; else all are killed at the moment of the fault. Raises NothingToStrike if no step was
-    committed.
+    """Train some steps, and then end all servers. If `fault.prompt`, servers end after the last of
+    these steps; else all servers are killed at the moment of the fault. Raises NothingToStrike if
+    no step was committed.
     """
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
@@ -62,7 +62,7 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
     link.flip(max(0, moment - link.nbytes[fault.way]), fault.way, fault.choice % 8)
     sentences = scene.wait_workers()
     if not link.flipped:
-        raise Wrong("the fault found no bit to flip")
+        raise Wrong("the run sent too few bytes over the link to flip a bit")
     if sentences:
         scene.finish()
     return sentences
@@ -71,7 +71,8 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
 @kind("server unmounted", ends="sentence")
 def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Leave the directory of one server, or of both, empty at the next start, as if a disk were not
-    mounted.
+    mounted. The workers must refuse to go on. Returns the errors of the processes that ended by
+    themselves.
     """
     _run_directory(scene)
     _train_some(scene, fault, reference)
@@ -86,7 +87,7 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     for number in away:
         path = scene.stores[number]
         if left := [str(file) for file in path.rglob("*") if file.name not in ("lock", ".lock")]:
-            raise Wrong(f"a refused start left {left}")
+            raise Wrong(f"a start that was refused created files in an empty store: {left}")
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
@@ -97,8 +98,9 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill one of two replicas, which then misses some steps. Later this replica starts alone. The
-    other replica starts late or, if `prompt`, while the workers still wait.
+    """Kill one of two replicas, which then misses some steps. Later this replica starts alone, and
+    must not train alone. The other replica starts late or, if `fault.prompt`, while the workers
+    still wait. Returns the errors of the processes that ended by themselves.
     """
     scene.replicas = 2
     _run_directory(scene)
@@ -113,7 +115,7 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     if refusal := scene.wait_workers():
         before_all = "a new store needs all"  # nothing was committed before the kill
         if not any("give_up=" in sentence or before_all in sentence for sentence in refusal):
-            raise Wrong(f"one of two replicas does not go on alone: {' | '.join(refusal)}")
+            raise Wrong(f"the run does not go on with one of two replicas: {' | '.join(refusal)}")
         scene.finish()
         return sentences + refusal
     _end_servers(scene, [1 - old])
@@ -130,14 +132,16 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
             step for log in scene.logs() for attempt, step in log.steps if attempt == scene.attempt
         ]
         if steps or len(scene.logs()[0].errors) < 1:
-            raise Wrong(f"the lagging replica trained steps {steps} alone")
+            raise Wrong(f"a replica that is behind trained steps {steps} without the other replica")
         scene.finish()
     _same(scene)
     return sentences
 
 
 def _same(scene: Scene) -> None:
-    """Check that both replicas are at the same step and hold the same bits."""
+    """Check that both replicas are at the same step and have the same optimizer state, bit for bit.
+    Raises Wrong if they differ.
+    """
     _end_servers(scene)
     tiers = [open_part(path) for path in scene.stores]
     try:
@@ -157,8 +161,9 @@ def _same(scene: Scene) -> None:
 
 @kind("second servers")
 def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Start a second job while the first job fills its store or trains. If `prompt`, the second job
-    uses the same servers; else it has servers of its own on the same directories.
+    """Start a second job while the first job fills its store or trains. If `fault.prompt`, the
+    second job uses the same servers; else it has servers of its own on the same directories.
+    Returns the error of the second job.
     """
     scene.start(deadline_s=LONG_S)
     link = scene.links[fault.link]
@@ -199,7 +204,9 @@ def _beside(scene: Scene, number: int) -> str:
 
 @kind("server's bit flipped", ends="any")
 def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Between two starts, flip a bit in any file of a server's store."""
+    """Between two starts, flip a bit in any file of a server's store. Returns the errors of the
+    processes that ended by themselves.
+    """
     _run_directory(scene)
     _train_some(scene, fault, reference)
     rng = random.Random(fault.choice)
@@ -235,8 +242,8 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
     """Kill one server, or let its device fail, at one of its syncs or writes. If `again`, restart
-    the server and kill it once more. Then cut the power of this server and, if `prompt`, of the
-    other server too. Returns the errors of workers.
+    the server and kill it once more. Then cut the power of this server and, if `fault.prompt`, of
+    the other server too. Returns the errors of workers.
     """
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])

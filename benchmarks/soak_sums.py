@@ -2,11 +2,11 @@
 pause. All workers and hosts are real processes.
 
 A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). FAULTS_A_SCENE faults
-happen in it, one after another, while the workers go on. Every worker compares every sum of every
-round with the right one. A fault is over when all workers have done ROUNDS_ON more rounds. A round
-that takes more than GAP_S is a failure; time for which a process was stopped does not count. Fault
-K of a seed is always the same. Does NOT kill workers, because that ends DDP with an error, which
-tests check.
+happen in it, one after another, while the workers go on. Every worker checks every sum of every
+round. A fault is over when all workers have done ROUNDS_ON more rounds. A round that takes more
+than GAP_S is a failure; time for which a process was stopped does not count. Fault K of a seed is
+always the same fault. Does NOT kill workers, because that ends DDP with an error, which tests
+check.
 
     python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """
@@ -61,8 +61,8 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a fault. `how`: went on, failed or hung. `gap_s`: seconds of the longest round
-    around the fault.
+    """Outcome of a fault. `how`: "went on", "failed" or "hung". `gap_s`: seconds of the longest
+    round around the fault.
     """
 
     number: int
@@ -115,7 +115,9 @@ def worker(
             for key, base in pattern.items():  # small integers, so the sums are exact
                 expected = base * (workers * (workers + 1) // 2) + workers * (number % 13)
                 if not np.array_equal(outs[key], expected):
-                    raise RoadtrainError(f"round {number}: a wrong sum of tensor {key}")
+                    raise RoadtrainError(
+                        f"round {number}: worker {rank} received a wrong sum of tensor {key}"
+                    )
             number += 1
             print(number, time.monotonic(), file=log, flush=True)
     connected.ends.close()
@@ -125,7 +127,7 @@ def worker(
 
 
 class Spare:
-    """The process of a spare host."""
+    """A running process of a spare host."""
 
     def __init__(self, port: int = 0) -> None:
         self.process = subprocess.Popen(
@@ -149,7 +151,7 @@ class Spare:
         found = re.search(r"summing at (\S+),", line)
         if found is None:
             self.end()
-            raise RoadtrainError(f"unexpected first line of a spare host: {line!r}")
+            raise RoadtrainError(f"a spare host printed an unexpected first line: {line!r}")
         self.address = found[1]
         self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)
         self._reader.start()
@@ -167,7 +169,9 @@ class Spare:
 
 
 class Scene:
-    """Workers, spare hosts, and the file that lists the spare hosts for the workers."""
+    """Workers, spare hosts, and a file with the addresses of the spare hosts, which workers
+    read.
+    """
 
     def __init__(self, workers: int, rng: random.Random, stack: ExitStack) -> None:
         self.workers, self.rng, self._stack = workers, rng, stack
@@ -218,7 +222,9 @@ class Scene:
         self.paused_s += seconds
 
     def rounds(self) -> list[list[tuple[int, float]]]:
-        """Return a list for each worker of the pairs (number of rounds done, time)."""
+        """Return a list for each worker. It has (number of rounds done, monotonic time) for each
+        round.
+        """
         out = []
         for rank in range(self.workers):
             path = self.home / f"rounds {rank}"
@@ -229,7 +235,8 @@ class Scene:
 
     def further(self, rounds: int, since: float) -> None:
         """Wait until all workers have done `rounds` rounds since the time `since`. Raises
-        TimeoutError, or RoadtrainError with the last line of a worker that has ended.
+        TimeoutError after HARD_S seconds, or RoadtrainError with the last line of a worker if the
+        worker has ended.
         """
         deadline = time.monotonic() + HARD_S
         while True:
@@ -238,7 +245,10 @@ class Scene:
                 return
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {[worker[-1:] for worker in done]} rounds")
+                raise TimeoutError(
+                    f"workers did not finish {rounds} more rounds within {HARD_S:.0f} s; last"
+                    f" (round, time) of each: {[worker[-1:] for worker in done]}"
+                )
             time.sleep(0.02)
 
     def used(self, spare: Spare) -> None:
@@ -249,7 +259,9 @@ class Scene:
                 return
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the new spare host {spare.address} is not used")
+                raise TimeoutError(
+                    f"no worker used the new spare host {spare.address} within {HARD_S:.0f} s"
+                )
             time.sleep(0.1)
 
     def check(self) -> None:
@@ -257,7 +269,8 @@ class Scene:
             if process.poll() is not None:
                 words = (self.home / f"worker {rank}").read_text().splitlines()
                 raise RoadtrainError(
-                    f"worker {rank} ended: {words[-1] if words else process.returncode}"
+                    f"worker {rank} ended with exit code {process.returncode};"
+                    f" last line of its output: {words[-1] if words else ''}"
                 )
 
     def finish(self) -> None:
@@ -268,9 +281,7 @@ class Scene:
 
 
 def strike(scene: Scene, kind: str) -> None:
-    """Inject a fault. Besides, wait for everything that this kind of fault requires in addition to
-    further rounds.
-    """
+    """Inject a fault. If a kind of fault adds a spare host, also wait until the workers use it."""
     if kind == "added" or not scene.spares:
         scene.used(scene.add())
     elif kind == "slowed":
@@ -305,7 +316,9 @@ def strike(scene: Scene, kind: str) -> None:
 
 
 def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[Outcome]:
-    """Run one scene with `count` faults, numbered from `first`, and return their outcomes."""
+    """Run one scene with `count` faults, numbered from `first`, and return the outcome of each
+    fault.
+    """
     out: list[Outcome] = []
     rng = random.Random(f"{seed}/{first}")
     workers = 2 + first // FAULTS_A_SCENE % 3

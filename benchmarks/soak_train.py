@@ -1,6 +1,6 @@
-"""Processes of `roadtrain soak` that train alone: `roadtrain train`, and a script with Hugging
-Face's Trainer. The store has two directories, and syncs and writes are tracked (soak_power). Like
-the workers of soak_job, these processes log every step and the last committed step.
+"""Processes of `roadtrain soak` that train without servers. One runs `roadtrain train`, the other
+runs a script with Hugging Face's Trainer. The store has two directories, and syncs and writes are
+tracked (soak_power). Both log every step and the last committed step, like the workers of soak_job.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def train_by_trainer(errand: TrainerArgs) -> None:
 
 
 def _train_by_trainer(start: TrainerArgs) -> None:
-    """Run a Trainer script, which is the same at every start. It has dropout, another order of rows
-    in each epoch, a schedule, and periodic checkpoints.
+    """Run a Trainer script, which is the same at every start. The script has dropout, another order
+    of rows in each epoch, a schedule of the learning rate, and periodic checkpoints.
     """
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
@@ -181,8 +181,9 @@ def digest_of(stores: tuple[str, ...]) -> str:
 
 
 def _write_down(attempt: int) -> None:
-    """Log each step when its line is written to metrics.jsonl. When a step is known to be
-    committed, log the last step again with the number of the committed step.
+    """Change this process so that it logs each step when the step's line is written to
+    metrics.jsonl. When a step is known to be committed, the process logs the last step again, with
+    the number of the committed step.
     """
     last: dict[str, Any] = {}
     append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt

@@ -1,5 +1,5 @@
-"""A module that only the fork server of `roadtrain soak` imports. The children of the fork server
-therefore start with torch and the kernels loaded.
+"""Loads torch and the kernels in the fork server of `roadtrain soak`, so that its child processes
+start with both loaded. Only the fork server imports this module.
 """
 
 import contextlib

@@ -1,11 +1,12 @@
-"""Compare a whole update of state on disk with a bare loop that reads and writes the same files.
+"""Compare an update of state on disk with a bare loop that only reads and writes the same files.
 Both are measured in turn in one run.
 
 State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) is stored in two slot files.
-In ours, gradients are pushed, and every record is read, verified, updated, written, checksummed,
-made durable and committed. The bare loop only reads the same bytes of the records (without the bf16
-copy) from one slot file, and writes whole records to the other. It runs with mixed requests and in
-bursts, each with several numbers of threads. Its best result counts.
+In an update, gradients are pushed, and every record is read, verified, updated, written,
+checksummed, made durable and committed. The bare loop only reads the same bytes of the records
+(without the bf16 copy) from one slot file, and writes whole records to the other. The bare loop
+runs with mixed requests and in bursts, each with several numbers of threads. The best result of the
+bare loop counts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def _rss() -> int:
 
 
 class _Peak:
-    """Samples the resident memory every 10 ms during a block, and keeps the largest sample."""
+    """Samples the resident memory of this process every 10 ms during a `with` block. `nbytes` is
+    the largest sample.
+    """
 
     def __enter__(self) -> _Peak:
         self.nbytes, self._stop = _rss(), threading.Event()
@@ -285,7 +288,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 
 def _without_cache(budgets: Budgets) -> Budgets:
-    """Change the budgets so that no state is kept in memory. All state is then read and written."""
+    """Return the same budgets, except that no state is kept in memory. All state is then read and
+    written.
+    """
     records = replace(
         budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
     )

@@ -1,11 +1,11 @@
-"""Summation service: n worker hosts sum a gradient with the help of k spare hosts over emulated
-links, beside gloo's ring.
+"""Measure the summation service: n worker hosts sum a gradient with the help of k spare hosts over
+emulated links. The service is compared with gloo's ring.
 
 The optimum comes from sums/protocol/shares.py, with 0.956 of the rate of each link, because TCP
 carries only this share of whole Ethernet frames. A round cannot be shorter than the optimum.
-Goodput is the M bytes of a gradient, divided by the seconds of a round. These are the seconds of
-the slowest worker, the median of ROUNDS rounds. Every round's sums are checked against the promised
-order of summation. Needs root. Does NOT emulate latency.
+Goodput is the bytes of a gradient, divided by the seconds of a round. A round takes as long as its
+slowest worker, and the median of ROUNDS rounds counts. Every round's sums are checked against the
+promised order of summation. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     4, 8     workers, with up to as many spare hosts, all links equal
@@ -56,7 +56,7 @@ ITEMS = ("4", "8", "unequal", "steps")
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     if (why := network_available()) is not None:
-        raise ConfigError(f"the hosts cannot be emulated here: {why}")
+        raise ConfigError(f"the hosts cannot be emulated on this machine: {why}")
     nbytes, rounds = (32_000_000, 1) if quick else (NBYTES, ROUNDS)
     items = only or (("4", "unequal", "steps") if quick else ITEMS)
     rows: list[Row] = []
@@ -72,8 +72,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def _seconds(workers: Sequence[float], spares: Sequence[float]) -> float:
-    """Compute the seconds in which one byte is exchanged with the best shares, for links of these
-    rates.
+    """Compute the seconds in which one byte of a gradient is summed if the work is divided in the
+    best way. The arguments are the rates of the links in bytes/s.
     """
     return busiest(workers, spares, optimum(workers, spares))
 
@@ -140,8 +140,8 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
 
 
 def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
-    """Measure with unequal links: one worker host has half the rate, and two spare hosts have a
-    quarter.
+    """Measure a summation with unequal links: of four worker hosts, one has a link of half the
+    rate, and two spare hosts have links of a quarter of the rate.
     """
     workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
     with (
@@ -201,8 +201,14 @@ def _exchange(
     rounds: int,
     how: str,
 ) -> dict[str, float]:
-    """Run the exchange. Returns the median seconds of a round on the slowest worker, and the share
-    of all cores that the processes used together.
+    """Run rounds of a summation in the lab. Returns {"seconds": median seconds of a round on the
+    slowest worker, "cpu": share of all cores that the processes used together}.
+
+    Args:
+        n: number of workers
+        k: number of spare hosts
+        how: "best" for the best division of work, "equal" for the best division if all links were
+            equal, "gloo" for gloo's ring
     """
     names = [*(f"w{i}" for i in range(n)), *(f"s{i}" for i in range(k))]
     addresses = ",".join(network.hosts[name].address for name in names)
@@ -238,7 +244,7 @@ def _exchange(
             running.append((process, out))
         for process, _ in running[:n]:
             if process.wait(TIMEOUT_S + 20 * rounds):
-                raise RoadtrainError(f"a worker ended with {process.returncode}")
+                raise RoadtrainError(f"a worker ended with exit code {process.returncode}")
         for process, _ in running[n:]:
             process.communicate(b"", timeout=TIMEOUT_S)
         found = [json.loads(out.read_text()) for _, out in running]
@@ -303,7 +309,7 @@ def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
             expected += np.float32(0.1) * (rank + 1 + i)
         if not (out == expected).all():
             raise RoadtrainError(
-                f"round {i}: a wrong sum, {out.min()} to {out.max()}, not {expected}"
+                f"round {i}: elements of the sum are {out.min()} to {out.max()}, not {expected}"
             )
     return {"seconds": seconds[1:], "first": seconds[0], "cpu": process_time() - cpu}
 

@@ -1,11 +1,11 @@
 """Item `steps` of `summation`: whole training steps over emulated links. DDP's own all-reduce
-(gloo) is compared with the summation hook, and with a hook that starts the next forward while
-gradients are still in flight, with and without priorities. Needs root.
+(gloo) is compared with two uses of the summation service. One is a communication hook of DDP. The
+other is an optimizer that lets the next forward start while gradients are still in flight, with and
+without priorities. Needs root.
 
-There are two kinds of models. One has many parameters (linear layers); the other has much to
-compute (the same layers are applied many times to the batch). All ways train on the same data, and
-their losses must agree to rounding. The time of a step is measured on the slowest worker, as the
-median of STEPS steps.
+Some models have many parameters (linear layers). Another has much to compute (the same layers are
+applied many times to the batch). All ways train on the same data, and their losses must agree to
+rounding. The time of a step is measured on the slowest worker, as the median of STEPS steps.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
     --token F --how ddp ..
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 class _EqualPriority(Summation):
-    """Summation in which all sums have the same priority."""
+    """A Summation that ignores the priorities of its sums, so that all sums are equal."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
         return super().sum(*words, **options)
@@ -80,7 +80,9 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
             found = {way: steps_of(network, n, k, way, name, 2 if quick else STEPS) for way in WAYS}
         losses = {way: result["loss"] for way, result in found.items()}
         if any(abs(loss / losses["ddp"] - 1) > 1e-4 for loss in losses.values()):
-            raise RoadtrainError(f"the losses differ: {losses}")
+            raise RoadtrainError(
+                f"the losses of the compared ways to train differ by more than rounding: {losses}"
+            )
         took = {way: result["seconds"] for way, result in found.items()}
         case = (
             f"{n} workers, {k} spare hosts, {8 * rate / 1e6:g} Mbit/s, {name} ({nbytes / 1e6:.0f}"
@@ -179,7 +181,9 @@ def steps_of(
         ]
         for process in workers:
             if process.wait(TIMEOUT_S):
-                raise RoadtrainError(f"a worker ({way}) ended with {process.returncode}")
+                raise RoadtrainError(
+                    f"a worker of {way!r} ended with exit code {process.returncode}"
+                )
         found = [json.loads((home / f"{rank}.json").read_text()) for rank in range(n)]
     return {
         "seconds": median(max(worker["seconds"][i] for worker in found) for i in range(steps)),

@@ -1,9 +1,9 @@
-"""Optimizer updates that read a bf16 gradient and write a bf16 copy of the parameters, compared
-with torch's updates and the two casts that these need.
+"""Compare roadtrain's optimizer updates with torch's. An update of roadtrain reads a bf16 gradient
+and writes a bf16 copy of the parameters. An update of torch needs two casts for this.
 
-Ours runs chunk by chunk over threads, as in a server. The floor is the rate at which the same
-number of threads reads, changes and writes three fp32 arrays. All are measured in turn on arrays of
-the same size. Does NOT touch storage.
+Roadtrain's updates run chunk by chunk over threads, as in a server. The floor is the rate at which
+the same number of threads reads, changes and writes three fp32 arrays. All are measured in turn on
+arrays of the same size. Does NOT touch storage.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Return an array of n zeros in memory that is allocated as in a server: aligned, and in huge
-    pages. The measurement of the floor uses the same kind of memory.
+    """Return an array of n zeros. Its memory is aligned and in huge pages, as in a server. The
+    measurement of the floor uses the same kind of memory.
     """
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
 
 class _Ours:
-    """An update rule applied to flat arrays that are cut into chunks."""
+    """Roadtrain's update of flat arrays that are cut into chunks. A call runs one update."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, grad: np.ndarray, pool: ThreadPoolExecutor

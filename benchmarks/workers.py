@@ -1,21 +1,21 @@
-"""Workers: the memory of a worker process with network servers, for models of different depth and
-for different numbers of workers.
+"""Measure the memory of a worker process that uses network servers, for models of different depth
+and for different numbers of workers.
 
 Servers are processes of this host with state in files. Each worker is a process with one torch
-thread and a model built on `meta`. The rows give the resident memory beyond that of a bare process,
-which has imported all modules but has built no model. `peak` covers the whole life of the process,
-including the placing of the model; `while training` begins after placing. Of several workers, the
-one with the most memory counts. Of REPS runs, the median counts, because the layout of glibc's heap
-changes the memory of a run by some percent.
+thread and a model built on `meta`. The results are the resident memory of a worker, minus that of a
+bare process. A bare process has imported all modules but has built no model. `peak` covers the
+whole life of the process, including the placing of the model; `while training` begins after
+placing. Of several workers, the worker with the most memory counts. Of REPS runs, the median
+counts, because the layout of glibc's heap changes the memory of a run by some percent.
 
 Beyond the memory in use, the heap may hold the slack of device/buffers.py (16 MiB, doubled if a
 single block needs more). The slack alone is some percent of the memory beyond the bare process.
 Growth of the whole process is therefore shown too, as in `bench depth`.
 
 Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32). These
-inputs are counted and shown. Plain training runs beside roadtrain with everything resident: bf16
-parameters, fp32 masters and AdamW's state. Each gradient is freed as soon as its parameter is
-updated. With several workers, each worker of plain training would need as much memory.
+inputs are counted and shown. Roadtrain is compared with plain training, which has everything in
+memory: bf16 parameters, fp32 masters and AdamW's state. Each gradient is freed as soon as its
+parameter is updated. With several workers, each worker of plain training would need as much memory.
 
     python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json OUT
 """
@@ -76,8 +76,8 @@ def run(quick: bool = False) -> Report:
 def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
-    """Build the rows for results that differ in depth or in the number of workers, smallest
-    first.
+    """Build the rows for the results `got`, which differ in depth or in the number of workers. The
+    first result is the smallest. `plain`: maps a depth to the result of plain training.
     """
     base, rows = got[0], []
     for result in got:
@@ -177,8 +177,8 @@ def compare(
 
 
 def steps_of(blocks: int) -> int:
-    """Return the number of steps for a depth. All depths run about as many blocks in total, so a
-    leak per block shows at each depth.
+    """Return the number of steps for a depth. For every depth, steps times blocks is about the
+    same, so a leak per block shows at every depth.
     """
     return max(LEAST, VISITS // blocks)
 
@@ -186,7 +186,9 @@ def steps_of(blocks: int) -> int:
 def measure(
     cases: Sequence[tuple[int, int]], width: int, budget: str, reps: int
 ) -> dict[tuple[int, int], Any]:
-    """Map each case (workers, blocks) to the run with the median peak."""
+    """Measure each case `reps` times. Returns a dict from the case (number of workers, number of
+    blocks) to the result of the run with the median peak.
+    """
     found: dict[tuple[int, int], list[dict[str, Any]]] = {case: [] for case in cases}
     for rep in range(reps):
         for workers, blocks in cases:

@@ -84,15 +84,15 @@ LINES = [
     ("line", "instead", "words"),
     [
         (None, None, None),
-        ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm"),
-        ("1 3 ", "1 error ", "step.s. .3. are missing"),
+        ("1 3 0x1p+3 ", "1 3 0x1p+4 ", "worker 1, start 1, step 3: loss and norm are"),
+        ("1 3 ", "1 error ", "worker 1 has not trained steps .3."),
         (
             "1 2 0x1p+2 0x1p+0 1",
             "1 1 0x1p+1 0x1p+0 1",
-            "start 1 repeats step 1, step 1 was committed",
+            "start 1 repeats step 1, although step 1 was committed",
         ),
-        ("1 end same", "1 end other", "the state at the end"),
-        ("1 closed", "Traceback (most recent call last):", "a traceback in worker1.log"),
+        ("1 end same", "1 end other", "the digest of the state at the end"),
+        ("1 closed", "Traceback (most recent call last):", "worker1.log has a traceback"),
     ],
 )
 def test_what_is_wrong_is_seen(scene, line, instead, words):
@@ -127,14 +127,14 @@ ALONE_LINES = [
         (
             {"1 job one 1": "1 job two 1"},
             {},
-            "start 1 is of store two at step 1; store one was at 1",
+            "start 1 goes on from step 1 of store two, but store one has committed step 1",
         ),
         (
             {"1 job one 1": "1 job one 0"},
             {},
-            "start 1 is of store one at step 0; store one was at 1",
+            "start 1 goes on from step 0 of store one, but store one has committed step 1",
         ),
-        ({"1 end same": "1 end other"}, {}, "the state at the end"),
+        ({"1 end same": "1 end other"}, {}, "the digest of the state at the end"),
         ({}, {2: None}, r"metrics.jsonl has \[\(1,"),
         ({}, {2: 5.0}, r"metrics.jsonl has \[\(1,"),
     ],
@@ -185,6 +185,7 @@ def test_what_hangs_shows_its_stacks():
         os.kill(scene.servers[0].process.pid, signal.SIGSTOP)
         scene.until = time.monotonic() + 2
         with pytest.raises(
-            Hung, match=r"(?s)in vain for worker 0 .*server0.log.*Thread 0x.*soak.log.*Thread 0x"
+            Hung,
+            match=r"(?s)while waiting for worker 0 .*server0.log.*Thread 0x.*soak.log.*Thread 0x",
         ):
             scene.wait_workers()

@@ -66,7 +66,9 @@ def test_a_step_samples_what_the_run_samples() -> None:
 
 def test_what_is_not_predicted_is_refused() -> None:
     """A stage that rests on a server is not one of the plan's. # Rule 6"""
-    with pytest.raises(ConfigError, match="a row: stages with stores"):
+    with pytest.raises(
+        ConfigError, match="a row: the simulation does not support stages with a store"
+    ):
         Case().seconds(stage_stores={"0": {"servers": ["h:1"]}})
 
 
