@@ -246,11 +246,9 @@ class CommittedState:
             raise ForkedError(
                 f"the residuals of worker {self._session.group.rank} at step {self._begun_at} are"
                 f" from session {found}, but the servers' step is from session {committed}",
-                hint=(
-                    "nothing was changed. These residuals belong to a copy of the job that was"
-                    " trained elsewhere. Name the directory of residuals that was used with these"
-                    " servers, or an empty directory: the residuals then begin at zero (lossy)"
-                ),
+                hint="nothing was changed. These residuals belong to a copy of the job that was"
+                " trained elsewhere. Name the directory of residuals that was used with these"
+                " servers, or an empty directory: the residuals then begin at zero (lossy)",
             )
 
     def check_tracked(self) -> None:

@@ -340,10 +340,8 @@ class PlacedOptimizer(StoredOptimizer):
                 raise LoopError(
                     f"parameter {name!r} was added to the model after place() and would not be"
                     " trained",
-                    hint=(
-                        "add adapters and resize embeddings before place(), or place the model"
-                        " again"
-                    ),
+                    hint="add adapters and resize embeddings before place(), or place the model"
+                    " again",
                 )
 
     def forward_begins(self) -> None:

@@ -164,10 +164,8 @@ def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
     raise LoopError(
         f"this state refers to step {found.get('step')} of {other} ({found.get('where')}), but"
         f" the optimizer's store is at step {now['step']} ({now['where']}). Nothing was changed",
-        hint=(
-            "without load_state_dict the store continues from its own last step. To return to an"
-            " earlier step, load a state that was saved with state_dict(gather=True)"
-        ),
+        hint="without load_state_dict the store continues from its own last step. To return to an"
+        " earlier step, load a state that was saved with state_dict(gather=True)",
     )
 
 
@@ -214,10 +212,8 @@ def check_parameters(
             f"this state dict of step {found['step']} was saved with other parameter values than"
             f" those in the store, which is at step {place.steps_done}"
             f" ({place.reference['where']}). Nothing was changed",
-            hint=(
-                f"load the model's state_dict() of step {found['step']} first, then the"
-                " optimizer's; a trainer that loads the model before place() needs an empty store"
-            ),
+            hint=f"load the model's state_dict() of step {found['step']} first, then the"
+            " optimizer's; a trainer that loads the model before place() needs an empty store",
         )
 
 

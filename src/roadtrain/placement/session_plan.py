@@ -139,10 +139,8 @@ def _check_error_feedback(request: Request) -> None:
         raise ConfigError(
             f"error_feedback is {request.error_feedback}, but the `residuals` of Servers are"
             f" {'set' if residuals else 'not set'}",
-            hint=(
-                "pass Servers(..., residuals=DIRECTORY) with a directory of this host if error"
-                " feedback is on, and leave residuals out if it is off"
-            ),
+            hint="pass Servers(..., residuals=DIRECTORY) with a directory of this host if error"
+            " feedback is on, and leave residuals out if it is off",
         )
     if request.error_feedback and (request.backwards_per_step or 1) > 1:
         raise ConfigError(

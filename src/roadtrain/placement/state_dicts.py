@@ -413,10 +413,8 @@ class ModelStates:
             if probe.dtype != dtype:
                 raise LoopError(
                     f"a placed model computes in {dtype} and cannot be cast to {probe.dtype}",
-                    hint=(
-                        "set the compute dtype when placing, for example with place(...,"
-                        " dtype=torch.bfloat16); master values stay in fp32"
-                    ),
+                    hint="set the compute dtype when placing, for example with place(...,"
+                    " dtype=torch.bfloat16); master values stay in fp32",
                 )
             if probe.device != device:
                 self._report(
@@ -432,10 +430,8 @@ class ModelStates:
 def _refuse_copy(*_: Any) -> Any:
     raise LoopError(
         "a placed model cannot be copied or pickled: its parameters are not in memory",
-        hint=(
-            "save its values with torch.save(model.state_dict()), model.save_pretrained() or"
-            " `roadtrain export`"
-        ),
+        hint="save its values with torch.save(model.state_dict()), model.save_pretrained() or"
+        " `roadtrain export`",
     )
 
 
@@ -443,10 +439,8 @@ def _refuse_merge(name: str, *_: Any, **__: Any) -> Any:
     raise LoopError(
         f"{name}() changes parameters in place, but the parameters of a placed model are not in"
         " memory: nothing was merged",
-        hint=(
-            "save the adapters with save_pretrained(), load them into a model that is not placed,"
-            " and merge there"
-        ),
+        hint="save the adapters with save_pretrained(), load them into a model that is not placed,"
+        " and merge there",
     )
 
 

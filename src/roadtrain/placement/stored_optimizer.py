@@ -466,10 +466,8 @@ class StoredOptimizer(torch.optim.Optimizer):
             what = "with staleness 1" if local else "on servers"
             raise LoopError(
                 f"new values cannot be loaded into a store {what}",
-                hint=(
-                    "to begin with new values, place the model on an empty store with place(...,"
-                    " weights=DIRECTORY)"
-                ),
+                hint="to begin with new values, place the model on an empty store with place(...,"
+                " weights=DIRECTORY)",
             )
         self._check_replaceable()
 

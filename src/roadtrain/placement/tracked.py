@@ -79,10 +79,8 @@ def trackable(
         return LoaderPosition(thing, before_batch, settle)
     raise ConfigError(
         f"{name!r} is a {type(thing).__name__}, whose state cannot be committed with each step",
-        hint=(
-            "track a torch DataLoader, a torch.Generator, or an object with state_dict() and"
-            " load_state_dict()"
-        ),
+        hint="track a torch DataLoader, a torch.Generator, or an object with state_dict() and"
+        " load_state_dict()",
     )
 
 

@@ -331,9 +331,8 @@ def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
             return Row()
     raise ModelError(
         f"{style} of a {type(module).__name__} is not supported",
-        hint="use Column, Row, Vocabulary, Summed or LocalHeads of"
-        " roadtrain.stages.tensor_styles, or torch's ColwiseParallel or RowwiseParallel with"
-        " default layouts",
+        hint="use Column, Row, Vocabulary, Summed or LocalHeads of roadtrain.stages.tensor_styles,"
+        " or torch's ColwiseParallel or RowwiseParallel with default layouts",
     )
 
 

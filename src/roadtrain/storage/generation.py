@@ -259,10 +259,8 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
             f"{damaged[0]}: the record in this file is damaged, and the data of step"
             f" {tiers[0].step}, the last step with an intact record, is incomplete:"
             f" {error}".partition("\nhint:")[0],
-            hint=(
-                f"nothing was changed: restore {damaged[0].name} or the whole store from a copy;"
-                " the disk may be failing"
-            ),
+            hint=f"nothing was changed: restore {damaged[0].name} or the whole store from a copy;"
+            " the disk may be failing",
         ) from error
 
 
@@ -300,12 +298,9 @@ def _check_sessions(store: OpenedStore) -> None:
         if (session := tier.ledger.session) != first:
             raise ForkedError(
                 f"{store.directories[0]} and {path} hold step {store.step} of two sessions that"
-                f" were trained separately: {first or '(unknown)'};"
-                f" {session or '(unknown)'}",
-                hint=(
-                    "nothing was changed: the directories belong to two copies of one store; name"
-                    " directories that were trained together"
-                ),
+                f" were trained separately: {first or '(unknown)'}; {session or '(unknown)'}",
+                hint="nothing was changed: the directories belong to two copies of one store; name"
+                " directories that were trained together",
             )
 
 
@@ -499,11 +494,9 @@ def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
         f"directory {index} of the store's {len(meta.directories)} directories (created as"
         f" {meta.directories[index]}) is not among the {len(named)} directories that were named"
         + "".join(f"; {what}" for what in seen),
-        hint=(
-            "nothing was changed: mount the disk of this directory, or name the directory's new"
-            " location in `store`; to move the store to other directories, name this directory in"
-            " `moved_from`"
-        ),
+        hint="nothing was changed: mount the disk of this directory, or name the directory's new"
+        " location in `store`; to move the store to other directories, name this directory in"
+        " `moved_from`",
     )
 
 

@@ -322,11 +322,9 @@ class Histories:
             f"the last session of this run, with the servers {self._names(witness.members)}, is in"
             " no server's history; the newest step that a server holds is"
             f" {max(held.newest for held in self.found.values())}",
-            hint=(
-                "nothing was changed. The servers may hold an older copy of the store: start the"
-                " servers with the directories that this run has trained; --new-store goes"
-                " back to the step that the servers hold"
-            ),
+            hint="nothing was changed. The servers may hold an older copy of the store: start the"
+            " servers with the directories that this run has trained; --new-store goes"
+            " back to the step that the servers hold",
         )
 
     def _ends(self, number: int) -> set[str]:

@@ -160,36 +160,28 @@ class Mark:
         if step < 0:
             return GoneError(
                 f"{where}: there is no store, but {ours}",
-                hint=(
-                    f"{_KEPT}mount its disk, or name its new location; {_ANYWAY} starts again at"
-                    " step 0, without the earlier training"
-                ),
+                hint=f"{_KEPT}mount its disk, or name its new location; {_ANYWAY} starts again at"
+                " step 0, without the earlier training",
             )
         if mine.job not in ("", job):
             return ForeignError(
                 f"{where}: has step {step} of store {job}, but {ours}",
-                hint=(
-                    f"{_KEPT}name the location of this run's store; {_ANYWAY} continues with the"
-                    f" other store from its step {step}"
-                ),
+                hint=f"{_KEPT}name the location of this run's store; {_ANYWAY} continues with the"
+                f" other store from its step {step}",
             )
         if session is not None and self._is_anothers(step, session):
             return ForkedError(
                 f"{where}: step {step} of the store was trained outside of this run (by session"
                 f" {session or '(unknown)'}), but {ours}",
-                hint=(
-                    f"{_KEPT}the store is a copy that was trained elsewhere, or by another run:"
-                    f" name the store that this run trained; {_ANYWAY} continues with this copy"
-                    f" from step {step} and sets this run's metrics.jsonl aside"
-                ),
+                hint=f"{_KEPT}the store is a copy that was trained elsewhere, or by another run:"
+                f" name the store that this run trained; {_ANYWAY} continues with this copy"
+                f" from step {step} and sets this run's metrics.jsonl aside",
             )
         if step < mine.step:
             return StaleError(
                 f"{where}: the store is at step {step}, but {ours}",
-                hint=(
-                    f"{_KEPT}this is an older copy: restore the newer copy, or name its location;"
-                    f" {_ANYWAY} goes back to step {step} and repeats the later steps"
-                ),
+                hint=f"{_KEPT}this is an older copy: restore the newer copy, or name its location;"
+                f" {_ANYWAY} goes back to step {step} and repeats the later steps",
             )
         return None
 
@@ -216,10 +208,8 @@ class Mark:
             if metrics.step < 0 and not self.new_store:
                 raise DamagedError(
                     f"{self.path}: damaged ({error}), so this run's store and its step are unknown",
-                    hint=(
-                        f"{_KEPT}restore {NAME} from a copy; {_ANYWAY} continues with the store"
-                        " that is named, from its last committed step"
-                    ),
+                    hint=f"{_KEPT}restore {NAME} from a copy; {_ANYWAY} continues with the store"
+                    " that is named, from its last committed step",
                 ) from error
             self._report(
                 f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, so a store"

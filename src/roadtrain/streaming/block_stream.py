@@ -365,8 +365,7 @@ class _Call:
             if hasattr(node, "variable") and id(node.variable) not in expected:
                 raise ModelError(
                     f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)}"
-                    " that needs gradients and is neither an argument nor a parameter of the"
-                    " block",
+                    " that needs gradients and is neither an argument nor a parameter of the block",
                     hint="pass the tensor as an argument, or choose larger blocks that contain it",
                 )
             for above, _ in node.next_functions:
@@ -452,10 +451,8 @@ class _Call:
                 raise LoopError(
                     f"the gradient of {self.stream.table.params[index].name!r} was set or scaled"
                     " (clipped, unscaled) before another backward pass added to it",
-                    hint=(
-                        "clip or unscale once, after the last backward pass of a step; then call"
-                        " zero_grad()"
-                    ),
+                    hint="clip or unscale once, after the last backward pass of a step; then call"
+                    " zero_grad()",
                 )
 
     def _leave_handles(self, present: set[int]) -> None:

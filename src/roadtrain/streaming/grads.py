@@ -103,10 +103,8 @@ def _left(func: Any, args: Any, why: str = "") -> LoopError:
     return LoopError(
         f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
         f"which was sent to its server{why}",
-        hint=(
-            "use only norms of order 2, clip_grad_norm_, GradScaler and scaling by a number on the"
-            " gradient; call zero_grad with set_to_none=True"
-        ),
+        hint="use only norms of order 2, clip_grad_norm_, GradScaler and scaling by a number on the"
+        " gradient; call zero_grad with set_to_none=True",
     )
 
 

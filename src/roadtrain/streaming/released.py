@@ -130,10 +130,8 @@ def in_child(maker: int) -> LoopError:
     return LoopError(
         f"the model was placed in process {maker}, but this is its forked child {os.getpid()},"
         " which does not have the threads and the memory of the placed model",
-        hint=(
-            "do not use the model in a DataLoader's workers or other forked processes; to train in"
-            " a second process, start it with spawn and place a model there"
-        ),
+        hint="do not use the model in a DataLoader's workers or other forked processes; to train in"
+        " a second process, start it with spawn and place a model there",
     )
 
 
@@ -159,10 +157,8 @@ def _refusal(args: tuple[Any, ...]) -> LoopError:
     which = "" if found is None else f" of shape {tuple(found.shape)}"  # type: ignore[attr-defined]
     return LoopError(
         f"a parameter{which} was read, but its values are in memory only while its block runs",
-        hint=(
-            "read values with model.state_dict() or optimizer.read(name), or in the forward of the"
-            " parameter's block"
-        ),
+        hint="read values with model.state_dict() or optimizer.read(name), or in the forward of the"
+        " parameter's block",
     )
 
 

@@ -69,10 +69,8 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
         raise ConfigError(
             f"there are workers on {hosts} hosts without a token, so anybody who can reach a worker"
             " could join",
-            hint=(
-                "use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
-                " /dev/urandom | base64 > PATH)"
-            ),
+            hint="use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
+            " /dev/urandom | base64 > PATH)",
         )
 
 

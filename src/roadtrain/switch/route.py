@@ -81,10 +81,9 @@ class SwitchRoute:
         # above it: hence 2 *.
         off = 2 * error_bound(EXPONENT, group.workers, self.plan.width)
         return (
-            f"gradients are summed in the network as {self.plan.wire}, by"
-            f" {len(self.plan.switches)} switch(es): an element of the sum of {group.workers} is"
-            f" off by at most {off:.1e} of the greatest magnitude among the {BLOCK} elements that"
-            " share its scale"
+            f"gradients are summed in the network as {self.plan.wire}, by {len(self.plan.switches)}"
+            f" switch(es): an element of the sum of {group.workers} is off by at most {off:.1e} of"
+            f" the greatest magnitude among the {BLOCK} elements that share its scale"
         )
 
     def open(self, ends: RouteEnds) -> OpenRoute:
