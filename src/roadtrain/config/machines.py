@@ -63,7 +63,8 @@ class ServerPlace:
             if not path.startswith("/"):
                 raise ConfigError(
                     f"{key} = {path!r} of the server at port {self.port} is not an absolute path",
-                    hint="servers run in other directories, and as other users, than this command",
+                    hint="start the path with /: the server may run in another directory and as"
+                    " another user than this command",
                 )
         return self
 
