@@ -9,8 +9,8 @@ The frames before the bar set up a session (servers/serve.py, servers/remote_ser
 after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on arrival:
 an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
 
-Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py), whose numbers
-are not used here.
+Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
+of these frames differ from the numbers in this module.
 
 NOTE language. LANGUAGE is a digest of all frames of all packages. It covers the name and number of
 each frame, the types in its header, and the types of the hello and of the payloads. Both ends of a
@@ -102,10 +102,10 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The reason why a server keeps its workers waiting, and the server's progress in bytes.
+    """The reason why a server keeps its workers waiting (`doing`), and the server's progress.
 
-    If `of` is WAITS_ONLY, there is no progress, and `doing` names the peer that does not answer
-    ("" if all peers answer).
+    The progress is `done` of `of` bytes. If `of` is WAITS_ONLY, the frame reports no progress, and
+    `doing` names the peer that does not answer ("" if all peers answer).
     """
 
     doing: str
@@ -296,7 +296,7 @@ def as_bytes(array: np.ndarray) -> memoryview:
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     """Return the frame of a worker's message as (kind, header, payload).
 
-    The frame of a Pull does not contain `into`.
+    The frame of a Pull does not contain `into`, which only the worker uses.
     """
     match message:
         case messages.Pull(chunk, version, _, ticket):
@@ -357,9 +357,9 @@ def apply_update(
 
 
 def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
-    """Return the size of the payload of a push of `chunk` in bytes.
+    """Return the size in bytes that the payload of a push of `chunk` must have.
 
-    `dense`: The size if the gradient is dense and not downcast.
+    `dense`: The size in bytes if the gradient is dense and not downcast.
     """
     dtype = fields.dtype
     if not fields.dense:

@@ -6,7 +6,8 @@ workers of each host, then over the hosts. The sum is computed for the norm. If 
 be cached, it is computed again for the update. Several pushes of one worker are accumulated in the
 chunk's dtype, also if the pushes were downcast.
 
-Assumes that only one thread works on a chunk at a time. Does NOT know steps.
+Assumes that only one thread works on a chunk at a time. Does NOT know which step a gradient belongs
+to.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class PushedGradients:
         tier: The files of the server, which contain the spill file. None if there are no files.
         buffers: Number of scratch buffers of `scratch_bytes`, at least two. A sum, a spilled
             gradient and an expanded sparse gradient take a buffer each.
-        workers: Number of workers. If `local` is negative, the number of relays.
-        local: Number of workers per host. Negative if each push comes from a relay, as the fp32
-            sum of the gradients of its host.
+        workers: Number of workers, or number of relays if workers push through relays.
+        local: Number of workers per host. A negative number means that workers push through
+            relays: each push is then the fp32 sum of the gradients of a host.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class PushedGradients:
         """Add a push to the gradient of its worker.
 
         Returns a pair: the sums of squares of the worker's gradient, one per segment; and whether
-        the pushed memory stays in use.
+        the memory of the push (`push.grad`) stays in use.
         """
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
@@ -175,9 +176,9 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """For each host, yield the sum of its workers' gradients.
+        """For each host, yield the sum of the gradients of the host's workers.
 
-        The first sum is computed in `total`.
+        The sum of the first host is computed in `total`.
         """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
@@ -188,7 +189,7 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return the gradients of some workers.
+        """Return the gradients of the workers in `held`.
 
         If all gradients are in memory, returns a list. Otherwise, returns an iterator that loads
         the gradients one by one.

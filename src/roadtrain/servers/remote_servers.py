@@ -5,8 +5,9 @@ ready. Afterwards all workers behave the same, and the servers wait for all work
 a worker is lost, an error is raised here. The launcher (torchrun) starts the process again, and
 training resumes at the last committed step.
 
-With replicas, worker 0 leaves out a server that does not answer. It refills a server that missed
-steps from servers that have these steps. The other workers follow the decisions of worker 0. If the
+With replicas, worker 0 leaves out a server that does not answer. If a server has missed steps,
+worker 0 fills this server again from servers that have these steps. The other workers follow the
+decisions of worker 0. If the
 newest step cannot be restored from the servers' stores, worker 0 sends all servers back to a
 snapshot (opening.py).
 
@@ -82,7 +83,11 @@ class RemoteServers:
         report: Callable[[str], None] = print,
         anew: int | None = None,
     ) -> None:
-        """`anew`: If not None, worker 0 fills the servers again, with the contents of this step."""
+        """Connect to the servers. On worker 0, also open the store.
+
+        `anew`: A step, or None. If it is a step, worker 0 fills the servers again with the contents
+        of this step.
+        """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
         self._holds_gradients, self._anew = holds_gradients, anew
@@ -116,7 +121,7 @@ class RemoteServers:
                 self._open(missing)
 
     def again(self, step: int) -> RemoteServers:
-        """Start another session with the same servers, and fill them with the contents of `step`.
+        """Start a new session, and fill the same servers with the contents of `step`.
 
         All workers must call this method. This session must be closed.
         """

@@ -81,7 +81,7 @@ def command(
         cert: TLS: PEM file of this server's certificate
         key: TLS: PEM file of the key of this certificate
         client_ca: TLS: PEM file of the CA that must have signed the workers' certificates (default:
-            workers need none)
+            workers need no certificates)
         ca: the older name of --client-ca
         link: tcp, or the name of a plugin's link such as rdma; workers must use the same link
             (default: tcp)
@@ -180,7 +180,9 @@ def _check_server(
             hint="leave out --snapshot",
         )
     if formats is not None and not sum:
-        raise ConfigError(f"--formats {formats} can only be used with --sum", hint="leave it out")
+        raise ConfigError(
+            f"--formats {formats} can only be used with --sum", hint="leave out --formats"
+        )
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
@@ -239,15 +241,16 @@ class SessionHost:
                 session = self.session = ServerSession(greeting, self)
             elif self.front is not None:
                 name = self.front.name
-                raise self._other_route(greeting, name, "worker {} has no {}, the others have one")
+                words = "worker {} has no {}, but the other workers of the session have one"
+                raise self._other_route(greeting, name, words)
             elif not session.is_of(greeting):
                 raise session.busy()
             return session.admit(greeting.rank, link, greeting.signature)
 
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
-        """Accept a participant whose route has an end at the server.
+        """Accept a participant (a worker or a relay) whose route has a RouteEnd.
 
-        If there is no session, the participant begins a session.
+        If there is no session, start a session.
         """
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
@@ -262,7 +265,8 @@ class SessionHost:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
             elif not isinstance(self.front, end_class):
-                raise self._other_route(hello, name, "worker {} has a {}, the others have none")
+                words = "worker {} has a {}, but the other workers of the session have none"
+                raise self._other_route(hello, name, words)
             elif not self.front.is_of(hello):
                 raise self.front.busy()
             return self.front.accept(link, greeting)
@@ -298,8 +302,8 @@ class SessionHost:
     def run(self) -> None:
         """Tear down sessions that have ended, and check running sessions for silent workers.
 
-        Returns after `stop`. If this process itself was suspended, one check is skipped. The links
-        can then read the heartbeats that have arrived meanwhile.
+        Returns after `stop`. If this process itself was suspended, one check is skipped, so the
+        links can first read the heartbeats that have arrived meanwhile.
         """
         while True:
             begun = time.monotonic()
@@ -344,5 +348,8 @@ class SessionHost:
 def _checked(hello: m.Hello) -> m.Hello:
     """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
-        raise WireError(f"worker {hello.rank} of {hello.workers} workers cannot exist")
+        raise WireError(
+            f"a hello is from worker {hello.rank} of {hello.workers} workers; ranks are at least 0"
+            f" and less than the number of workers, which is at most {MOST_WORKERS}"
+        )
     return hello

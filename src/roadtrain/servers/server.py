@@ -322,7 +322,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Run a job, measure it, and report its action as done. Returns the bytes it has moved."""
+        """Run and time the function `job`, and report `action` as done. Returns bytes moved."""
         start = time.perf_counter()
         try:
             nbytes, result = job()

@@ -43,8 +43,8 @@ class ProcessLock(threading.Condition):
     """A condition that can only be used in the process that created it.
 
     A forked child has no threads that could notify the condition, and may have inherited the
-    condition in locked state. `interrupted` is set if Ctrl-C has stopped a change of the guarded
-    state halfway. An interrupted wait does not set `interrupted`.
+    condition in locked state. `interrupted` is True if Ctrl-C has stopped a change of the guarded
+    state halfway. An interrupted wait does not set `interrupted` to True.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Fetch the weights part of a chunk, wait for it, and return it.
+        """Fetch the weights part of a chunk, and return the parameters once they have arrived.
 
         The parameters include all updates that have begun, also updates that are not committed yet.
         """
@@ -284,7 +284,7 @@ class Worker:
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Fetch the root block if it is old. Returns whether the root block was fetched."""
+        """Fetch the root block if it is obsolete. Returns whether the root block was fetched."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -532,7 +532,7 @@ class Worker:
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
-        """End `step`, and send `self.word` to the other workers.
+        """End `step`, and send the bytes `self.word` to the other workers.
 
         All updates of the step must have begun. Waits while too many steps are uncommitted, or
         while sums of squares are missing.
@@ -546,9 +546,9 @@ class Worker:
             self._carry_out(machine.end_step(step, word))
 
     def words(self, step: int) -> Sequence[bytes]:
-        """Wait until all workers have ended `step`, and return the word of each worker.
+        """Wait until all workers have ended `step`, and return the bytes that each worker sent.
 
-        Call it only if every worker sends a word in this step. Drops words of earlier steps.
+        Call this only if every worker sends bytes in `step`. Drops the bytes of earlier steps.
         """
         words = self.machine.words
         with self._lock:

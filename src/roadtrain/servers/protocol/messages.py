@@ -24,7 +24,7 @@ import msgspec
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Copy the weights part of a chunk, once the chunk has this version or a newer version."""
+    """Copy the weights part of a chunk, once the chunk has `version` or a newer version."""
 
     chunk: int
     version: int  # the least number of updates that must have been applied
@@ -53,7 +53,7 @@ class Push(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Any:
-        """The bytes of a dense gradient that are sent."""
+        """The part of the memory `grad` that is sent, for a dense gradient."""
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
@@ -102,8 +102,8 @@ class EndStep(msgspec.Struct, frozen=True):
 class Commit(msgspec.Struct, frozen=True):
     """Commit a step. Sent to the first server when all other servers have prepared the step.
 
-    With replicas it is also sent to the other servers, after all servers have reported equal
-    checksums. The other servers then prepare the step.
+    With replicas, the message is also sent to the other servers, after all servers have reported
+    equal checksums. The other servers then prepare the step.
     """
 
     step: int
@@ -169,7 +169,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The server has ended."""
+    """The server has ended because of `error`."""
 
     server: int
     error: BaseException  # the cause
@@ -189,10 +189,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file.
-
-    The step of the gradient is not due yet.
-    """
+    """Write a pushed gradient to the spill file, because the gradient belongs to a later step."""
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients

@@ -207,7 +207,7 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether the push occupies a receive buffer that must become free."""
+        """Whether a push must be spilled, because its receive buffer must become free."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
@@ -281,10 +281,11 @@ class ServerStateMachine:
         return self.spec.committed + chunk.version + 1
 
     def _meet(self, number: int) -> list[m.Action]:
-        """Continue the chunk's next step if all workers have closed it or requested its update.
+        """Sum the gradients of a chunk once all workers have closed their gradients, and queue the
+        update once all workers have requested it. This concerns only the chunk's next step.
 
-        Does nothing with a single worker. Messages about later steps wait until the update of this
-        step is done, so no gradient is used in the wrong step.
+        Does nothing with a single worker. Messages about later steps wait until the update of the
+        next step is done, so no gradient is used in the wrong step.
         """
         chunk = self.chunks[number]
         if chunk.holds or self.spec.alone:
@@ -466,8 +467,8 @@ class ServerStateMachine:
 def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
     """Merge the requests of all workers (in worker order) to update a chunk into one request.
 
-    If only some workers have a gradient of a parameter, their scale is used. Raises LoopError if
-    the requests contradict each other, which means that the workers' models or loops differ.
+    If only some workers have a gradient of a parameter, the scale of these workers is used. Raises
+    LoopError if requests contradict each other because the models or loops of workers differ.
     """
     scales: list[float | None] = list(updates[0].scales)
     for other in updates[1:]:
@@ -491,5 +492,6 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
 
 
 def _same_scale(a: float, b: float) -> bool:
-    """Whether two scales are equal. NaN equals NaN; both occur in a run that has diverged."""
+    """Whether two scales are equal. NaN counts as equal to NaN, because all workers have the scale
+    NaN in a run that has diverged."""
     return a == b or (a != a and b != b)

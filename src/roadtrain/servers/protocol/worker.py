@@ -1,7 +1,7 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-It decides which versions of chunks are pulled into which buffers, and which gradient buffers are
-free. It also decides which servers get messages about a gradient, and when a step may end and be
+The state machine decides which versions of chunks are pulled into which buffers, which gradient
+buffers are free, which servers get messages about a gradient, and when a step may end and be
 committed. servers/worker.py carries out the actions. Many calls have a precondition.
 servers/worker.py waits for the precondition before the call, with `slot_of`, `is_coming`, `free`,
 `may_send`, `sums_here` and `may_end`.
@@ -106,7 +106,8 @@ class WorkerStateMachine:
     of its own instead of a slot.
 
     Invariants (asserted by `check`): A buffer is free, in use, or read by servers. `_coming` counts
-    the tickets of each target. A block is UPDATED if its last update belongs to the open step.
+    the pulls in flight into each target. A block is UPDATED if its last update belongs to the open
+    step.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -174,7 +175,7 @@ class WorkerStateMachine:
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """Return the slot in which `block` is used. If there are several, return the latest."""
+        """Return the slot in which `block` is used, or the latest of several such slots."""
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
@@ -235,7 +236,7 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """The most ended steps whose sums of squares may be missing for a block.
+        """Largest number of ended steps whose sums of squares may still be missing for a block.
 
         With replicas the number is 0, because the reports of two servers about different steps may
         interleave.
@@ -331,7 +332,7 @@ class WorkerStateMachine:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """Send the compressed gradient of one chunk. The gradient uses no gradient buffer."""
+        """Send the compressed gradient of one chunk, which needs no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
@@ -343,9 +344,9 @@ class WorkerStateMachine:
         then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
-        """Send gradients from `buffer`, which must be complete on the host.
+        """Send gradients from `buffer`. The copy of these gradients to the host must be complete.
 
-        The buffer becomes free when all servers have read all pieces.
+        The buffer becomes free when all servers have read all gradients in the buffer.
 
         Args:
             buffer: Key of the buffer.
@@ -354,8 +355,8 @@ class WorkerStateMachine:
             fresh: If True, the gradients replace the gradients that the servers hold. If False,
                 they are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: If True, gradients never wait for step(), so servers may always keep them
-                in place.
+            keep_always: If True, servers may keep all gradient buffers until the update. This
+                requires that updates do not wait for step().
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -386,7 +387,7 @@ class WorkerStateMachine:
     # a block's gradient
 
     def grad_ready(self, block: int, present: Sequence[int]) -> None:
-        """Record that `block` has a gradient. `present` has the parameters with a gradient."""
+        """Record that `block` has a gradient. `present`: indices of parameters with a gradient."""
         self.check_takes_grad(block)
         state = self.blocks[block]
         state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
@@ -493,7 +494,7 @@ class WorkerStateMachine:
         return [*out, *self._plan(self.prefetch.stepped())]
 
     def job_state(self, step: int, blob: Any) -> list[Action]:
-        """Record this worker's part of the job state after `step`."""
+        """Record `blob`, this worker's part of the job state after `step`."""
         return _sends(self.commit.blob(step, blob))
 
     def reset(self, step: int) -> None:
