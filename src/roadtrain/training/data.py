@@ -2,9 +2,9 @@
 
 A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
 all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
-any number of workers. The text is divided into PIECES. The end of each piece is held out, so that
-held-out text resembles the training text. All tokens are kept in memory, in the narrowest integer
-type that fits the vocabulary. This module downloads nothing."""
+any number of workers. The text is divided into PIECES pieces. The end of each piece is held out, so
+that held-out text resembles the training text. All tokens are kept in memory, in the narrowest
+integer type that fits the vocabulary. This module downloads nothing."""
 
 # B = rows of a batch, T = seq_len
 
@@ -135,7 +135,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import an optional dependency. Raises a ConfigError that names the extra to install."""
+    """Import an optional package. If the package is not installed, raises a ConfigError that names
+    the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:

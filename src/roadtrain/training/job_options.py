@@ -180,7 +180,7 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return those keys of a section that are also field names of `kind`, with their values."""
+    """Return a dict with the keys of `section` that are also names of fields of `kind`."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 

@@ -103,9 +103,9 @@ def _check_enforced(nbytes: int) -> None:
     except (OSError, MemoryError):
         return
     raise ConfigError(
-        f"run.memory_limit: this system does not enforce RLIMIT_DATA, it allocated"
-        f" {show_bytes(nbytes)} beyond the limit",
-        hint="leave run.memory_limit out; Linux enforces it since version 4.7",
+        "run.memory_limit: this system does not enforce RLIMIT_DATA: an allocation of"
+        f" {show_bytes(nbytes)} beyond the limit succeeded",
+        hint="leave run.memory_limit out; Linux enforces RLIMIT_DATA since version 4.7",
     )
 
 

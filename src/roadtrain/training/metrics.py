@@ -75,7 +75,7 @@ class Metrics:
 
     @property
     def note(self) -> str:
-        """A message about lines that were moved away; "" if no line was."""
+        """A message about lines that were moved away; "" if no line was moved."""
         if self.aside is not None:
             return f"metrics: {self.path} had lines of other steps, so it is now {self.aside}"
         if self.dropped:

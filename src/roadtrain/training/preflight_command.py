@@ -84,8 +84,8 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     """Return the number of ranks of this test that must meet.
 
-    A rank of this test stands for `per_rank` ranks of the job. If the job adapts to the ranks that
-    arrive, returns 0. Raises ConfigError.
+    A rank of this test stands for `per_rank` ranks of the job. If the job accepts any number of
+    ranks, returns 0. Raises ConfigError.
     """
     if not section.used or (section.dp is None and not section.widths):
         return 0
@@ -93,7 +93,8 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     ranks, rest = divmod(parallelism.devices, per_rank)
     if rest:
         raise ConfigError(
-            f"{parallelism} has {parallelism.devices} ranks, not a multiple of {per_rank} per host",
+            f"the job's parallelism ({parallelism}) has {parallelism.devices} ranks, not a multiple"
+            f" of {per_rank} per host",
             hint="set --devices to the number of ranks of each host",
         )
     return ranks

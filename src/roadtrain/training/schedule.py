@@ -23,7 +23,7 @@ def learning_rate(job: Job, number: int) -> float:
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], job: Job, number: int) -> float:
-    """Set the learning rate of step `number` in an optimizer's `groups`, and return it."""
+    """Set the learning rate of step `number` in an optimizer's `groups`, and return the rate."""
     lr = learning_rate(job, number)
     for group in groups:
         group["lr"] = lr

@@ -46,7 +46,7 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
     Raises RoadtrainError.
 
     Args:
-        steps: how many steps (3)
+        steps: number of steps to train (default: 3)
     """
     return 0 if verify(load_job(path, overrides), steps, report) else 1
 
@@ -109,7 +109,7 @@ class _RefParam:
         row: The rule's scalars, in the order of `rule.scalars`.
         shadow: A copy of the parameter that is trained by torch's own optimizer.
         grid: Offsets at which the sum of squares is split, as on servers.
-        held: The gradient, while `p.grad` is a handle.
+        held: The values of the gradient while `p.grad` is a handle, else None.
     """
 
     spec: ParamSpec
@@ -279,7 +279,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the device of `directory`, which need not exist yet."""
+    """Make a temporary directory on the device of `directory`. `directory` need not exist yet."""
     parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 
