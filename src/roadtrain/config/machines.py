@@ -40,7 +40,7 @@ Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
 class LostHost(StrEnum):
-    """The reaction of workers when one of their hosts is lost and no spare host replaces it."""
+    """The reaction of workers to the loss of a worker host that no spare host replaces."""
 
     # the remaining workers continue from the committed step, if they can divide the batch
     SHRINK = "shrink"

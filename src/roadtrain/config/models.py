@@ -101,9 +101,9 @@ class ModelShape:
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
         """Return the number of FLOPs of one sample's forward and backward. With activation
-        checkpointing, the forward of the first block and of the output layer runs once, and that of
-        every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
-        16lh))."""
+        checkpointing, the forward of the first block and of the output layer runs once, and the
+        forward of every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h +
+        V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
@@ -334,7 +334,7 @@ _COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of its m
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
     """Return the number of tokens per sample, and notes for the user if the number was assumed.
 
-    `longest`: the largest number of tokens that the model supports; None if it is not limited.
+    `longest`: the largest number of tokens that the model supports; None if there is no limit.
     Raises ConfigError if `seq_len` is less than 1 or more than `longest`."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
@@ -350,8 +350,8 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return the whole number `key` of a config, or `default` if it is missing or 0. Raises
-    ConfigError if the value is not a number."""
+    """Return the value of `key` in a config as an int, or `default` if the value is missing or 0.
+    Raises ConfigError if the value is not a number."""
     value = config.get(key) or default
     try:
         return int(value)

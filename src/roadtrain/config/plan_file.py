@@ -249,7 +249,7 @@ class Plan:
     @property
     def sent_share(self) -> float:
         """Ratio of the bytes that are sent for a gradient to the bytes of the gradient. With top-k
-        compression, each sent element counts twice, because its index is sent too."""
+        compression, each sent element counts twice, because the index is sent too."""
         return 1.0 if self.keep is None else 2 * self.keep
 
     @property
@@ -301,7 +301,7 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from the tables of a plan.toml. If `headroom` is missing, it is HEADROOM. Raises
+    """Build a plan from the tables of a plan.toml. A missing `headroom` is set to HEADROOM. Raises
     ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 

@@ -60,8 +60,8 @@ class MessageLink(Protocol):
 class WorkerConnection:
     """The connection of one worker in a session, and the Receiver of the worker's link.
 
-    Invariant: the number of frames that arrived (`_arrived`) is at most the number of frames that
-    got a buffer (`_buffered`), because a frame with a payload gets a buffer before it arrives.
+    Invariant: the number of payloads that arrived (`_arrived`) is at most the number of payloads
+    that got a buffer (`_buffered`), because each payload is received into its buffer.
     """
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
@@ -132,8 +132,8 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """The session of the workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, it does
-    not change, and no worker can join.
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, `over`
+    does not change, and no worker can join.
     """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
@@ -174,7 +174,7 @@ class HostedSession(Generic[C]):
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """Handle a frame. If this method raises, the session ends."""
+        """Handle a frame. An exception in this method ends the session."""
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -212,7 +212,7 @@ class HostedSession(Generic[C]):
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
-        """Send the reason to all workers and close their links.
+        """Send `error` to all workers, and close the links of all workers.
 
         Each link is closed in a new thread, because a link's own thread cannot close it.
         """

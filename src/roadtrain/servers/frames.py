@@ -280,8 +280,8 @@ def header(kind: int, raw: bytes) -> Any:
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
     """Decode bytes with `decoder`.
 
-    If the bytes do not match the type of `decoder`, raises WireError. Its message begins with
-    `what`.
+    If the bytes do not match the type of `decoder`, raises a WireError with a message that begins
+    with `what`.
     """
     try:
         return decoder.decode(raw)

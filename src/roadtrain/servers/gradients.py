@@ -66,7 +66,7 @@ class PushedGradients:
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """Add a push to the gradient of its worker.
+        """Add a push to the gradient of the worker that sent the push.
 
         Returns a pair: the sums of squares of the worker's gradient, one per segment; and whether
         the memory of the push (`push.grad`) stays in use.
@@ -141,9 +141,10 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Remove the gradient of a chunk, and return it for the update.
+        """Remove the gradient of a chunk, and return the gradient for the update.
 
-        Returns (buffer, values, dtype). The caller must pass the buffer to `done` after use.
+        Returns (scratch buffer or None, values, dtype). The caller must pass the buffer to `done`
+        after use.
         """
         held = self._held.pop(number)
         if number in self._totals:
@@ -207,7 +208,7 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        If the gradient was spilled or compressed, the buffer contains its values. Otherwise, the
+        If the gradient was spilled or compressed, the buffer contains the values. Otherwise, the
         buffer is None.
         """
         if isinstance(part, tuple):

@@ -66,7 +66,7 @@ class IntermediarySession(ParameterSession):
         return worker
 
     def prepare(self, worker: ParameterConnection) -> None:
-        """Prepare a participant before it gets its first frame. Subclasses may override this."""
+        """Prepare a participant for its first frame. Subclasses may override this method."""
 
     def takes(self, rank: int) -> bool:
         return not self.lost_ranks and super().takes(rank)

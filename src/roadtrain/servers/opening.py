@@ -197,8 +197,8 @@ class FoundStores:
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
         """Return the newest step that has a snapshot of every chunk.
 
-        Returns a pair: the step, and the servers that have its snapshot. If there is no such step,
-        returns -1 and no servers.
+        Returns a pair: the step, and the servers that have a snapshot of this step. If there is no
+        such step, returns (-1, ()).
         """
         kept = {number: found.snapshots for number, found in sorted(self.found.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):

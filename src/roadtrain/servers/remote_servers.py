@@ -85,8 +85,8 @@ class RemoteServers:
     ) -> None:
         """Connect to the servers. On worker 0, also open the store.
 
-        `anew`: A step, or None. If it is a step, worker 0 fills the servers again with the contents
-        of this step.
+        `anew`: None, or a step. With a step, worker 0 fills the servers again with the contents of
+        this step.
         """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
@@ -328,7 +328,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Fill server `number` with its chunks, which are read from the servers in `members`."""
+        """Fill server `number`. The contents of its chunks are read from servers in `members`."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))

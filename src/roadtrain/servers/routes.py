@@ -110,7 +110,7 @@ class Route(Protocol):
     def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         """Raise ConfigError if these workers cannot use this route.
 
-        `compressed` names the option that makes gradients sparse. It is "" if gradients are dense.
+        `compressed` names the option that makes gradients sparse; "" if gradients are dense.
         """
 
     def lossy(self, group: WorkerIdentity) -> str:
@@ -127,7 +127,7 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """The route of TCP links from the worker to each server. It is a Route and an OpenRoute."""
+    """The route of TCP links from the worker to each server: a Route and an OpenRoute."""
 
     ends: RouteEnds | None = None
     name, end, via = "", None, ""
@@ -186,7 +186,7 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Return the first bytes of a worker's hello, by which the server finds the route `name`."""
+    """Return the first bytes of a worker's hello. These bytes tell the server the route `name`."""
     return f"roadtrain {name} ".encode()
 
 

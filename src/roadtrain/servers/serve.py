@@ -346,7 +346,7 @@ class SessionHost:
 
 
 def _checked(hello: m.Hello) -> m.Hello:
-    """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
+    """Return `hello`. Raises WireError if `hello` has an impossible rank or number of workers."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
         raise WireError(
             f"a hello is from worker {hello.rank} of {hello.workers} workers; ranks are at least 0"

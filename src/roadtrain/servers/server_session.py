@@ -74,8 +74,8 @@ class ServerSession(ParameterSession):
     """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
-        """Create the session. `beside` is called once, when the layout is known. It returns the
-        bytes of memory that the session must not use."""
+        """Create the session. `beside` returns the bytes of memory that the session must not use,
+        and is called once, when the layout of the store is known."""
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
         self.host, self.store = host, host.store
@@ -188,7 +188,7 @@ class ServerSession(ParameterSession):
         _SETS_UP[kind](self, worker, fields, payload)
 
     def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
-        """Make this server's part of the store, or open it at the requested step."""
+        """Make this server's part of the store, or open the part at the requested step."""
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
@@ -482,7 +482,7 @@ _SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memory
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
-    """Decode worker 0's description of the store into its metadata and update rules."""
+    """Decode worker 0's description of a store. Return the store's metadata and update rules."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, Any])
         meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")

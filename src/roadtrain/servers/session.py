@@ -126,7 +126,7 @@ class JobSession:
         self.servers.start(blob)
 
     def read(self, name: str, what: str) -> np.ndarray:
-        """Return an array of a parameter. Call it only if all steps have ended and are committed.
+        """Return an array of a parameter. All steps must have ended and must be committed.
 
         Master values and state arrays have the shape of the parameter, and a state scalar has shape
         (1,). The dtype is fp32, except that master values of a frozen parameter have the dtype of

@@ -167,7 +167,7 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """Return a link's error with the open step and the operation added to its text (Rule 5)."""
+        """Return a link's error, with the open step and operation added to the message (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
         detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
@@ -253,7 +253,7 @@ class Worker:
             self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
-        """Fetch `block` into `host`, which is not a slot, and wait until it has arrived."""
+        """Fetch `block` into `host`, which is not a slot, and wait until the block has arrived."""
         start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
@@ -321,10 +321,10 @@ class Worker:
             block: Index of the block.
             buffer: The flat buffer with the gradient.
             present: Indices of the parameters that have a gradient.
-            fresh: If True, the gradient replaces the gradient that the servers hold. If False, it
-                is added.
-            step: The open step if the gradient is complete and unscaled, else 0. If it is not 0,
-                the update of each chunk begins as soon as the chunk's gradient has arrived.
+            fresh: If True, the gradient replaces the gradient that the servers hold. If False, the
+                gradient is added.
+            step: The open step if the gradient is complete and unscaled, else 0. If not 0, the
+                update of each chunk begins as soon as the chunk's gradient has arrived.
             hyperparameters: Hyperparameters of each parameter group. Only used if `step` is not 0.
         """
         table = self.table.blocks[block]
@@ -441,8 +441,8 @@ class Worker:
     ) -> None:
         """Push the gradients of `chunks` from `host`.
 
-        `host` becomes free when all servers have read it. `then` has, for each chunk, the message
-        to send directly after the gradient of the chunk.
+        `host` becomes free when all servers have read the gradients. `then` maps the number of a
+        chunk to the message to send directly after the gradient of this chunk.
         """
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
@@ -463,7 +463,7 @@ class Worker:
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
-        """Return a dict from parameter index to the sum of squares of its gradient in this step.
+        """Return a dict: index of a parameter -> sum of squares of its gradient in this step.
 
         The squares are added in flat order, so the sums do not depend on the chunk size. With
         several workers, the gradient is the mean over the workers, and the gradients of the block
@@ -502,8 +502,8 @@ class Worker:
     ) -> None:
         """Begin the update of `block` as part of `step`.
 
-        Updates every span whose `scales(param)` is not None. With several workers, each worker must
-        call this method for every block, and the server merges the requests.
+        Parameters for which `scales(param)` is None are not updated. With several workers, each
+        worker must call this method for every block, and the server merges the requests.
         """
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)

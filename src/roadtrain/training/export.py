@@ -102,8 +102,8 @@ def import_weights(
 ) -> int:
     """Create a run (--run.dir) from the weights of a Hugging Face folder, and write its job.toml.
 
-    The weights are read tensor by tensor, and the model is placed at step 0. Raises ConfigError if
-    the run has already trained a step, or StoreError."""
+    The weights are read tensor by tensor, and the model is placed at step 0. Raises StoreError, or
+    ConfigError if the run has already trained a step."""
     if "run.dir" not in overrides:
         raise ConfigError("import needs a run directory", hint="add --run.dir RUN")
     run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"

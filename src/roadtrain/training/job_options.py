@@ -189,7 +189,7 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
     """Check a job by making the same options as `train` makes.
 
     Raises ConfigError if an option is wrong. Reads no text, tokens or certificates. Assumes that
-    the job names its servers if it needs any. `workers` is the number of workers on each host, in
+    a job that needs servers names the servers. `workers` is the number of workers on each host, in
     the order of ranks.
     """
     if job.parallelism.used:

@@ -32,7 +32,8 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
     If `nbytes` is None, there is no limit.
 
     Raises:
-        ConfigError: The system does not enforce the limit, or the process is above it already.
+        ConfigError: The system does not enforce the limit, or the process already exceeds the
+            limit.
         BudgetError: An allocation in the body failed. The hint includes `way_out`.
     """
     if nbytes is None:

@@ -30,15 +30,15 @@ _UNCOMMITTED_AT_MOST = 16
 class Metrics:
     """An open metrics file.
 
-    Invariant: the steps of its lines are consecutive, and the last line is of step `done`.
+    Invariant: the lines of the file have consecutive steps, and the last line is of step `done`.
     """
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line is kept. The file is renamed, and `aside` is
-        its new name. Otherwise `aside` is None, and `dropped` is the number of lines that were
-        moved to the file `uncommitted`.
+        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and `aside` is the
+        new name. Otherwise `aside` is None, and `dropped` is the number of lines that were moved to
+        the file `uncommitted`.
 
         Raises:
             DamagedError: The line of a committed step is missing. (The whole file may be absent.)

@@ -73,7 +73,7 @@ class PlacedJob:
     def is_stale(self, lines: Path) -> bool:
         """Return whether the metrics file `lines` cannot be continued with the next step.
 
-        This is the case if its lines belong to another store, or if this worker has missed steps.
+        This is the case if the lines belong to another store, or if this worker has missed steps.
         """
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
@@ -215,7 +215,7 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
-    """Prepare the text, model and optimizer of a job, and place them.
+    """Prepare the text, model and optimizer of a job, and place the model and the optimizer.
 
     `mark`: The record of the run directory about its store (storage/mark.py). If None, the state of
     the run directory is not resumed.

@@ -40,9 +40,9 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
     """Return a list of tables that compare predicted and measured times.
 
-    There is a table for each entry of the prediction, such as "stage 0 replica 1". A row has the
-    predicted seconds, the measured seconds, and the ratio measured / predicted. The measurements
-    are from the first rank of the stage and replica.
+    There is a table for each predicted part of the pipeline, such as "stage 0 replica 1". A row has
+    the predicted seconds, the measured seconds, and the ratio measured / predicted. The
+    measurements are from the first rank of the stage and replica.
     """
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)

@@ -103,7 +103,7 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
 def launch_among(names: Sequence[str], port: int) -> Launch:
     """Return the Launch of this host, with one rank per host.
 
-    This host's rank is the index of its name or address in `names`. Raises ConfigError if this host
+    The rank is the index of this host's name or address in `names`. Raises ConfigError if this host
     is not listed exactly once, or if the name of another host resolves to the loopback address.
     """
     me = socket.gethostname()

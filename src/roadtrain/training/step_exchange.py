@@ -31,7 +31,7 @@ class GlobalStep:
 
 
 class StepExchange:
-    """One worker's end of the exchange with the other workers.
+    """The exchange of step data between one worker and the other workers.
 
     Args:
         optimizer: The worker's placed optimizer.
@@ -56,7 +56,7 @@ class StepExchange:
     def receive(self, step: int) -> GlobalStep | None:
         """Return the data of all workers for step number `step - lag`. `step` has just ended.
 
-        Returns None if this process did not train that earlier step, because it was started later.
+        Returns None if this process was started after that earlier step.
         Raises PeerError or WireError.
         """
         if step - self.lag < self._first:

@@ -53,8 +53,8 @@ class Diverged:
     def error(self, first: str, second: str, owned: Mapping[int, int]) -> DivergedError:
         """Return the error for the user.
 
-        `first` and `second` are the names of the servers. `owned` maps the chunks of `owner` to
-        their blocks.
+        `first` and `second` are the names of the servers. `owned` maps each chunk of `owner` to the
+        block of the chunk.
         """
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"

@@ -101,9 +101,9 @@ class Intermediary(Generic[D]):
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """Return the buffer for the answer to a pull that this process has sent.
+        """Return the buffer for the answer to the pull `ticket`, which this process has sent.
 
-        Returns None if there is no such pull.
+        Returns None if this process has not sent such a pull.
         """
         key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
@@ -115,9 +115,9 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Deliver the requested copy if it has arrived, else queue the request.
+        """Deliver the requested copy if the copy has arrived, else queue the request.
 
-        If the copy is not on its way yet, pull the copy from the server.
+        If the copy was not requested from the server yet, pull the copy.
         """
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []

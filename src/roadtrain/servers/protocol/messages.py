@@ -90,7 +90,7 @@ class DiscardGrad(msgspec.Struct, frozen=True):
 class EndStep(msgspec.Struct, frozen=True):
     """The sender requests no more updates in this step.
 
-    `word`: Bytes for all workers. They are delivered with StepWords when all workers have ended the
+    `word`: Bytes for all workers. StepWords delivers these bytes when all workers have ended the
     step. Only the first server gets a word. A relay sends a list of the words of its workers.
     """
 
@@ -152,7 +152,7 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The step is durable on this server. Not sent by the first server, which commits instead."""
+    """The step is durable on this server. The first server sends CommitDone instead."""
 
     server: int
     step: int

@@ -84,7 +84,7 @@ class DeviceQueue:
 class Trial:
     """The choice between mixed mode and burst mode, based on rates measured in the first steps.
 
-    After one step to warm up, the modes alternate until each has been measured in TRIED steps.
+    After one step to warm up, the modes alternate until each mode was measured in TRIED steps.
     """
 
     TRIED = 2

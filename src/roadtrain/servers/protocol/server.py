@@ -135,7 +135,7 @@ class ServerStateMachine:
         return self._answers()
 
     def _answers(self) -> list[m.Action]:
-        """Return the answers to the pulls whose turn has come."""
+        """Return the answers to the pulls that `Turns` allows to be answered now."""
         out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
@@ -282,7 +282,7 @@ class ServerStateMachine:
 
     def _meet(self, number: int) -> list[m.Action]:
         """Sum the gradients of a chunk once all workers have closed their gradients, and queue the
-        update once all workers have requested it. This concerns only the chunk's next step.
+        update once all workers have requested the update. Only the chunk's next step is handled.
 
         Does nothing with a single worker. Messages about later steps wait until the update of the
         next step is done, so no gradient is used in the wrong step.

@@ -61,7 +61,7 @@ class ChunkPull:
 class StartPulls:
     """Send the pulls as soon as the device no longer reads the buffer `target`.
 
-    If `target` is an int, it is the number of a slot.
+    An int as `target` is the number of a slot.
     """
 
     target: Hashable
@@ -70,7 +70,7 @@ class StartPulls:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy the buffer `target` to the device, because all pulls into it have arrived."""
+    """Copy the buffer `target` to the device, because all pulls into the buffer have arrived."""
 
     target: Hashable
     block: int
@@ -171,7 +171,7 @@ class WorkerStateMachine:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters have arrived, else None."""
+        """Return the slot of `block` if the block's parameters have arrived, else None."""
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
@@ -352,8 +352,8 @@ class WorkerStateMachine:
             buffer: Key of the buffer.
             pieces: For each chunk, (chunk, gradient, dtype). The dtype is the type to which the
                 gradient was downcast, or "" if it was not downcast.
-            fresh: If True, the gradients replace the gradients that the servers hold. If False,
-                they are added.
+            fresh: If True, the gradients replace the gradients that the servers hold. If False, the
+                gradients are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
             keep_always: If True, servers may keep all gradient buffers until the update. This
                 requires that updates do not wait for step().
@@ -438,9 +438,9 @@ class WorkerStateMachine:
     ) -> list[Action]:
         """Begin the update of `block` as part of `step`.
 
-        Updates every span whose `scales(param)` is not None. Later pulls request the next version.
-        A single worker skips chunks without a gradient. Several workers request the update of every
-        chunk, and the server merges their requests.
+        Parameters for which `scales(param)` is None are not updated. Later pulls request the next
+        version. A single worker skips chunks without a gradient. Several workers request the update
+        of every chunk, and the server merges these requests.
         """
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
