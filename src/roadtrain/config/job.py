@@ -196,7 +196,7 @@ class ServersSection(Section):
         refusing(lambda _: self.fan_in)(None)
         options = (self.wire, self.window, self.multicast)
         if not self.switches and options != ("int32", WINDOW, "auto"):
-            raise ValueError("wire, window or multicast is given, but no switches")
+            raise ValueError("wire, window or multicast is given, but no switches are given")
         return self
 
     @property

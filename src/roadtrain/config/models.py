@@ -328,7 +328,7 @@ TOKENS = 4096  # number of tokens per sample if no length is given
 _EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
 # keys of parts that the formula does not count
 _NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
-_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of its modules"
+_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of the model's modules"
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
@@ -375,7 +375,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
             "no formula gives the number of parameters of a"
             f" `{kind or 'model without model_type'}`",
             hint=(
-                "`pip install 'roadtrain[hf]'` to count its modules; or give --model"
+                "`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
                 " MODULE:FUNCTION"
             ),
         )

@@ -84,7 +84,7 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
         raise ConfigError(
             f"switches {listed(needed)} of cluster {cluster.name!r} do not reach"
             f" {roots[0] if above is not None else 'one another'} over switches that sum",
-            hint="add [[links]] between them, and `sums = true` to the switches in between",
+            hint="add [[links]] between these switches, and `sums = true` to switches in between",
         )
     root, parents = min(trees, key=lambda tree: len(tree[1]))
     used = [root, *parents]
@@ -106,7 +106,8 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
         raise ConfigError(
             f"host {host.name} is connected to no switch that sums (its cards lead to {have};"
             f" switches that sum are {listed(list(summing))})",
-            hint="set `sums = true` for its switch, or connect its card to a `switch` that sums",
+            hint="set `sums = true` for the host's switch, or connect a card of the host to a"
+            " switch that sums",
         )
     return max(found, key=lambda nic: nic.total)
 

@@ -347,7 +347,7 @@ def apply_update(
     if len(payload) != 9 * n:
         raise WireError(
             f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, but has"
-            f" {len(payload)}"
+            f" {len(payload)} bytes"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
@@ -368,7 +368,10 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(f"chunk {chunk.id} is {chunk.dtype}, so its gradient cannot be {dtype!r}")
+        raise WireError(
+            f"a gradient of chunk {chunk.id} ({chunk.dtype}) cannot be downcast to {dtype!r}; only"
+            " fp32 gradients can be downcast, to bf16 or fp16"
+        )
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 

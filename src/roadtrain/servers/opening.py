@@ -161,8 +161,8 @@ class FoundStores:
             raise ConfigError(
                 f"{self.names[members[0]]} holds a store of another layout: it was made with"
                 f" {len(held.directories)} servers and {held.chunk_elements} elements per chunk,"
-                f" but the job has {len(self.names)} servers and {self._meta.chunk_elements}"
-                " elements per chunk (if these are equal, the dtype differs)",
+                f" but {len(self.names)} servers and {self._meta.chunk_elements} elements per chunk"
+                " are requested (if these numbers are equal, the dtype differs)",
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:

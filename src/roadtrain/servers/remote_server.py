@@ -104,7 +104,7 @@ class RemoteServer:
                     ) from None
         if got == m.FAILED:
             why = self._error or f"{self.peer} ended"
-            raise LostError(f"waiting for {what}: {why}") from self._error
+            raise LostError(f"stopped waiting for {what}: {why}") from self._error
         if got != kind:
             raise WireError(f"expected {what} from {self.peer}, but got a frame of kind {got}")
         return fields, payload

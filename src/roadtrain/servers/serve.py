@@ -145,8 +145,8 @@ def _check_switch(
     if switch and extra:
         raise ConfigError(
             f"--switch cannot be combined with {', '.join(extra)}",
-            hint="a switch keeps no state, --memory limits its memory; run servers with --store or"
-            " --sum as separate commands",
+            hint="a switch keeps no state, and --memory limits the memory of a switch; run servers"
+            " with --store or --sum as separate commands",
         )
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
     if extra and not switch:
@@ -176,7 +176,7 @@ def _check_server(
         )
     if sum and snapshot is not None:
         raise ConfigError(
-            f"--snapshot {snapshot} needs a state, but --sum keeps none",
+            f"--snapshot {snapshot} copies a state, but a server with --sum keeps no state",
             hint="leave out --snapshot",
         )
     if formats is not None and not sum:

@@ -296,8 +296,8 @@ class ServerSession(ParameterSession):
         """Publish the new part of the store, which is now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
             raise WireError(
-                "a Settle frame must come from worker 0, after this server's part of the store was"
-                " newly made and before the session has begun"
+                "a Settle frame must come from worker 0, before the session begins, and only if"
+                " this server's part of the store is new"
             )
         with self._stored():
             if self.tier.step < 0:

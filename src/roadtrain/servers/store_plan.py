@@ -86,8 +86,8 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
-            f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the optimizer"
-            f" is {[g.rule for g in store_plan.groups]}",
+            f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the parameter"
+            f" groups of the optimizer need {[g.rule for g in store_plan.groups]}",
             hint=(
                 "use the same optimizer and parameter groups, or export the weights and start with"
                 " an empty store"
@@ -95,7 +95,7 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
-            f"{where}: the store was trained with staleness {held.staleness}, but"
+            f"{where}: the store was trained with staleness {held.staleness}, but staleness"
             f" {store_plan.staleness} is requested",
             hint="keep the old staleness, or export the weights and start with an empty store",
         )

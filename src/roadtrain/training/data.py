@@ -82,7 +82,7 @@ class Tokens:
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
-                f"the text has {len(self.train)} tokens, but a row needs {seq_len + 1}",
+                f"the text has {len(self.train)} tokens, but a row needs {seq_len + 1} tokens",
                 hint="lower data.seq_len, or add text",
             )
         starts = [_draw(self.seed, step, micro, row) % room for row in range(batch_size)]
@@ -155,7 +155,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
     if not os.path.isfile(tokenizer):
         raise ConfigError(
             f"data.tokenizer: there is no file {tokenizer!r}",
-            hint="set it to `bytes`, or to the path of a tokenizer.json",
+            hint="set data.tokenizer to `bytes`, or to the path of a tokenizer.json",
         )
     bpe = need("tokenizers", "hf").Tokenizer.from_file(tokenizer)
     bpe.no_truncation()

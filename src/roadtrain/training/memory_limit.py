@@ -83,7 +83,7 @@ def _set(nbytes: int, most: int) -> None:
         raise ConfigError(
             f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
             f" {show_bytes(most)} (ulimit -d)",
-            hint="lower run.memory_limit, or leave it out: the lower limit is in force anyway",
+            hint="lower run.memory_limit, or leave it out, because `ulimit -d` is enforced anyway",
         )
     if _PROC.exists() and held() >= nbytes:
         raise ConfigError(

@@ -62,7 +62,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             hint="use --optimizer.delay 0 or 1",
         )
     if steps < 1:
-        raise ConfigError(f"--steps must be 1 or more, is {steps}", hint="use --steps 3")
+        raise ConfigError(f"--steps must be 1 or more, but is {steps}", hint="use --steps 3")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
         if job.servers.addresses:

@@ -474,9 +474,9 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
     for other in updates[1:]:
         if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
             raise LoopError(
-                f"workers 0 and {other.worker} disagree in step {other.step}, chunk {other.chunk}:"
-                f" they have {len(scales)} and {len(other.scales)} parameters, and hyperparameters"
-                f" {updates[0].hyper} and {other.hyper}",
+                f"workers 0 and {other.worker} request different updates of chunk {other.chunk} in"
+                f" step {other.step}: {len(scales)} and {len(other.scales)} parameters, with the"
+                f" hyperparameters {updates[0].hyper} and {other.hyper}",
                 hint="run the same loop with the same optimizer on every worker",
             )
         for i, (mine, theirs) in enumerate(zip(scales, other.scales)):
