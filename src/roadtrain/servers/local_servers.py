@@ -184,5 +184,5 @@ def open_or_none(
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield an array of a parameter in pieces: (index of the first element, values) per chunk."""
+    """Yield (index of first element, values) for each chunk with a piece of a parameter's array."""
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

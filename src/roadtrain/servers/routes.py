@@ -99,7 +99,7 @@ class RouteEnd(Protocol):
 
 
 class Route(Protocol):
-    """A way to reach servers, as an option value."""
+    """A way to reach servers: the value of an option that the user sets."""
 
     name: str  # name of the entry point
     end: Any  # class of the RouteEnd; None if links arrive at the server as direct links do

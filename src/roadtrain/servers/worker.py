@@ -1,5 +1,5 @@
 """Worker: fetches blocks for the BlockStream, sends gradients, starts updates and commits steps.
-servers/protocol/worker.py makes the decisions; this module carries them out, and waits.
+servers/protocol/worker.py makes the decisions; this module carries out the decisions, and waits.
 
 Threads: the training thread and autograd's threads call the methods. Servers deliver messages in
 threads of their own. One condition guards all shared state. Every wait has a deadline and an error

@@ -2,7 +2,7 @@
 after resuming.
 
 Steps are counted from 1. Line N is written when step N is done, and is on disk before step N can be
-committed. So resuming never has to add lines, only to remove the lines of steps that were not
+committed. Therefore, resuming never adds lines. Resuming removes the lines of steps that were not
 committed, and a torn last line. Removed lines are moved to another file, never deleted. If no line
 can be kept, for example because the store is new, the whole file is renamed. This module does not
 import torch, because `roadtrain status` reads the file too.

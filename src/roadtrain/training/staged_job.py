@@ -1,8 +1,8 @@
 """A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
 Micro-batch i of a step has the data of batch i of the same step in a placed job, so losses are the
-same in both. An exception is dropout: its random numbers are drawn per step in a placed job, but
-per micro-batch and block in stages. Process 0 writes the files of the run directory, and all
+same in both. Dropout is an exception: random numbers are drawn per step in a placed job, but per
+micro-batch and block in stages. Process 0 writes the files of the run directory, and all
 processes write snapshots. parallelize() does the communication between stages.
 """
 

@@ -4,7 +4,7 @@ job's own. In variant "in RAM", the model is placed in RAM. In variant "plain", 
 ordinary torch model, and the same update rules are applied to whole tensors.
 
 The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
-rules, but nothing of the stream, servers, stores or chunks. In addition, torch's own optimizer gets
+rules, but no stream, servers, stores or chunks. In addition, torch's own optimizer gets
 the same gradients in fp32. The deviation of this optimizer, which is due to rounding, is reported.
 verify() refuses to run if the memory for all variants is not free. A job with gradient compression
 is not compared with the plain variant.

@@ -1,15 +1,15 @@
 """Messages between worker and server, and the events and actions of the state machines.
 
 Messages are sent over a link. Actions are carried out by threads of the server, which report events
-when they are done. All are frozen values, so a schedule can be written down, compared and
-simulated. Tensors are opaque here: memoryviews or arrays in a real run, None in a simulated run.
-`worker` is the sender of a message, set by the server's end of the link. A `ticket` is a number
-that the sender has chosen, and that the answer repeats.
+when actions are done. Messages, events and actions are frozen values, so a schedule of these values
+can be recorded, compared and simulated. Tensors are opaque here: memoryviews or arrays in a real
+run, None in a simulated run. `worker` is the sender of a message, set by the server's end of the
+link. A `ticket` is a number that the sender chooses; the answer contains the same ticket.
 
 With one worker, the server reports the sums of squares of each push (GradAccumulated), and carries
 out each ApplyUpdate. With several workers, the server waits until every worker has closed the
-gradient of a chunk (with Close or ApplyUpdate). It then sums the gradients in worker order and
-reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
+gradient of a chunk (with Close or ApplyUpdate). The server then sums the gradients in worker order
+and reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
 chunk gets one version per step, with or without a gradient.
 """
 

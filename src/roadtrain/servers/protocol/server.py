@@ -198,7 +198,7 @@ class ServerStateMachine:
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """Keep a message about the chunk's next step until the update of this step is done."""
+        """Keep a message about the chunk's next step until the current update is done."""
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
