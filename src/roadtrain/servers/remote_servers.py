@@ -7,9 +7,8 @@ training resumes at the last committed step.
 
 With replicas, worker 0 leaves out a server that does not answer. If a server has missed steps,
 worker 0 fills this server again from servers that have these steps. The other workers follow the
-decisions of worker 0. If the
-newest step cannot be restored from the servers' stores, worker 0 sends all servers back to a
-snapshot (opening.py).
+decisions of worker 0. If the newest step cannot be restored from the servers' stores, worker 0
+sends all servers back to a snapshot (opening.py).
 
 A store with another number of servers, chunk size or dtype is refused; it is NOT converted.
 """

@@ -56,8 +56,8 @@ class StepExchange:
     def receive(self, step: int) -> GlobalStep | None:
         """Return the data of all workers for step number `step - lag`. `step` has just ended.
 
-        Returns None if this process was started after that earlier step.
-        Raises PeerError or WireError.
+        Returns None if this process was started after that earlier step. Raises PeerError or
+        WireError.
         """
         if step - self.lag < self._first:
             return None
