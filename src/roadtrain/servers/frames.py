@@ -12,11 +12,11 @@ an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8)
 Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
 of these frames differ from the numbers in this module.
 
-NOTE language. LANGUAGE is a digest of all frames of all packages. It covers the name and number of
-each frame, the types in its header, and the types of the hello and of the payloads. Both ends of a
-link compare it in the handshake. tests/unit/test_language.py computes the digest and prints the new
-value. EDITION stands for changes that types cannot express: increase it when the meaning of a field
-changes.
+NOTE language. LANGUAGE is a digest of all frames of all packages. The digest covers the name and
+number of each frame, the types in each header, and the types of the hello and of the payloads. Both
+ends of a link compare their digests in the handshake. tests/unit/test_language.py computes the
+digest and prints the new value. EDITION stands for changes that types cannot express: increase
+EDITION when the meaning of a field changes.
 """
 
 from __future__ import annotations

@@ -346,8 +346,8 @@ class RemoteServers:
     def start(self, blob: bytes) -> None:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
-        Each server records the begin of the session before it serves. The first server is always
-        the last to commit and to begin. On all workers except worker 0, this method does nothing.
+        Each server records the begin of the session before serving workers. The first server is
+        always the last server to commit and to begin. On all workers except worker 0, this method does nothing.
         """
         if self.group.rank:
             return

@@ -1,7 +1,7 @@
 """The residuals of error feedback: the part of the gradients that a worker has not sent
 (kernels/codecs.py).
 
-The residuals of a block form a block of their own, which a server stores with the update rule
+The residuals of a block form a separate block. A server stores this block with the update rule
 `replace`. Residuals are thus pulled, pushed, committed and resumed like parameters (Rule 3).
 
 With remote servers, residuals stay on the worker's own host (`Residuals`). A separate server in the

@@ -5,9 +5,9 @@
 Workers send heartbeats. A worker that is silent for SILENT_S counts as stopped. A lost or stopped
 worker ends the session: uncommitted contents are dropped, the other workers are notified, and the
 next session starts at the last committed step (Rule 3). If this process is restarted with the same
-directory, its first session also starts at the last committed step.
+directory, the first session of the new process also starts at the last committed step.
 
-All workers of a session must run the same job, which is checked. Does NOT restart workers; torchrun
+The server checks that all workers of a session run the same job. Does NOT restart workers; torchrun
 does.
 """
 
@@ -189,7 +189,8 @@ def _check_server(
         raise ConfigError(
             ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
             + " cannot be combined",
-            hint="name another directory for --snapshot; --snapshot-every must be at least 1",
+            hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must be"
+            " at least 1",
         )
 
 

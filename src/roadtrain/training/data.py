@@ -174,7 +174,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 def _draw(*key: int) -> int:
     """Return a uniformly distributed 64-bit number.
 
-    The number depends only on `key`. It is the same on every machine.
+    The number depends only on `key`, so the number is the same on every machine.
     """
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")

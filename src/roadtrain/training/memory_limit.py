@@ -1,10 +1,10 @@
 """A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
 RLIMIT_DATA counts all private writable memory, touched or not: mappings of torch and numpy,
-roadtrain's buffers, and thread stacks. It does not count the code of libraries, or memory shared
-with other processes. An allocation that would exceed the limit fails, so the process ends with an
-error message instead of being killed. Setting the limit needs no privilege. Each process of a job
-has its own limit.
+roadtrain's buffers, and thread stacks. RLIMIT_DATA does not count the code of libraries, or memory
+shared with other processes. An allocation that would exceed the limit fails, so the process ends
+with an error message instead of being killed. Setting the limit needs no privilege. Each process of
+a job has its own limit.
 """
 
 from __future__ import annotations

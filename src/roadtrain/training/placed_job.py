@@ -218,8 +218,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
     """Prepare the text, model and optimizer of a job, and place the model and the optimizer.
 
     `mark`: The record of the run directory about its store (storage/mark.py). If None, the state of
-    the run directory is not resumed.
-    Raises RoadtrainError.
+    the run directory is not resumed. Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"

@@ -232,7 +232,7 @@ class _Variant:
     """The results of one variant of training.
 
     `read(name, what)` returns values of the parameter `name`. If `what` is "master", these are the
-    fp32 masters. Otherwise, they are the rule's state array of that name.
+    fp32 masters. Otherwise, the values are those of the rule's state array with the name `what`.
     """
 
     name: str

@@ -9,8 +9,8 @@ job state after the step must be known:
                  is then sent to the other servers.
 
 With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
-every server has the job state. Before that, each server reports checksums of the records
-that it wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
+every server has the job state. Before that, each server reports checksums of the records that the
+server wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
 same bytes, so they must write the same bytes. If the bytes differ, no server prepares the step.
 storage/history.py describes what can be recovered when a server was lost.
 

@@ -272,7 +272,7 @@ class WorkerStateMachine:
         return [self._pull(block, target)]
 
     def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
-        """Pull a chunk in the version after all updates that have begun."""
+        """Pull the version of a chunk that includes all updates that have begun."""
         chunk = self.table.chunks[number]
         pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
         return [StartPulls(target, [pull])]
@@ -327,7 +327,7 @@ class WorkerStateMachine:
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
-        """Return a gradient buffer that is no longer read."""
+        """Make a gradient buffer free, because no server reads the buffer any more."""
         if buffer in self.pool:
             self.free.append(buffer)
 
@@ -350,8 +350,8 @@ class WorkerStateMachine:
 
         Args:
             buffer: Key of the buffer.
-            pieces: For each chunk, (chunk, gradient, dtype). The dtype is the type to which the
-                gradient was downcast, or "" if it was not downcast.
+            pieces: For each chunk, (chunk, gradient, dtype). `dtype` is the type to which the
+                gradient was downcast, or "" without a downcast.
             fresh: If True, the gradients replace the gradients that the servers hold. If False, the
                 gradients are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
