@@ -347,7 +347,8 @@ class RemoteServers:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
         Each server records the begin of the session before serving workers. The first server is
-        always the last server to commit and to begin. On all workers except worker 0, this method does nothing.
+        always the last server to commit and to begin. On all workers except worker 0, this method
+        does nothing.
         """
         if self.group.rank:
             return

@@ -189,8 +189,8 @@ def _check_server(
         raise ConfigError(
             ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
             + " cannot be combined",
-            hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must be"
-            " at least 1",
+            hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must"
+            " be at least 1",
         )
 
 

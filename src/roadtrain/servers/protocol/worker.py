@@ -13,8 +13,8 @@ The phases of a block's gradient in a step (block_state.NEXT_PHASES has all tran
     begin_update, end_update -> UPDATED   the update has begun; pulls request the next version
     end_step -> EMPTY
 
-With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
-arrive once, after all workers have closed the gradient.
+With one worker, the sums of squares of a gradient arrive for each push. With several workers, the
+sums arrive once, after all workers have closed the gradient.
 
 Rule 4: The number of steps that have ended but are not committed is at most the larger of 2 and
 `staleness`. Servers may keep all gradient buffers except two until the update.
