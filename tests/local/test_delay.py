@@ -174,7 +174,9 @@ def test_what_is_read_and_exported_is_the_newest(where, tmp_path):
 def test_what_it_does_not_do_is_said(tmp_path):
     placed([2], store=tmp_path / "a")
     model = Branchy()
-    with pytest.raises(ForeignError, match="trained with staleness 1, but 0 is requested"):
+    with pytest.raises(
+        ForeignError, match="trained with staleness 1, but staleness 0 is requested"
+    ):
         roadtrain.place(
             model,
             torch.optim.AdamW(model.parameters()),

@@ -370,7 +370,10 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
         ),
         (hello_of(replace(plan, wire="int8"), hello(1)), r"fan_in.wire = int8"),
         (hello_of(plan, hello(1, signature="y")), "another model"),
-        (m.encode(hello(1)), "worker 1 has no fan_in, the others have one"),
+        (
+            m.encode(hello(1)),
+            "worker 1 has no fan_in, but the other workers of the session have one",
+        ),
         (hello_of(plan, hello(1, "t")), "busy with a session of 3 participant"),
         (hello_of(plan, hello(0)), "busy"),
         (hello_of(plan, hello(5)), "worker 5 of 3"),
@@ -382,7 +385,9 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
         link.close()
     until(lambda: "session over" in host.log.read_text())
     greet(m.encode(hello(0, "u")))
-    with pytest.raises(WireError, match="worker 1 has a fan_in, the others have none"):
+    with pytest.raises(
+        WireError, match="worker 1 has a fan_in, but the other workers of the session have none"
+    ):
         greet(hello_of(plan, hello(1, "u")))
     links[-1].close()
 

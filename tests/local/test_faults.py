@@ -156,7 +156,7 @@ def test_the_store_of_another_model(tmp_path, other):
     first = {
         "depth": r"layers\.3\.",
         "width": r"embed\.weight is .*50, 64.*50, 32",
-        "frozen": r"embed\.weight is .*True",
+        "frozen": r"embed\.weight is .*frozen",
         "error feedback": "residual:",
     }[other]
     with pytest.raises(ForeignError, match=f"another model: {first}"):

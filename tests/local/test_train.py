@@ -436,9 +436,9 @@ def test_other_text_is_refused(path: Path, tmp_path: Path) -> None:
         ),
         (
             {"model.config.vocab_size": 100},
-            "vocabulary of 100 and 64 positions, but the data needs 256 and 16",
+            "vocabulary of 100 and 64 positions, but the data needs a vocabulary of 256 and 16 pos",
         ),
-        ({"data.seq_len": 65}, "the data needs 256 and 65"),
+        ({"data.seq_len": 65}, "the data needs a vocabulary of 256 and 65"),
         ({"optimizer.momentum": 0.9}, "optimizer adamw: .*momentum"),
         ({"optimizer.name": "no.such:Thing"}, "optimizer.name: No module"),
         ({"model.pretrained": "/no/such", "model.config": {}}, "no config.json"),

@@ -63,7 +63,7 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
         ({"hosts": [{"name": "a"}]}, "`hosts.0.memory` is missing"),
         ({"hosts": [host(count=0)]}, "greater than or equal to 1"),
         ({"hosts": [host(device="A100-40")]}, "no device is called 'A100-40'"),
-        ({"hosts": [host(devices=8)]}, "has 8 devices and no `device`"),
+        ({"hosts": [host(devices=8)]}, "has devices = 8, but no `device`"),
         (
             {"hosts": [host(nics=[{"rate": "100Gb/s"}])]},
             "'100Gb/s' is not a rate: b may be bits or bytes",

@@ -269,7 +269,7 @@ def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
         of(a_plan("server", (*TWO, SERVER), parallelism=Parallelism(dp=8)))
     plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2, stages=(3, 3)))
     four = a_job(model={"config": {"model_type": "llama", "num_hidden_layers": 4}})
-    with pytest.raises(ConfigError, match="a model with 6 layers, the job's model has 4"):
+    with pytest.raises(ConfigError, match="a model with 6 layers, but the job's model has 4"):
         of(plan, four)
 
 
@@ -400,9 +400,9 @@ GPT2_PARAMS = 256 * 8 + 64 * 8 + 2 * (12 * 64 + 13 * 8) + 2 * 8
     [
         (PlannedModel(GPT2_PARAMS, 32, 2), ""),
         (PlannedModel(GPT2_PARAMS, 32), ""),
-        (PlannedModel(GPT2_PARAMS, 32, 3), "3 layers, the job's model has 2"),
-        (PlannedModel(99, 32), f"99 parameters, the job's model has {GPT2_PARAMS:,}"),
-        (PlannedModel(GPT2_PARAMS, 64), "64 tokens per sample, the job's model has 32"),
+        (PlannedModel(GPT2_PARAMS, 32, 3), "3 layers, but the job's model has 2"),
+        (PlannedModel(99, 32), f"99 parameters, but the job's model has {GPT2_PARAMS:,}"),
+        (PlannedModel(GPT2_PARAMS, 64), "64 tokens per sample, but the job's model has 32"),
     ],
 )
 def test_a_plan_is_launched_for_its_model_alone(planned: PlannedModel, said: str) -> None:

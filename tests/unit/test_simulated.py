@@ -567,7 +567,7 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     [
         ("optimizer-node", cluster(2), "needs a host without devices"),
         ("parameter-server", cluster(2), "sums on hosts without devices"),
-        ("switch-sum", cluster(2), "no switch of cluster sums"),
+        ("switch-sum", cluster(2), "no switch of cluster 'cluster' sums"),
         (
             "near-storage",
             cluster(2, ssds=[{"read": "1GB/s", "write": "1GB/s"}]),

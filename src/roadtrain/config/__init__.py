@@ -1,5 +1,5 @@
-"""Files that users write (jobs, clusters, models and plans), as typed and checked values.
+"""Typed and checked values of the files that users write: jobs, clusters, models and plans.
 
-The values are frozen. This package only does arithmetic on them, without torch, sockets or clock.
-Read `job.py` first.
+The values are frozen. The package does not import torch and does not communicate. Read
+`job.py` first.
 """

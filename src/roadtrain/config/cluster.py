@@ -18,8 +18,7 @@ Every rate is for one direction, in bytes or bits per second. An SSD has three l
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
 SSDs of a host share. NICs that name no switch are connected to one switch for each kind of NIC. If
 the file leaves out a value, a typical value is filled in, and the key is listed in `assumed`
-(`guesses` returns these values). Keys of measured values are listed in `measured`. This module
-performs no I/O."""
+(`guesses` returns these values). Keys of measured values are listed in `measured`."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ from roadtrain.units import show_rate, show_seconds
 
 
 class Device(Section):
-    """An accelerator. `peaks`: peak compute speeds in number formats other than 16 bits, by the
-    name of the format ("fp8", "nvfp4")."""
+    """An accelerator, or the CPUs of a host. `peaks`: for number formats other than 16 bits, a dict
+    from the name of the format ("fp8", "nvfp4") to the peak compute speed in FLOP/s."""
 
     kind: str = Field(default="device", description="model of the device, such as A100-80GB")
     flops: Flops = Field(gt=0, description="peak compute speed in 16 bits")
@@ -70,8 +69,7 @@ class Device(Section):
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host's CPUs. They have no memory of their own: they use the
-        host's."""
+        """Whether the device is the CPUs of the host. Such a device uses the memory of the host."""
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
@@ -80,17 +78,17 @@ class Device(Section):
         if precision and precision not in self.peaks:
             raise ConfigError(
                 f"device {self.kind} has no peak for {precision!r}",
-                hint=f"its `peaks` are {', '.join(self.peaks) or 'empty'}; add {precision!r} there",
+                hint=f"`peaks` of the device: {', '.join(self.peaks) or 'none'}; add {precision!r}",
             )
         return self.peaks[precision] if precision else self.flops
 
 
 class Ssd(Section):
-    """SSDs of one kind. `mixed`: how much reads and writes overlap, from 1 (they share one rate) to
-    2 (they do not slow each other down). `depth`: number of reads, and of writes, at the same time;
-    with 1, requests run one after another in the order of arrival. `updates`: bytes of optimizer
-    state per second that a processor in the SSD updates (near-storage); 0 if the SSD has no such
-    processor."""
+    """SSDs of one kind. `mixed`: a factor from 1 (reads and writes share one rate) to 2 (reads and
+    writes do not slow each other down). `depth`: the largest number of reads that run at the same
+    time, which is also the largest number of writes. With a `depth` of 1, requests run one after
+    another in the order of arrival. `updates`: bytes of optimizer state per second that a processor
+    in the SSD updates (near-storage); 0 if the SSD has no such processor."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
@@ -133,7 +131,7 @@ class Nic(Section):
 
 def _without_port(address: str) -> str:
     if address.count(":") == 1:
-        raise ConfigError(f"the address {address!r} has a port; write it without one")
+        raise ConfigError(f"the address {address!r} has a port; remove the port")
     return address
 
 
@@ -141,8 +139,8 @@ Address = Annotated[str, AfterValidator(refusing(_without_port))]
 
 
 class Switch(Section):
-    """A switch of the network. If `rate` is set, the switch is a machine beside the network that
-    runs `roadtrain serve --switch`."""
+    """A switch of the network. If `rate` is set, the switch is a separate machine, which runs
+    `roadtrain serve --switch` and is connected to the network by its own card."""
 
     name: str = Field(description="name, unique among switches")
     sums: Flag = False
@@ -165,10 +163,10 @@ def _device(value: object) -> object:
 
 
 class Host(Section):
-    """Machines of one kind. `fabric`: rate at which one device sends to the other devices of the
-    machine, and receives from them. `updates`: bytes of state and gradients that the CPUs process
-    per second when they update parameters. `sums`: bytes of received gradients that the CPUs add up
-    per second.
+    """Machines of one kind. `fabric`: bytes per second that one device sends to the other devices
+    of the machine; the device receives at the same rate. `updates`: bytes of state and gradients
+    that the CPUs process per second when they update parameters. `sums`: bytes of received
+    gradients that the CPUs add up per second.
     """
 
     name: str = Field(description="name of this kind of host")
@@ -211,7 +209,10 @@ class Host(Section):
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
         if self.devices and self.device is None:
-            raise ValueError(f"host {self.name!r} has {self.devices} devices and no `device`")
+            raise ValueError(
+                f"host {self.name!r} has devices = {self.devices}, but no `device` that describes"
+                " the devices"
+            )
         if self.addresses and len(self.addresses) != self.count:
             raise ValueError(
                 f"host {self.name!r} has count = {self.count} and {len(self.addresses)} addresses;"
@@ -282,14 +283,13 @@ class Cluster(Section):
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
-        """Choose the network cards, one per host in order, over which `hosts` reach each other
-        fastest.
+        """Return the network card of each host that connects the hosts fastest.
 
         If every host has a card of the same kind on the same switch, the fastest such cards are
         returned. (This rule is the general case in section 3.2 of Yang et al. (Holmes).) Otherwise,
-        the fastest card of each host is returned, with the traffic between switches included: the
-        rate is at most that of the slowest route between the switches, and the latency of this
-        route is added. Raises ConfigError if the hosts are not connected.
+        the fastest card of each host is returned. The `rate` of each card is then at most the rate
+        of the slowest route between the switches, and the `latency` includes the latency of this
+        route. Raises ConfigError if the hosts are not connected.
         """
         cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
         if cards is not None:
@@ -328,17 +328,15 @@ class Cluster(Section):
         )
 
     def between(self, nics: Sequence[Nic]) -> float:
-        """Return the rate, in bytes per second, of the slowest route between the switches of these
-        cards; infinity if all cards are on one switch, or if links do not connect all of the
-        switches."""
+        """Return the rate, in bytes per second, of the slowest route between the switches of
+        `nics`. Returns infinity if all cards are on one switch, or if links do not connect all of
+        the switches."""
         link = self._slowest_route(nics)
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Return the slowest route between any two switches to which the cards are connected (see
-        `route`).
-        Returns None if all cards are on one switch, or if links do not connect all of the
-        switches."""
+        """Return the slowest route between the switches of `nics` (see `route`). Returns None if
+        all cards are on one switch, or if links do not connect all of the switches."""
         ends = sorted({self.switch_of(nic) for nic in nics})
         routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
         found = [route for route in routes if route is not None]
@@ -379,8 +377,8 @@ def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """Return a copy of the cluster, in which keys that the file leaves out have typical values and
-    are listed in `assumed`."""
+    """Return a copy of the cluster. In the copy, keys that the file leaves out have typical values
+    and are listed in `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)
@@ -391,8 +389,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Guess the values that the host's tables leave out. Returns these values, and the names under
-    which `assumed` lists them."""
+    """Choose typical values for the keys that the tables of a host leave out. Returns a pair: a
+    dict from attributes of the host to values, and the names of the keys for `assumed`."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -422,8 +420,8 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Return, for every assumed key, the pair (value, text to print). The value is in bytes per
-    second, in seconds, or without a unit."""
+    """Return a dict from every assumed key to the pair (value, text to print). The value is in
+    bytes per second, in seconds, or without a unit."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -434,9 +432,9 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return a list of (key, value, text) for the assumed key `what` of a host. The list has
-    several entries if `what` is a whole table: `device` stands for all keys of the table that can
-    be left out, and so does `nics`."""
+    """Return a list of (key, value, text) for the assumed key `what` of a host. If `what` is a
+    whole table (`device` or `nics`), the list has an entry for each key that the table may leave
+    out."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
@@ -458,8 +456,8 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """Return a host that has of each resource the smallest amount that any of `hosts` has. Its
-    network cards are those of the first host."""
+    """Return a host that has the smallest amount of each resource among `hosts`. The network cards
+    are those of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -495,7 +493,7 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Return name -> minimum over `parts` of the attribute with this name."""
+    """Return a dict from each name in `names` to the minimum of this attribute over `parts`."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 

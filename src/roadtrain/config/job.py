@@ -196,7 +196,7 @@ class ServersSection(Section):
         refusing(lambda _: self.fan_in)(None)
         options = (self.wire, self.window, self.multicast)
         if not self.switches and options != ("int32", WINDOW, "auto"):
-            raise ValueError("wire, window or multicast is given, but no switches")
+            raise ValueError("wire, window or multicast is given, but no switches are given")
         return self
 
     @property
@@ -261,8 +261,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """The options that make training lossy or delayed (Rule 2): the key of each option in the
-        metrics of a step -> its value. Empty if training is exact."""
+        """The options that make training lossy or delayed (Rule 2), as a dict from the key that
+        the option has in metrics to the value of the option. Empty if training is exact."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -289,8 +289,8 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """Return `directory` with its beginning `run` (a run directory) replaced by `to`. If
-    `directory` is not inside `run`, it is returned unchanged."""
+    """Replace the beginning `run` (a run directory) of the path `directory` by `to`. If `directory`
+    is not inside `run`, return `directory` unchanged."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 
@@ -356,9 +356,9 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
     """Parse arguments such as `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback`.
 
-    Returns dotted key -> value. Values are parsed as TOML or JSON literals (`null` restores the
-    default); a value that is neither is text. The value of an option whose type is text is not
-    parsed. Raises ConfigError.
+    Returns a dict from dotted keys to values. Values are parsed as TOML or JSON literals (`null`
+    restores the default). A value that is not a literal is text. The value of an option whose type
+    is text is not parsed. Raises ConfigError.
     """
     out: dict[str, Any] = {}
     pending: str | None = None
@@ -396,7 +396,8 @@ _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 
 def _kind(key: str) -> Any:
-    """Return the type of a key's values; None for a key inside a free-form table."""
+    """Return the type of the values of the dotted key `key`. Returns None for a key inside a
+    free-form table, such as `model.config`."""
     section, _, name = key.partition(".")
     field = keys_of(Job.model_fields[section].annotation).get(name)
     return None if field is None else field.annotation
@@ -408,8 +409,8 @@ def _check_key(key: str) -> None:
 
 
 def _flag(key: str) -> bool:
-    """Return True, the value of an option that was given without a value. Raises ConfigError if the
-    option is not a flag."""
+    """Return True as the value of the option `key`, which was given without a value. Raises
+    ConfigError if the option is not a flag."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True

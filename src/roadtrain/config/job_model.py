@@ -18,8 +18,8 @@ BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
 
 
 def with_vocabulary(job: Job) -> Job:
-    """Return the job, with BYTES_VOCABULARY as vocabulary size if the model's config has no
-    vocabulary size."""
+    """Return the job. If the model's config has no vocabulary size, the returned job has
+    BYTES_VOCABULARY as vocabulary size."""
     if job.model.pretrained or "vocab_size" in job.model.config:
         return job
     return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
@@ -44,8 +44,8 @@ def layers_of(job: Job) -> int:
 
 
 def check_model(planned: PlannedModel, job: Job) -> None:
-    """Raise ConfigError if the plan is for another model than the job's, or for samples of another
-    length."""
+    """Raise ConfigError if the plan was made for a model of another size, or for samples of another
+    length, than the job has."""
     shape = shape_of(job)
     params = shape.params if shape else 0
     for noun, theirs, ours in (
@@ -55,7 +55,7 @@ def check_model(planned: PlannedModel, job: Job) -> None:
     ):
         if theirs and ours and theirs != ours:
             raise ConfigError(
-                f"the plan is for a model with {theirs:,} {noun}, the job's model has {ours:,}",
+                f"the plan is for a model with {theirs:,} {noun}, but the job's model has {ours:,}",
                 hint="make a plan for this job with `roadtrain plan`",
             )
 

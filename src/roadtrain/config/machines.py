@@ -40,7 +40,7 @@ Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
 class LostHost(StrEnum):
-    """The reaction of workers when one of their hosts is lost and no spare host replaces it."""
+    """The reaction of workers to the loss of a worker host that no spare host replaces."""
 
     # the remaining workers continue from the committed step, if they can divide the batch
     SHRINK = "shrink"
@@ -63,7 +63,8 @@ class ServerPlace:
             if not path.startswith("/"):
                 raise ConfigError(
                     f"{key} = {path!r} of the server at port {self.port} is not an absolute path",
-                    hint="servers run in other directories, and as other users, than this command",
+                    hint="start the path with /: the server may run in another directory and as"
+                    " another user than this command",
                 )
         return self
 

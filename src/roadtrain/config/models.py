@@ -8,10 +8,10 @@ checkpointing keeps only the input. Activations have 2-byte elements.
 
 A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h) bytes
 (Korthikanti et al., 2022, section 4). If attention is fused and keeps no s x s matrix, the second
-term is absent. A gated layer has no dropout. Per token, it saves the inputs and outputs of two
-norms (4 h elements), queries, keys, values, the attention's result, and 3 vectors of the MLP's
-inner width. Logits are counted separately. Attention is counted in full, as is usual, although the
-causal mask needs only half of it.
+term is absent. A layer with a gated MLP has no dropout. Per token, such a layer saves the inputs
+and outputs of two norms (4 h elements), queries, keys, values, the attention's result, and 3
+vectors of the MLP's inner width. Logits are counted separately. Attention is counted in full, as is
+usual, although the causal mask needs only half of the scores.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -36,18 +36,18 @@ class BlockShape:
     FLOPs and elements are per sample.
 
     `params`: number of parameters.
-    `tables`: number of parameters in embedding tables, of which a sample reads some rows.
+    `tables`: number of parameters in embedding tables. A sample reads only some rows of a table.
     `touched`: bytes of the rows that a sample reads.
-    `attention`: the part of `flops` that attention scores and values take.
-    `experts`: the part of `params` that belongs to experts.
+    `attention`: FLOPs for attention scores and their products with values; included in `flops`.
+    `experts`: number of parameters of experts; included in `params`.
     `routed`: bytes of a sample's tokens that are sent to experts.
     `kv`: bytes of keys and values.
-    `logits`: number of elements of the output.
-    `whole`: the part of `saved` that every tensor-parallel rank holds if the sequence is not split.
+    `logits`: number of logits; 0 except for the output layer.
+    `whole`: bytes in `saved` that every tensor-parallel rank holds if the sequence is not split.
     `products`: bytes kept for backward if backward recomputes everything except attention and
     every second matrix product.
     `again`: FLOPs of this recomputation.
-    `matrices`: number of experts, whose matrices are multiplied in parallel, each with its tokens.
+    `matrices`: number of experts; 1 without experts.
     `passing`: bytes of earlier blocks' results that are held for later blocks, in addition to
     `input`."""
 
@@ -101,9 +101,9 @@ class ModelShape:
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
         """Return the number of FLOPs of one sample's forward and backward. With activation
-        checkpointing, the forward of the first block and of the output layer runs once, and that of
-        every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
-        16lh))."""
+        checkpointing, the forward of the first block and of the output layer runs once, and the
+        forward of every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h +
+        V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
@@ -119,8 +119,7 @@ class Transformer:
     number of normalization vectors per layer. `dense`: number of layers at the start that have an
     MLP of width `dense_ff` instead of experts. `latent`: None, or five sizes of latent attention
     (DeepSeek-AI, 2024, section 2.1.2): the rank of queries, the rank of keys and values, and three
-    widths of a head: of its part without positions, of its part with positions, and of its
-    values."""
+    widths of each head: the part without positions, the part with positions, and the values."""
 
     layers: int
     hidden: int
@@ -207,9 +206,9 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer whose `weights` parameters are applied at `spatial` positions.
-    Its `outputs` elements of 2 bytes are saved twice: by the layer and by the activation function.
-    """
+    """Return the shape of a layer that applies `weights` parameters at `spatial` positions.
+    `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs are saved
+    twice: by the layer and by the activation function."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
@@ -293,7 +292,7 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
 
 
 def shape(name: str, **changes: Any) -> ModelShape:
-    """Return the shape of a named model. `name` may be in any case, with `_` instead of `-`.
+    """Return the shape of a named model. `name` may have capital or small letters, and `_` for `-`.
     `changes`: fields of Transformer that differ from the published values, such as `seq_len`,
     `layers` or `fused`; None keeps the published value. Raises ConfigError for an unknown name."""
     key = name.lower().replace("_", "-")
@@ -329,29 +328,30 @@ TOKENS = 4096  # number of tokens per sample if no length is given
 _EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
 # keys of parts that the formula does not count
 _NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
-_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of its modules"
+_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of the model's modules"
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
     """Return the number of tokens per sample, and notes for the user if the number was assumed.
 
-    `longest`: the largest number of tokens that the model supports; None if it is not limited.
+    `longest`: the largest number of tokens that the model supports; None if there is no limit.
     Raises ConfigError if `seq_len` is less than 1 or more than `longest`."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
         limit = f"the model's longest is {longest or 'unknown'}"
         return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
+        limit = f"the model supports at most {longest}" if seq_len > 0 else "need at least 1"
         raise ConfigError(
-            f"samples have {seq_len} tokens, but the model's longest is {longest or 'unknown'}",
+            f"samples have {seq_len} tokens, but {limit}",
             hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return the whole number `key` of a config, or `default` if it is missing or 0. Raises
-    ConfigError if the value is not a number."""
+    """Return the value of `key` in a config as an int, or `default` if the value is missing or 0.
+    Raises ConfigError if the value is not a number."""
     value = config.get(key) or default
     try:
         return int(value)
@@ -375,13 +375,14 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
             "no formula gives the number of parameters of a"
             f" `{kind or 'model without model_type'}`",
             hint=(
-                "`pip install 'roadtrain[hf]'` to count its modules; or give --model"
+                "`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
                 " MODULE:FUNCTION"
             ),
         )
     if uncounted := next((key for key in _NEVER if config.get(key)), None):
         raise ConfigError(
-            f"the formula of a `{kind}` does not count `{uncounted}`", hint=_COUNT_MODULES
+            f"the formula for `{kind}` models does not count `{uncounted}`, which the config sets",
+            hint=_COUNT_MODULES,
         )
     found, gated = _sizes(config, kind), kind != "gpt2"
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
@@ -389,7 +390,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
-            f"the formula of a `{kind}` needs head_dim = {hidden // heads}, the config has {head}",
+            f"the formula for `{kind}` models needs head_dim = {hidden // heads}, but the config"
+            f" has {head}",
             hint=_COUNT_MODULES,
         )
     experts = _whole(config, "num_local_experts")

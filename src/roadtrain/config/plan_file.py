@@ -6,7 +6,7 @@ top of the file, everything else is in tables.
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
 and where the update runs. Other systems, including baselines, are named combinations of these
-choices (docs/design.md). This module only does arithmetic and does not depend on a job.
+choices (docs/design.md).
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ class Plan:
 
     @property
     def sent_share(self) -> float:
-        """Number of bytes that are sent for a gradient, divided by the number of its bytes. An
-        element that is kept counts twice, because it is sent with its index."""
+        """Ratio of the bytes that are sent for a gradient to the bytes of the gradient. With top-k
+        compression, each sent element counts twice, because the index is sent too."""
         return 1.0 if self.keep is None else 2 * self.keep
 
     @property
@@ -301,7 +301,7 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from the tables of a plan.toml. If `headroom` is missing, it is HEADROOM. Raises
+    """Build a plan from the tables of a plan.toml. A missing `headroom` is set to HEADROOM. Raises
     ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
@@ -326,7 +326,7 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """Format the file as TOML. `load_plan_file` reads an equal value from this text."""
+        """Format the file as TOML. `load_plan_file` reads an equal PlanFile from this text."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:

@@ -69,7 +69,7 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
     summing = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not summing:
         raise ConfigError(
-            f"no switch of {cluster.name} sums",
+            f"no switch of cluster {cluster.name!r} sums gradients",
             hint="set `sums = true` for a switch of the network that can sum, or for a host that"
             " runs `roadtrain serve HOST:PORT --switch`",
         )
@@ -82,9 +82,9 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
     trees = [(root, parents) for root, parents in found if parents is not None]
     if not trees:
         raise ConfigError(
-            f"switches {listed(needed)} of {cluster.name} do not reach"
+            f"switches {listed(needed)} of cluster {cluster.name!r} do not reach"
             f" {roots[0] if above is not None else 'one another'} over switches that sum",
-            hint="add [[links]] between them, and `sums = true` to the switches in between",
+            hint="add [[links]] between these switches, and `sums = true` to switches in between",
         )
     root, parents = min(trees, key=lambda tree: len(tree[1]))
     used = [root, *parents]
@@ -106,7 +106,8 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
         raise ConfigError(
             f"host {host.name} is connected to no switch that sums (its cards lead to {have};"
             f" switches that sum are {listed(list(summing))})",
-            hint="set `sums = true` for its switch, or connect its card to a `switch` that sums",
+            hint="set `sums = true` for the host's switch, or connect a card of the host to a"
+            " switch that sums",
         )
     return max(found, key=lambda nic: nic.total)
 
@@ -114,10 +115,12 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
 def _from(
     cluster: Cluster, summing: Mapping[str, Switch], root: str, needed: Sequence[str]
 ) -> dict[str, str] | None:
-    """Find the switches that connect `needed` to `root` over the fewest links.
+    """Find the summing switches that connect the switches `needed` to the switch `root` over the
+    fewest links.
 
-    Returns a dict from each of these switches, except the root, to its parent. Parents come before
-    their children. Returns None if a switch of `needed` cannot be reached."""
+    Returns a dict from each of these switches, except the root, to the next switch towards the
+    root. The switches nearest to the root come first. Returns None if a switch of `needed` cannot
+    be reached."""
     parents: dict[str, str] = {}
     front = [root]
     for here in front:  # breadth first: `front` grows while it is iterated

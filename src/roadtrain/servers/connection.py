@@ -1,5 +1,6 @@
-"""MessageLink: a worker's link to a server. HostedSession and WorkerConnection: a session of
-workers and its connections, in the process of a server, relay, reducer or coordinator.
+"""MessageLink: a worker's link to a server. HostedSession: a session of workers, in the process of
+a server, relay, reducer or coordinator. WorkerConnection: the connection of one worker to a
+HostedSession.
 
     listener: a link and its hello --> HostedSession.join --> WorkerConnection, the link's Receiver
     link:     room, arrived        --> the header is checked --> HostedSession.take
@@ -38,8 +39,8 @@ SLOW = (
 
 
 class MessageLink(Protocol):
-    """A link to one server, in this process or in another. Messages refer to parameters and
-    gradients by memoryviews (`into`, `grad`)."""
+    """A link to one server, in this process or in another. A message does not contain parameters or
+    gradients, but a memoryview of the memory that has them (`Pull.into`, `Push.grad`)."""
 
     peer: str  # name in messages to the user: "server 0 (/mnt/ssd0/run)"
 
@@ -50,17 +51,17 @@ class MessageLink(Protocol):
         """
 
     def waits_for(self) -> str:
-        """Return a clause for messages to the user that says what the server itself waits for.
+        """Return the reason why the server itself waits, as a clause for messages to the user.
 
-        The clause is ", which waits for ...". It is empty if the server does not wait.
+        The clause begins with ", which waits for". If the server does not wait, returns "".
         """
 
 
 class WorkerConnection:
     """The connection of one worker in a session, and the Receiver of the worker's link.
 
-    Invariant: `_arrived` is at most `_buffered`, because each frame with a payload first gets a
-    buffer and then arrives, in order.
+    Invariant: the number of payloads that arrived (`_arrived`) is at most the number of payloads
+    that got a buffer (`_buffered`), because each payload is received into its buffer.
     """
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
@@ -76,7 +77,7 @@ class WorkerConnection:
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         """Send a frame ahead of queued parameters.
 
-        If the link is lost, this method does not raise, because the link calls `lost`.
+        If the link is lost, this method does not raise an exception: the link calls `lost`.
         """
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
@@ -84,7 +85,7 @@ class WorkerConnection:
     def silent_for(self, limit_s: float) -> float:
         """Return the seconds since the worker's last frame if they exceed `limit_s`, else 0.
 
-        While a frame is being received, the limit is at least COMING_S.
+        While a frame is being received, the limit is at least COMING_S seconds.
         """
         if self._allocating or self._handling:
             return 0.0
@@ -131,8 +132,8 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """The session of the workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, it does
-    not change, and no worker can join.
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, `over`
+    does not change, and no worker can join.
     """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
@@ -158,7 +159,7 @@ class HostedSession(Generic[C]):
         return connection
 
     def takes(self, rank: int) -> bool:
-        """Return whether a worker may join with this rank. Call under `lock`."""
+        """Return whether a worker may join with this rank. The caller holds `lock`."""
         return self.over is None and 0 <= rank < self.workers and rank not in self.connections
 
     def busy(self) -> BaseException:
@@ -173,7 +174,7 @@ class HostedSession(Generic[C]):
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """Handle a frame. If this method raises, the session ends."""
+        """Handle a frame. An exception in this method ends the session."""
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -181,7 +182,10 @@ class HostedSession(Generic[C]):
             return list(self.connections.values())
 
     def left(self, connection: C, error: PeerError) -> None:
-        """Record that the link of a worker is closed, and call `one_left`."""
+        """Record that the link of a worker is closed.
+
+        Then call `one_left`, which ends the session if necessary.
+        """
         with self.lock:
             self.lost_ranks.add(connection.rank)
             all_gone = len(self.lost_ranks) == len(self.connections)
@@ -208,7 +212,7 @@ class HostedSession(Generic[C]):
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
-        """Send the reason to all workers and close their links.
+        """Send `error` to all workers, and close the links of all workers.
 
         Each link is closed in a new thread, because a link's own thread cannot close it.
         """
@@ -220,7 +224,10 @@ class HostedSession(Generic[C]):
             self.threads[-1].start()
 
     def wait_for_the_end(self, wait_s: float | None = None) -> None:
-        """Wait until all links are closed, at most `wait_s` for each."""
+        """Wait until all links are closed, at most `wait_s` seconds for each link.
+
+        If `wait_s` is None, the wait has no limit.
+        """
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(wait_s)
@@ -237,7 +244,7 @@ def link_to(
     """Connect to a reducer or its coordinator, and return the link.
 
     A TCP or shared-memory address leads to another process. If `address` is None, connect to `own`,
-    the function that accepts links in this process.
+    the function that accepts links in this process. `name` names the peer in messages to the user.
     """
     greeting = m.encode(hello)
     if isinstance(address, str):

@@ -9,14 +9,14 @@ The frames before the bar set up a session (servers/serve.py, servers/remote_ser
 after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on arrival:
 an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
 
-Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py), whose numbers
-are not used here.
+Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
+of these frames differ from the numbers in this module.
 
-NOTE language. LANGUAGE is a digest of all frames of all packages. It covers the name and number of
-each frame, the types in its header, and the types of the hello and of the payloads. Both ends of a
-link compare it in the handshake. tests/unit/test_language.py computes the digest and prints the new
-value. EDITION stands for changes that types cannot express: increase it when the meaning of a field
-changes.
+NOTE language. LANGUAGE is a digest of all frames of all packages. The digest covers the name and
+number of each frame, the types in each header, and the types of the hello and of the payloads. Both
+ends of a link compare their digests in the handshake. tests/unit/test_language.py computes the
+digest and prints the new value. EDITION stands for changes that types cannot express: increase
+EDITION when the meaning of a field changes.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The reason why a server keeps its workers waiting, and the server's progress in bytes.
+    """The reason why a server keeps its workers waiting (`doing`), and the server's progress.
 
-    If `of` is WAITS_ONLY, there is no progress, and `doing` names the peer that does not answer
-    ("" if all peers answer).
+    The progress is `done` of `of` bytes. If `of` is WAITS_ONLY, the frame reports no progress, and
+    `doing` names the peer that does not answer ("" if all peers answer).
     """
 
     doing: str
@@ -280,8 +280,8 @@ def header(kind: int, raw: bytes) -> Any:
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
     """Decode bytes with `decoder`.
 
-    If the bytes do not match the type of `decoder`, raises WireError. Its message begins with
-    `what`.
+    If the bytes do not match the type of `decoder`, raises a WireError with a message that begins
+    with `what`.
     """
     try:
         return decoder.decode(raw)
@@ -296,7 +296,7 @@ def as_bytes(array: np.ndarray) -> memoryview:
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     """Return the frame of a worker's message as (kind, header, payload).
 
-    The frame of a Pull does not contain `into`.
+    The frame of a Pull does not contain `into`, which only the worker uses.
     """
     match message:
         case messages.Pull(chunk, version, _, ticket):
@@ -347,7 +347,7 @@ def apply_update(
     if len(payload) != 9 * n:
         raise WireError(
             f"an update of chunk {chunk.id} must have {9 * n} bytes of scales, but has"
-            f" {len(payload)}"
+            f" {len(payload)} bytes"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
@@ -357,9 +357,9 @@ def apply_update(
 
 
 def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
-    """Return the size of the payload of a push of `chunk` in bytes.
+    """Return the size in bytes that the payload of a push of `chunk` must have.
 
-    `dense`: The size if the gradient is dense and not downcast.
+    `dense`: The size in bytes if the gradient is dense and not downcast.
     """
     dtype = fields.dtype
     if not fields.dense:
@@ -368,7 +368,10 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(f"chunk {chunk.id} is {chunk.dtype}, so its gradient cannot be {dtype!r}")
+        raise WireError(
+            f"a gradient of chunk {chunk.id} ({chunk.dtype}) cannot be downcast to {dtype!r}; only"
+            " fp32 gradients can be downcast, to bf16 or fp16"
+        )
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 

@@ -6,7 +6,8 @@ workers of each host, then over the hosts. The sum is computed for the norm. If 
 be cached, it is computed again for the update. Several pushes of one worker are accumulated in the
 chunk's dtype, also if the pushes were downcast.
 
-Assumes that only one thread works on a chunk at a time. Does NOT know steps.
+Assumes that only one thread works on a chunk at a time. Does NOT know which step a gradient belongs
+to.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class PushedGradients:
         tier: The files of the server, which contain the spill file. None if there are no files.
         buffers: Number of scratch buffers of `scratch_bytes`, at least two. A sum, a spilled
             gradient and an expanded sparse gradient take a buffer each.
-        workers: Number of workers. If `local` is negative, the number of relays.
-        local: Number of workers per host. Negative if each push comes from a relay, as the fp32
-            sum of the gradients of its host.
+        workers: Number of workers, or number of relays if workers push through relays.
+        local: Number of workers per host. A negative number means that workers push through
+            relays: each push is then the fp32 sum of the gradients of a host.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class PushedGradients:
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """Add a push to the gradient of its worker.
+        """Add a push to the gradient of the worker that sent the push.
 
         Returns a pair: the sums of squares of the worker's gradient, one per segment; and whether
-        the pushed memory stays in use.
+        the memory of the push (`push.grad`) stays in use.
         """
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
@@ -140,9 +141,10 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Remove the gradient of a chunk, and return it for the update.
+        """Remove the gradient of a chunk, and return the gradient for the update.
 
-        Returns (buffer, values, dtype). The caller must pass the buffer to `done` after use.
+        Returns (scratch buffer or None, values, dtype). The caller must pass the buffer to `done`
+        after use.
         """
         held = self._held.pop(number)
         if number in self._totals:
@@ -175,9 +177,9 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """For each host, yield the sum of its workers' gradients.
+        """For each host, yield the sum of the gradients of the host's workers.
 
-        The first sum is computed in `total`.
+        The sum of the first host is computed in `total`.
         """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
@@ -188,7 +190,7 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return the gradients of some workers.
+        """Return the gradients of the workers in `held`.
 
         If all gradients are in memory, returns a list. Otherwise, returns an iterator that loads
         the gradients one by one.
@@ -206,7 +208,7 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        If the gradient was spilled or compressed, the buffer contains its values. Otherwise, the
+        If the gradient was spilled or compressed, the buffer contains the values. Otherwise, the
         buffer is None.
         """
         if isinstance(part, tuple):

@@ -50,7 +50,7 @@ def answer(link: Link, status: Status) -> Watcher:
 
 
 def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
-    """Query the server at `address`. Return its status, or an error if it does not answer."""
+    """Query the server at `address`. Return the server's status, or an error without an answer."""
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)

@@ -36,7 +36,7 @@ class HostedStore:
     def storing(self) -> Iterator[None]:
         """Lock the directory.
 
-        Raises BusyError if the previous session still uses the directory, which happens when a
+        Raises BusyError if the previous session still uses the directory. This happens when a
         device hangs.
         """
         if not self._lock.acquire(timeout=LOCK_S):
@@ -72,8 +72,9 @@ class HostedStore:
     ) -> StoreMeta | None:
         """Record in the store's metadata that this server may resume without `servers`.
 
-        `link` is the id of the session that has ended. Returns the metadata once it is durable. If
-        `link` is not the last session of this store, records nothing and returns None.
+        `link` is the id of the session that has ended. Returns the metadata after writing the
+        metadata durably. If `link` is not the last session of this store, records nothing and
+        returns None.
         """
         with self.storing():
             home = None if opened is None else opened.directory

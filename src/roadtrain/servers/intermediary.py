@@ -1,8 +1,8 @@
 """IntermediarySession: a session of several participants whose requests are forwarded to a server.
 
-An intermediary is a relay (its participants are the workers of a host) or the end of a fan-in. An
-IntermediarySession is also the Receiver of the link to the server. The state machine is in
-servers/protocol/intermediary.py.
+An intermediary is a relay or a fan-in. The participants of a relay are the workers of a host. The
+participants of a fan-in are all workers of a job, or all relays. An IntermediarySession is also the
+Receiver of the link to the server. The state machine is in servers/protocol/intermediary.py.
 
 Frames that set up a session are forwarded unchanged. Frames from the server go to all participants,
 but each participant gets only its own part of the committed job state. Subclasses handle gradients.
@@ -46,7 +46,7 @@ class IntermediarySession(ParameterSession):
         Args:
             participants: Number of participants.
             stands_for: Number of workers whose job state each participant commits.
-            deadline_s: Limit of the wait for the connection to the server.
+            deadline_s: Longest time in seconds to wait for the link to the server.
         """
         super().__init__(participants, 1)
         self._stands_for, self._up_s = stands_for, deadline_s
@@ -66,7 +66,7 @@ class IntermediarySession(ParameterSession):
         return worker
 
     def prepare(self, worker: ParameterConnection) -> None:
-        """Prepare a participant before the first frame is sent to it."""
+        """Prepare a participant for its first frame. Subclasses may override this method."""
 
     def takes(self, rank: int) -> bool:
         return not self.lost_ranks and super().takes(rank)
@@ -105,7 +105,10 @@ class IntermediarySession(ParameterSession):
         with self.lock:
             buffer = self.machine.buffer_for(ticket, number)
             if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(f"ticket {ticket} did not request {nbytes} bytes of chunk {number}")
+                raise WireError(
+                    f"the server answered ticket {ticket} with {nbytes} bytes of chunk {number},"
+                    " which were not requested"
+                )
             return self._copies[buffer].view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -150,7 +153,7 @@ class IntermediarySession(ParameterSession):
     # actions of the state machine
 
     def _carry_out(self, action: Any) -> None:
-        """Carry out the actions that all subclasses share. Called under `lock`."""
+        """Carry out an action that all subclasses share. The caller holds `lock`."""
         match action:
             case Up(messages.Commit(step, blobs)):
                 self._send(messages.Commit(step, pack(blobs)))

@@ -75,7 +75,7 @@ class LocalServers:
         self._reported = opened.notes if opened else ()  # notes that open_or_none has reported
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        """Create the servers, and return them by number.
+        """Create the servers, and return a dict from server number to server.
 
         The servers send their messages to `deliver`.
         """
@@ -151,10 +151,10 @@ def open_or_none(
     report: Callable[[str], None],
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the job's store, and convert it if its layout differs from `store_plan`.
+    """Open the job's store, and convert the store if the layout differs from `store_plan`.
 
-    Returns None if there is no store yet. `accept` is passed to open_store, which calls it to check
-    the store. Raises ForeignError if the store belongs to another model or optimizer.
+    Returns None if there is no store yet. open_store() calls `accept` to check the store. Raises
+    ForeignError if the store belongs to another model or optimizer.
     """
     if not store_plan.directories:
         return None
@@ -184,5 +184,5 @@ def open_or_none(
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield an array of a parameter in pieces: (index of the first element, values) per chunk."""
+    """Yield (index of first element, values) for each chunk with a piece of a parameter's array."""
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

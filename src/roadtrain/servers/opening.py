@@ -1,4 +1,4 @@
-"""The decision how worker 0 opens a job's store on remote servers.
+"""Decide how worker 0 opens a job's store on remote servers.
 
 The decision is based on the reports of the servers that answer. Each server reports which steps its
 store holds. storage/history.py explains from which steps a job may resume. Does NOT communicate
@@ -48,7 +48,7 @@ class Opening:
     holders: tuple[int, ...]  # servers that have a snapshot of step `kept`
 
     def refilled(self, step: int) -> Opening:
-        """Return instructions for filling the same store again, with the contents of `step`."""
+        """Return instructions for filling the same store again with the contents of `step`."""
         history = back_to(self.history, step)
         return replace(self, mode=StartMode.NEW, step=step, history=history, kept=-1, holders=())
 
@@ -64,12 +64,12 @@ class FoundStore:
 
 
 class FoundStores:
-    """The reports of the servers, and the decision how to open the store.
+    """The reports of the servers, and the decision about how to open the store.
 
     Attributes:
         found: The reports, by number of the server.
-        given_up: The servers whose contents are ignored. Empty if the servers agree which contents
-            are the newest, else all servers of the argument `give_up`.
+        given_up: The servers whose contents are ignored. If the reports show which contents are the
+            newest, no contents are ignored. Otherwise, these are the servers in `give_up`.
     """
 
     def __init__(
@@ -159,9 +159,10 @@ class FoundStores:
         check_same(self.names[members[0]], held, self._store_plan)
         if held.signature != self._meta.signature or len(held.directories) != len(self.names):
             raise ConfigError(
-                f"{self.names[members[0]]} holds a store of {len(held.directories)} servers with"
-                f" chunks of {held.chunk_elements} elements, but {len(self.names)} servers, chunks"
-                f" of {self._meta.chunk_elements} elements or another dtype are requested",
+                f"{self.names[members[0]]} holds a store of another layout: it was made with"
+                f" {len(held.directories)} servers and {held.chunk_elements} elements per chunk,"
+                f" but {len(self.names)} servers and {self._meta.chunk_elements} elements per chunk"
+                " are requested (if these numbers are equal, the dtype differs)",
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:
@@ -196,8 +197,8 @@ class FoundStores:
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
         """Return the newest step that has a snapshot of every chunk.
 
-        Returns a pair: the step, and the servers that have its snapshot. If there is no such step,
-        returns -1 and no servers.
+        Returns a pair: the step, and the servers that have a snapshot of this step. If there is no
+        such step, returns (-1, ()).
         """
         kept = {number: found.snapshots for number, found in sorted(self.found.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):

@@ -147,7 +147,7 @@ class ParameterConnection(WorkerConnection):
         self.session.left(self, self._reason or error)
 
     def freed(self, ticket: int) -> None:
-        """Return to `pool` the buffer of the push with this ticket."""
+        """Give the buffer of the push with this ticket back to `pool`."""
         buffer = self._kept.pop(ticket, None)
         if buffer is not None and self.pool is not None:
             self.pool.put(buffer)
@@ -191,7 +191,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
         """Handle the heartbeat of a worker's process."""
 
     def look(self, silent_s: float) -> None:
-        """End the session if a worker has been silent for `silent_s`. Called regularly."""
+        """End the session if a worker has been silent for `silent_s` seconds. Called regularly."""
         for worker in self.everyone():
             if worker.rank not in self.lost_ranks and (for_s := worker.silent_for(silent_s)):
                 self.end(

@@ -85,10 +85,10 @@ class RemoteServer:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """Wait for the next session frame, which must be of `kind`.
+        """Wait for the next session frame, which must be of `kind`. Return (fields, payload).
 
-        Returns its (fields, payload). The deadline restarts whenever the server makes progress.
-        `what` names the frame in messages to the user.
+        The deadline restarts whenever the server makes progress. `what` names the frame in messages
+        to the user.
         """
         begin = time.monotonic()
         while True:
@@ -104,13 +104,13 @@ class RemoteServer:
                     ) from None
         if got == m.FAILED:
             why = self._error or f"{self.peer} ended"
-            raise LostError(f"waiting for {what}: {why}") from self._error
+            raise LostError(f"stopped waiting for {what}: {why}") from self._error
         if got != kind:
             raise WireError(f"expected {what} from {self.peer}, but got a frame of kind {got}")
         return fields, payload
 
     def waits_for(self) -> str:
-        """Return a clause that says what the server waits for; see MessageLink.waits_for."""
+        """Return the reason why the server waits, as a clause; see MessageLink.waits_for."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
         what = self.silent or what
@@ -128,8 +128,8 @@ class RemoteServer:
     def close(self) -> None:
         """Close the link.
 
-        If a server has failed, first send the reason to this server, which passes it on to the
-        other workers.
+        If any server of the job has failed, first send the error over the link. The server at the
+        end of the link passes the error on to the other workers.
         """
         if self.link is None:
             return

@@ -5,10 +5,10 @@ ready. Afterwards all workers behave the same, and the servers wait for all work
 a worker is lost, an error is raised here. The launcher (torchrun) starts the process again, and
 training resumes at the last committed step.
 
-With replicas, worker 0 leaves out a server that does not answer. It refills a server that missed
-steps from servers that have these steps. The other workers follow the decisions of worker 0. If the
-newest step cannot be restored from the servers' stores, worker 0 sends all servers back to a
-snapshot (opening.py).
+With replicas, worker 0 leaves out a server that does not answer. If a server has missed steps,
+worker 0 fills this server again from servers that have these steps. The other workers follow the
+decisions of worker 0. If the newest step cannot be restored from the servers' stores, worker 0
+sends all servers back to a snapshot (opening.py).
 
 A store with another number of servers, chunk size or dtype is refused; it is NOT converted.
 """
@@ -82,7 +82,11 @@ class RemoteServers:
         report: Callable[[str], None] = print,
         anew: int | None = None,
     ) -> None:
-        """`anew`: If not None, worker 0 fills the servers again, with the contents of this step."""
+        """Connect to the servers. On worker 0, also open the store.
+
+        `anew`: None, or a step. With a step, worker 0 fills the servers again with the contents of
+        this step.
+        """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
         self._holds_gradients, self._anew = holds_gradients, anew
@@ -116,7 +120,7 @@ class RemoteServers:
                 self._open(missing)
 
     def again(self, step: int) -> RemoteServers:
-        """Start another session with the same servers, and fill them with the contents of `step`.
+        """Start a new session, and fill the same servers with the contents of `step`.
 
         All workers must call this method. This session must be closed.
         """
@@ -323,7 +327,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Fill server `number` with its chunks, which are read from the servers in `members`."""
+        """Fill server `number`. The contents of its chunks are read from servers in `members`."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
@@ -342,8 +346,9 @@ class RemoteServers:
     def start(self, blob: bytes) -> None:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
-        Each server records the begin of the session before it serves. The first server is always
-        the last to commit and to begin. On all workers except worker 0, this method does nothing.
+        Each server records the begin of the session before serving workers. The first server is
+        always the last server to commit and to begin. On all workers except worker 0, this method
+        does nothing.
         """
         if self.group.rank:
             return

@@ -1,15 +1,15 @@
 """The residuals of error feedback: the part of the gradients that a worker has not sent
 (kernels/codecs.py).
 
-The residuals of a block form a block of their own, which a server stores with the update rule
+The residuals of a block form a separate block. A server stores this block with the update rule
 `replace`. Residuals are thus pulled, pushed, committed and resumed like parameters (Rule 3).
 
 With remote servers, residuals stay on the worker's own host (`Residuals`). A separate server in the
 worker's process stores the residuals, and only this worker uses the server. This server prepares
 each step before the other servers commit the step (servers/protocol/commit.py). Therefore, after a
-crash, it has the step from which the job resumes. It lacks this step only if the worker has moved
-to another host, or if all servers went back to a snapshot. The residuals then start at zero, which
-is reported.
+crash, the separate server has the step from which the job resumes. This step is missing only if the
+worker has moved to another host, or if all servers went back to a snapshot. The residuals then
+start at zero, and the user is told.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Replace(Rule):
 def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
     """Return the name and parameters of a residual block for every block with trainable parameters.
 
+    A run contains the parameters of a block with the same dtype and parameter group (`chunks.Run`).
     For each trainable run of the block, the residual block has a run of fp32 residuals with the
     same element offsets. The i-th run is in parameter group `groups + i`.
     """

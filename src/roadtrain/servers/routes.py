@@ -11,8 +11,8 @@ A route consists of three classes:
     OpenRoute   at the worker: one link to each server, for one session
     RouteEnd    at the server: accepts the links of workers that use this route
 
-The class of a route is loaded by its name when an option selects it (transport/plugins.py). If a
-route has an end at the server, its hello starts with `greeting_of(name)`, followed by bytes that
+The class of a route is loaded by name when an option selects the route (transport/plugins.py). If a
+route has a RouteEnd, the hello of a worker starts with `greeting_of(name)`, followed by bytes that
 the route defines. The server then loads the route of this name.
 """
 
@@ -36,7 +36,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RouteEnds:
-    """The two ends of a route in one session: a participant, and the servers of its job."""
+    """The two ends of a route in one session: a participant (a worker or a relay), and the servers
+    of the participant's job."""
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
@@ -70,7 +71,8 @@ class OpenRoute(Protocol):
 
 
 class RouteEnd(Protocol):
-    """The server's end of a route: it accepts participants and passes their messages to a session.
+    """The part of a route that runs at a server: accepts participants (workers or relays), and
+    passes the messages of participants to a session.
 
     An instance is created when the first participant connects. The arguments of the class are the
     greeting, the SessionHost and the options of links.
@@ -97,7 +99,7 @@ class RouteEnd(Protocol):
 
 
 class Route(Protocol):
-    """A way to reach servers, as an option value."""
+    """A way to reach servers: the value of an option that the user sets."""
 
     name: str  # name of the entry point
     end: Any  # class of the RouteEnd; None if links arrive at the server as direct links do
@@ -108,7 +110,7 @@ class Route(Protocol):
     def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         """Raise ConfigError if these workers cannot use this route.
 
-        `compressed` names the option that makes gradients sparse. It is "" if gradients are dense.
+        `compressed` names the option that makes gradients sparse; "" if gradients are dense.
         """
 
     def lossy(self, group: WorkerIdentity) -> str:
@@ -125,7 +127,7 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """The route of TCP links from the worker to each server. It is a Route and an OpenRoute."""
+    """The route of TCP links from the worker to each server: a Route and an OpenRoute."""
 
     ends: RouteEnds | None = None
     name, end, via = "", None, ""
@@ -184,7 +186,7 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Return the first bytes of a worker's hello, by which the server finds the route `name`."""
+    """Return the first bytes of a worker's hello. These bytes tell the server the route `name`."""
     return f"roadtrain {name} ".encode()
 
 

@@ -5,9 +5,9 @@
 Workers send heartbeats. A worker that is silent for SILENT_S counts as stopped. A lost or stopped
 worker ends the session: uncommitted contents are dropped, the other workers are notified, and the
 next session starts at the last committed step (Rule 3). If this process is restarted with the same
-directory, its first session also starts at the last committed step.
+directory, the first session of the new process also starts at the last committed step.
 
-All workers of a session must run the same job, which is checked. Does NOT restart workers; torchrun
+The server checks that all workers of a session run the same job. Does NOT restart workers; torchrun
 does.
 """
 
@@ -81,7 +81,7 @@ def command(
         cert: TLS: PEM file of this server's certificate
         key: TLS: PEM file of the key of this certificate
         client_ca: TLS: PEM file of the CA that must have signed the workers' certificates (default:
-            workers need none)
+            workers need no certificates)
         ca: the older name of --client-ca
         link: tcp, or the name of a plugin's link such as rdma; workers must use the same link
             (default: tcp)
@@ -145,8 +145,8 @@ def _check_switch(
     if switch and extra:
         raise ConfigError(
             f"--switch cannot be combined with {', '.join(extra)}",
-            hint="a switch keeps no state, --memory limits its memory; run servers with --store or"
-            " --sum as separate commands",
+            hint="a switch keeps no state, and --memory limits the memory of a switch; run servers"
+            " with --store or --sum as separate commands",
         )
     extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
     if extra and not switch:
@@ -176,18 +176,21 @@ def _check_server(
         )
     if sum and snapshot is not None:
         raise ConfigError(
-            f"--snapshot {snapshot} needs a state, but --sum keeps none",
+            f"--snapshot {snapshot} copies a state, but a server with --sum keeps no state",
             hint="leave out --snapshot",
         )
     if formats is not None and not sum:
-        raise ConfigError(f"--formats {formats} can only be used with --sum", hint="leave it out")
+        raise ConfigError(
+            f"--formats {formats} can only be used with --sum", hint="leave out --formats"
+        )
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
             ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
             + " cannot be combined",
-            hint="name another directory for --snapshot; --snapshot-every must be at least 1",
+            hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must"
+            " be at least 1",
         )
 
 
@@ -239,15 +242,16 @@ class SessionHost:
                 session = self.session = ServerSession(greeting, self)
             elif self.front is not None:
                 name = self.front.name
-                raise self._other_route(greeting, name, "worker {} has no {}, the others have one")
+                words = "worker {} has no {}, but the other workers of the session have one"
+                raise self._other_route(greeting, name, words)
             elif not session.is_of(greeting):
                 raise session.busy()
             return session.admit(greeting.rank, link, greeting.signature)
 
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
-        """Accept a participant whose route has an end at the server.
+        """Accept a participant (a worker or a relay) whose route has a RouteEnd.
 
-        If there is no session, the participant begins a session.
+        If there is no session, start a session.
         """
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
@@ -262,7 +266,8 @@ class SessionHost:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
             elif not isinstance(self.front, end_class):
-                raise self._other_route(hello, name, "worker {} has a {}, the others have none")
+                words = "worker {} has a {}, but the other workers of the session have none"
+                raise self._other_route(hello, name, words)
             elif not self.front.is_of(hello):
                 raise self.front.busy()
             return self.front.accept(link, greeting)
@@ -298,8 +303,8 @@ class SessionHost:
     def run(self) -> None:
         """Tear down sessions that have ended, and check running sessions for silent workers.
 
-        Returns after `stop`. If this process itself was suspended, one check is skipped. The links
-        can then read the heartbeats that have arrived meanwhile.
+        Returns after `stop`. If this process itself was suspended, one check is skipped, so the
+        links can first read the heartbeats that have arrived meanwhile.
         """
         while True:
             begun = time.monotonic()
@@ -342,7 +347,10 @@ class SessionHost:
 
 
 def _checked(hello: m.Hello) -> m.Hello:
-    """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
+    """Return `hello`. Raises WireError if `hello` has an impossible rank or number of workers."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
-        raise WireError(f"worker {hello.rank} of {hello.workers} workers cannot exist")
+        raise WireError(
+            f"a hello is from worker {hello.rank} of {hello.workers} workers; ranks are at least 0"
+            f" and less than the number of workers, which is at most {MOST_WORKERS}"
+        )
     return hello

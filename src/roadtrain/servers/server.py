@@ -181,7 +181,7 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """Receive a message of the worker in this process, which uses the Server as a MessageLink.
+        """Receive a message of the worker in this process. The Server is the worker's MessageLink.
         Raises LostError if the server is stopped."""
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
@@ -204,7 +204,7 @@ class Server:
     def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
         """Continue at `step` with the records of `tier`. If `tier` is None, the server continues
         with the records in memory. Call this method only between steps, when nothing is in
-        progress. Raises StoreError if the files are damaged, and DeadlineError if reading them
+        progress. Raises StoreError if the files are damaged, and DeadlineError if reading the files
         takes too long."""
 
         def change() -> None:
@@ -239,7 +239,7 @@ class Server:
     def stop(self, deadline_s: float) -> list[str]:
         """End all threads without waiting for unfinished steps. Returns the names of threads that
         have not ended within the deadline. These threads keep their memory until they end. The
-        caller must close the tier."""
+        caller must close the FileTier."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -322,7 +322,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Run a job, measure it, and report its action as done. Returns the bytes it has moved."""
+        """Run and time the function `job`, and report `action` as done. Returns bytes moved."""
         start = time.perf_counter()
         try:
             nbytes, result = job()
@@ -433,8 +433,8 @@ class Server:
     ) -> Outcome:
         """Send parameters to a worker.
 
-        `put` writes the parameters to memory. If they are already in memory, `view` refers to them,
-        and a link sends them without a call of `put`.
+        `put` writes the parameters to memory. If the parameters are already in memory, `view`
+        refers to this memory, and a link sends the parameters without a call of `put`.
         """
         into = answer.pull.into
         if isinstance(into, memoryview):
@@ -446,7 +446,7 @@ class Server:
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
     def _state_part(self, number: int) -> tuple[str, int]:
-        """Return the name of the part of a record that an update reads, and its byte offset."""
+        """Return (name, byte offset) of the part of a record that an update reads."""
         record = self.records[number]
         return ("state", record.weights_nbytes) if record.master else ("record", 0)
 
@@ -485,7 +485,7 @@ class Server:
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
         """Return the checksum of an updated record. The checksum covers the state and the
-        parameters that a pull returns. It does not cover the padding after a 16-bit copy."""
+        parameters that a pull returns, but not the padding after a 16-bit copy."""
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -501,8 +501,8 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """Return the name of the part of a record that is written, and its byte offset. A resident
-        16-bit copy is not written, because the copy can be cast from the master."""
+        """Return (name, byte offset) of the part of a record that is written. A resident 16-bit
+        copy of the parameters is not written, because the copy can be cast from the master."""
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
         )
@@ -548,7 +548,7 @@ def apply_rule(
     apply_update: messages.ApplyUpdate,
 ) -> None:
     """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
-    and scale are processed as one range, including the padding between them. If `public` is not
+    and scale are processed as one range, including the padding between spans. If `public` is not
     None, the 16-bit copy of the new values is written to `public`."""
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]

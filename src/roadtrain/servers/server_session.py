@@ -74,7 +74,8 @@ class ServerSession(ParameterSession):
     """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
-        """Create the session. `beside` is called once, when the layout is known."""
+        """Create the session. `beside` returns the bytes of memory that the session must not use,
+        and is called once, when the layout of the store is known."""
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
         self.host, self.store = host, host.store
@@ -187,11 +188,14 @@ class ServerSession(ParameterSession):
         _SETS_UP[kind](self, worker, fields, payload)
 
     def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
-        """Make this server's part of the store, or open it at the requested step."""
+        """Make this server's part of the store, or open the part at the requested step."""
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
-            raise WireError("a store must be opened once, by worker 0, with this server's number")
+            raise WireError(
+                "an Open frame must come from worker 0, only once, and with the number of this"
+                f" server ({self.number}) and of all servers"
+            )
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
         self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
@@ -228,10 +232,9 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the opened tier.
+        """Return the open FileTier: the files of this server's part of the store.
 
-        Raises ForeignError if this tier is not the part of the store that `meta` assigns to this
-        server.
+        Raises ForeignError if these files are not the part that `meta` assigns to this server.
         """
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
@@ -278,7 +281,10 @@ class ServerSession(ParameterSession):
         """Write the initial record of a chunk."""
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
-            raise WireError("chunks can be filled only by worker 0, and only in a new part")
+            raise WireError(
+                "a Fill frame must come from worker 0, while this server's part of the store is new"
+                " and not complete"
+            )
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
             raise WireError(f"chunk {chunk.id} has {expected} bytes, but {len(payload)} arrived")
         with self._stored():
@@ -289,7 +295,10 @@ class ServerSession(ParameterSession):
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         """Publish the new part of the store, which is now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError("a new part must be settled once, by worker 0")
+            raise WireError(
+                "a Settle frame must come from worker 0, before the session begins, and only if"
+                " this server's part of the store is new"
+            )
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -304,7 +313,8 @@ class ServerSession(ParameterSession):
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
-                "the session must be begun once, by worker 0, when the store is open and complete"
+                "a Begin frame must come from worker 0, only once, and when the store is open and"
+                " complete"
             )
         with self._stored():
             self._serve(tier, meta)
@@ -338,7 +348,7 @@ class ServerSession(ParameterSession):
         For chunk -1, send the blobs of the last commit.
         """
         if self.meta is None or self.tier is None:
-            raise WireError("the store is not open yet")
+            raise WireError("a Read frame arrived before the store was opened")
         if fields.chunk == -1:
             worker.say(m.RECORD, (-1,), self.tier.blob)
             return
@@ -356,7 +366,10 @@ class ServerSession(ParameterSession):
 
     @contextmanager
     def _stored(self) -> Iterator[None]:
-        """Context manager that keeps the tiers open. Raises LostError if they are closed."""
+        """Context manager that keeps the files of the store and of its snapshots open.
+
+        Raises LostError if the files are closed.
+        """
         with self._storing:
             if self._closed:
                 raise LostError("the session has ended")
@@ -368,7 +381,7 @@ class ServerSession(ParameterSession):
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
-        """Close the tiers. Call under `_storing`."""
+        """Close the files of the store and of its snapshots. The caller holds `_storing`."""
         if self.server is not None:
             self.server.stop(END_S)
         tiers, self.tier, self.kept = (self.tier, self.kept), None, None
@@ -382,7 +395,7 @@ class ServerSession(ParameterSession):
 
     def post(self, message: Any) -> None:
         if self.server is None:
-            raise WireError("a message arrived before the session was begun")
+            raise WireError("a message about chunks arrived before worker 0 began the session")
         self.server.receive(message)
 
     def deliver(self, message: Any, to: int | None) -> None:
@@ -469,7 +482,7 @@ _SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memory
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
-    """Decode worker 0's description of the store into its metadata and update rules."""
+    """Decode worker 0's description of a store. Return the store's metadata and update rules."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, Any])
         meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")

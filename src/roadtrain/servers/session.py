@@ -126,7 +126,7 @@ class JobSession:
         self.servers.start(blob)
 
     def read(self, name: str, what: str) -> np.ndarray:
-        """Return an array of a parameter. Call it only if all steps have ended and are committed.
+        """Return an array of a parameter. All steps must have ended and must be committed.
 
         Master values and state arrays have the shape of the parameter, and a state scalar has shape
         (1,). The dtype is fp32, except that master values of a frozen parameter have the dtype of
@@ -135,7 +135,7 @@ class JobSession:
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the array that `read` returns in pieces: (index of the first element, values).
+        """Yield the pieces of the array that `read` returns, as (index of first element, values).
 
         If `what` is WEIGHTS, the values are pulled from the servers. These values include updates
         that are not committed yet, because a commit may need the other workers.

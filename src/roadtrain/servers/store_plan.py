@@ -49,7 +49,7 @@ class StorePlan:
 
     @cached_property
     def records(self) -> Mapping[int, Record]:
-        """The layout of each chunk's record, by chunk."""
+        """The layout of each chunk's record, by chunk number."""
         return self.meta().records
 
     def meta(self, job: str = "") -> StoreMeta:
@@ -63,14 +63,22 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
     `where` is the location of the store, and `held` its metadata.
     """
     if held.table.fingerprint() != store_plan.table.fingerprint():
-        ours = {p.name: (p.shape, p.trainable) for p in store_plan.table.params}
-        theirs = {p.name: (p.shape, p.trainable) for p in held.table.params}
-        diff = next(
-            (n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the split into blocks"
+        ours, theirs = (
+            {
+                p.name: f"{'trainable' if p.trainable else 'frozen'} with shape {p.shape}"
+                for p in table.params
+            }
+            for table in (store_plan.table, held.table)
         )
+        diff = next((n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), None)
         raise ForeignError(
-            f"{where}: the store is of another model: {diff} is {theirs.get(diff, 'absent')} in the"
-            f" store and {ours.get(diff, 'absent')} in the model (shape, trainable)",
+            f"{where}: the store is of another model: "
+            + (
+                "the blocks of that model have other names or other parameters"
+                if diff is None
+                else f"{diff} is {theirs.get(diff, 'absent')} in the store, but"
+                f" {ours.get(diff, 'absent')} in the model"
+            ),
             hint=(
                 "name another store directory, or use the same model, blocks and error feedback as"
                 " before"
@@ -78,8 +86,8 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
-            f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the optimizer"
-            f" is {[g.rule for g in store_plan.groups]}",
+            f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the parameter"
+            f" groups of the optimizer need {[g.rule for g in store_plan.groups]}",
             hint=(
                 "use the same optimizer and parameter groups, or export the weights and start with"
                 " an empty store"
@@ -87,13 +95,14 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
-            f"{where}: the store was trained with staleness {held.staleness}, but"
+            f"{where}: the store was trained with staleness {held.staleness}, but staleness"
             f" {store_plan.staleness} is requested",
             hint="keep the old staleness, or export the weights and start with an empty store",
         )
     if held.replicas != store_plan.replicas:
         raise ForeignError(
-            f"{where}: made with replicas = {held.replicas}, but {store_plan.replicas} requested",
+            f"{where}: the store was made with replicas = {held.replicas}, but replicas ="
+            f" {store_plan.replicas} is requested",
             hint="keep the old replicas, or export the weights and start with an empty store",
         )
 
@@ -122,9 +131,9 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` to a span.
+    """Write the initial state of `rule` for the parameter at index `span` of the chunk's spans.
 
-    The arrays and scalars of the span must be zero before.
+    The state arrays and scalars of this parameter must be zero before.
     """
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(

@@ -22,7 +22,7 @@ class StageTotals:
 class Stages:
     """The totals of each stage since the last `take`.
 
-    The seconds of a stage are summed over threads, so they may exceed the wall time.
+    The seconds of a stage are summed over threads, so this sum may exceed the wall time.
     """
 
     def __init__(self) -> None:

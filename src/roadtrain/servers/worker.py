@@ -1,5 +1,5 @@
 """Worker: fetches blocks for the BlockStream, sends gradients, starts updates and commits steps.
-servers/protocol/worker.py makes the decisions; this module carries them out, and waits.
+servers/protocol/worker.py makes the decisions; this module carries out the decisions, and waits.
 
 Threads: the training thread and autograd's threads call the methods. Servers deliver messages in
 threads of their own. One condition guards all shared state. Every wait has a deadline and an error
@@ -43,8 +43,8 @@ class ProcessLock(threading.Condition):
     """A condition that can only be used in the process that created it.
 
     A forked child has no threads that could notify the condition, and may have inherited the
-    condition in locked state. `interrupted` is set if Ctrl-C has stopped a change of the guarded
-    state halfway. An interrupted wait does not set `interrupted`.
+    condition in locked state. `interrupted` is True if Ctrl-C has stopped a change of the guarded
+    state halfway. An interrupted wait does not set `interrupted` to True.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """Return a link's error with the open step and the operation added to its text (Rule 5)."""
+        """Return a link's error, with the open step and operation added to the message (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
         detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
@@ -253,7 +253,7 @@ class Worker:
             self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
-        """Fetch `block` into `host`, which is not a slot, and wait until it has arrived."""
+        """Fetch `block` into `host`, which is not a slot, and wait until the block has arrived."""
         start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
@@ -261,7 +261,7 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Fetch the weights part of a chunk, wait for it, and return it.
+        """Fetch the weights part of a chunk, and return the parameters once they have arrived.
 
         The parameters include all updates that have begun, also updates that are not committed yet.
         """
@@ -284,7 +284,7 @@ class Worker:
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Fetch the root block if it is old. Returns whether the root block was fetched."""
+        """Fetch the root block if it is obsolete. Returns whether the root block was fetched."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -321,10 +321,10 @@ class Worker:
             block: Index of the block.
             buffer: The flat buffer with the gradient.
             present: Indices of the parameters that have a gradient.
-            fresh: If True, the gradient replaces the gradient that the servers hold. If False, it
-                is added.
-            step: The open step if the gradient is complete and unscaled, else 0. If it is not 0,
-                the update of each chunk begins as soon as the chunk's gradient has arrived.
+            fresh: If True, the gradient replaces the gradient that the servers hold. If False, the
+                gradient is added.
+            step: The open step if the gradient is complete and unscaled, else 0. If not 0, the
+                update of each chunk begins as soon as the chunk's gradient has arrived.
             hyperparameters: Hyperparameters of each parameter group. Only used if `step` is not 0.
         """
         table = self.table.blocks[block]
@@ -441,8 +441,8 @@ class Worker:
     ) -> None:
         """Push the gradients of `chunks` from `host`.
 
-        `host` becomes free when all servers have read it. `then` has, for each chunk, the message
-        to send directly after the gradient of the chunk.
+        `host` becomes free when all servers have read the gradients. `then` maps the number of a
+        chunk to the message to send directly after the gradient of this chunk.
         """
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
@@ -463,7 +463,7 @@ class Worker:
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
-        """Return a dict from parameter index to the sum of squares of its gradient in this step.
+        """Return a dict: index of a parameter -> sum of squares of its gradient in this step.
 
         The squares are added in flat order, so the sums do not depend on the chunk size. With
         several workers, the gradient is the mean over the workers, and the gradients of the block
@@ -502,8 +502,8 @@ class Worker:
     ) -> None:
         """Begin the update of `block` as part of `step`.
 
-        Updates every span whose `scales(param)` is not None. With several workers, each worker must
-        call this method for every block, and the server merges the requests.
+        Parameters for which `scales(param)` is None are not updated. With several workers, each
+        worker must call this method for every block, and the server merges the requests.
         """
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
@@ -532,7 +532,7 @@ class Worker:
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
-        """End `step`, and send `self.word` to the other workers.
+        """End `step`, and send the bytes `self.word` to the other workers.
 
         All updates of the step must have begun. Waits while too many steps are uncommitted, or
         while sums of squares are missing.
@@ -546,9 +546,9 @@ class Worker:
             self._carry_out(machine.end_step(step, word))
 
     def words(self, step: int) -> Sequence[bytes]:
-        """Wait until all workers have ended `step`, and return the word of each worker.
+        """Wait until all workers have ended `step`, and return the bytes that each worker sent.
 
-        Call it only if every worker sends a word in this step. Drops words of earlier steps.
+        Call this only if every worker sends bytes in `step`. Drops the bytes of earlier steps.
         """
         words = self.machine.words
         with self._lock:

@@ -42,7 +42,7 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """Return `job`, with the vocabulary size of the text if the job's config has none.
+    """Return `job`. If the job has no vocabulary size, the returned job has that of the text.
 
     Raises ConfigError if the text does not fit the model.
     """
@@ -53,7 +53,8 @@ def fitted(job: Job, tokens: Tokens) -> Job:
     if config.vocab_size < tokens.vocab_size or places < job.data.seq_len:
         raise ConfigError(
             f"the model has a vocabulary of {config.vocab_size} and {places} positions, "
-            f"but the data needs {tokens.vocab_size} and {job.data.seq_len}",
+            f"but the data needs a vocabulary of {tokens.vocab_size} and {job.data.seq_len}"
+            " positions",
             hint="raise model.config.vocab_size or max_position_embeddings, or lower data.seq_len",
         )
     return job
@@ -124,22 +125,24 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
 
 
 def named(text: str, where: str) -> Any:
-    """Import the object that `text` names as MODULE:NAME.
+    """Import and return the object that `text` names as MODULE:NAME.
 
-    `where` is the place in which the user named the object, such as "optimizer.name". Messages of
-    ConfigError begin with `where`.
+    `where` is the key or argument that contains `text`, such as "optimizer.name". The message of a
+    ConfigError begins with `where`.
     """
     module, _, name = text.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
-        raise ConfigError(f"{where}: {cause}", hint="write MODULE:NAME, importable here") from cause
+        raise ConfigError(
+            f"{where}: {cause}", hint="write MODULE:NAME for a module that can be imported here"
+        ) from cause
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of a causal language model's output.
 
-    `y`: The token that follows each position.
+    `y`: The index of the token that follows each position.
     """
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

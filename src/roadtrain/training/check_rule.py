@@ -33,7 +33,7 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
     is 1 if the rule differs from its reference.
 
     Args:
-        dir: a directory on the storage device whose speed is measured (the current one)
+        dir: a directory on the storage device to measure (default: the current directory)
     """
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
@@ -99,8 +99,9 @@ def check_rule(
     elements: int = 1 << 20,
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
-    """Compare `rule` with its reference on random data of awkward sizes, whole and in pieces, and
-    time the rule. `formats` are pairs of the gradient's dtype and the copy's dtype."""
+    """Compare `rule` with its reference on random data of several sizes, applied to whole arrays
+    and to two parts of each array, and time the rule. Each entry of `formats` is a pair: the dtype
+    of the gradient, and the dtype of the 16-bit copy of the parameters (None for no copy)."""
     rng = np.random.default_rng(3)
     failures = []
     cases = [*product((1, 7, 64, 1000, 4099), formats)]

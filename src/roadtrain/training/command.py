@@ -1,5 +1,5 @@
 """`roadtrain train`: train a job in this process or, if the job has [parallelism], train this
-process's stage of the job. A wrong job is refused before torch is imported."""
+process's stage of the job. An invalid job is refused before torch is imported."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
 all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
-any number of workers. The text is divided into PIECES. The end of each piece is held out, so that
-held-out text resembles the training text. All tokens are kept in memory, in the narrowest integer
-type that fits the vocabulary. This module downloads nothing."""
+any number of workers. The text is divided into PIECES pieces. The end of each piece is held out, so
+that held-out text resembles the training text. All tokens are kept in memory, in the narrowest
+integer type that fits the vocabulary. This module downloads nothing."""
 
 # B = rows of a batch, T = seq_len
 
@@ -82,7 +82,7 @@ class Tokens:
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
-                f"the text has {len(self.train)} tokens, but a row needs {seq_len + 1}",
+                f"the text has {len(self.train)} tokens, but a row needs {seq_len + 1} tokens",
                 hint="lower data.seq_len, or add text",
             )
         starts = [_draw(self.seed, step, micro, row) % room for row in range(batch_size)]
@@ -135,7 +135,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import an optional dependency. Raises a ConfigError that names the extra to install."""
+    """Import an optional package. If the package is not installed, raises a ConfigError that names
+    the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:
@@ -154,7 +155,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
     if not os.path.isfile(tokenizer):
         raise ConfigError(
             f"data.tokenizer: there is no file {tokenizer!r}",
-            hint="set it to `bytes`, or to the path of a tokenizer.json",
+            hint="set data.tokenizer to `bytes`, or to the path of a tokenizer.json",
         )
     bpe = need("tokenizers", "hf").Tokenizer.from_file(tokenizer)
     bpe.no_truncation()
@@ -173,7 +174,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 def _draw(*key: int) -> int:
     """Return a uniformly distributed 64-bit number.
 
-    The number depends only on `key`. It is the same on every machine.
+    The number depends only on `key`, so the number is the same on every machine.
     """
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")

@@ -1,9 +1,9 @@
 """Export and import between a run directory and a folder in `transformers` format, tensor by
 tensor.
 
-An export reads the store and does not build the model. It writes parameters in the compute dtype,
-buffers of the last commit, config.json, and the tokenizer if the run has one. An import creates a
-run directory with a placed model at step 0 and a job.toml.
+An export reads the store and does not build the model. The exported folder contains parameters in
+the compute dtype, buffers of the last commit, config.json, and the tokenizer if the run has one. An
+import creates a run directory with a placed model at step 0 and a job.toml.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def _export_store(
         else:
             if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.files = [])", hint="set store.files"
+                    f"{run} has no state on files (store.files = [])",
+                    hint="train with store.files set; the state is then in files",
                 )
             where = ", ".join(job.store.files)
             store = open_store(
@@ -102,8 +103,8 @@ def import_weights(
 ) -> int:
     """Create a run (--run.dir) from the weights of a Hugging Face folder, and write its job.toml.
 
-    The weights are read tensor by tensor, and the model is placed at step 0. Raises ConfigError if
-    the run has already trained a step, or StoreError."""
+    The weights are read tensor by tensor, and the model is placed at step 0. Raises StoreError, or
+    ConfigError if the run has already trained a step."""
     if "run.dir" not in overrides:
         raise ConfigError("import needs a run directory", hint="add --run.dir RUN")
     run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Reading a job in stages from its newest committed snapshot.
+"""Read parameters from the newest committed snapshot of a job whose model is split into stages.
 
 The parts of all ranks must be in the run directory, as they are on a single host or a shared file
 system. This module starts no processes and does not build the model.
@@ -37,8 +37,9 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
     needed = [Extent(param.name, 0, param.numel) for param in snapshot.params]
     if absent := uncovered([reader.extents()], needed):
         raise GoneError(
-            f"the snapshot of step {snapshot.step} in {folder} has only the parts of ranks"
-            f" {', '.join(map(str, sorted(reader.parts)))} of {len(snapshot.ranks)}:"
+            f"the snapshot of step {snapshot.step} in {folder} was written by"
+            f" {len(snapshot.ranks)} ranks, but only the parts of ranks"
+            f" {', '.join(map(str, sorted(reader.parts)))} are there, and parameter"
             f" {absent[0].name!r} is incomplete",
             hint="copy the snapshots of all hosts into one directory",
         )

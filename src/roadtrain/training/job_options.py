@@ -180,7 +180,7 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return those keys of a section that are also field names of `kind`, with their values."""
+    """Return a dict with the keys of `section` that are also names of fields of `kind`."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 
@@ -189,7 +189,7 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
     """Check a job by making the same options as `train` makes.
 
     Raises ConfigError if an option is wrong. Reads no text, tokens or certificates. Assumes that
-    the job names its servers if it needs any. `workers` is the number of workers on each host, in
+    a job that needs servers names the servers. `workers` is the number of workers on each host, in
     the order of ranks.
     """
     if job.parallelism.used:

@@ -1,10 +1,10 @@
 """A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
 RLIMIT_DATA counts all private writable memory, touched or not: mappings of torch and numpy,
-roadtrain's buffers, and thread stacks. It does not count the code of libraries, or memory shared
-with other processes. An allocation that would exceed the limit fails, so the process ends with an
-error message instead of being killed. Setting the limit needs no privilege. Each process of a job
-has its own limit.
+roadtrain's buffers, and thread stacks. RLIMIT_DATA does not count the code of libraries, or memory
+shared with other processes. An allocation that would exceed the limit fails, so the process ends
+with an error message instead of being killed. Setting the limit needs no privilege. Each process of
+a job has its own limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
     If `nbytes` is None, there is no limit.
 
     Raises:
-        ConfigError: The system does not enforce the limit, or the process is above it already.
+        ConfigError: The system does not enforce the limit, or the process already exceeds the
+            limit.
         BudgetError: An allocation in the body failed. The hint includes `way_out`.
     """
     if nbytes is None:
@@ -82,7 +83,7 @@ def _set(nbytes: int, most: int) -> None:
         raise ConfigError(
             f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
             f" {show_bytes(most)} (ulimit -d)",
-            hint="lower run.memory_limit, or leave it out: the lower limit is in force anyway",
+            hint="lower run.memory_limit, or leave it out, because `ulimit -d` is enforced anyway",
         )
     if _PROC.exists() and held() >= nbytes:
         raise ConfigError(
@@ -103,9 +104,9 @@ def _check_enforced(nbytes: int) -> None:
     except (OSError, MemoryError):
         return
     raise ConfigError(
-        f"run.memory_limit: this system does not enforce RLIMIT_DATA, it allocated"
-        f" {show_bytes(nbytes)} beyond the limit",
-        hint="leave run.memory_limit out; Linux enforces it since version 4.7",
+        "run.memory_limit: this system does not enforce RLIMIT_DATA: an allocation of"
+        f" {show_bytes(nbytes)} beyond the limit succeeded",
+        hint="leave run.memory_limit out; Linux enforces RLIMIT_DATA since version 4.7",
     )
 
 

@@ -2,7 +2,7 @@
 after resuming.
 
 Steps are counted from 1. Line N is written when step N is done, and is on disk before step N can be
-committed. So resuming never has to add lines, only to remove the lines of steps that were not
+committed. Therefore, resuming never adds lines. Resuming removes the lines of steps that were not
 committed, and a torn last line. Removed lines are moved to another file, never deleted. If no line
 can be kept, for example because the store is new, the whole file is renamed. This module does not
 import torch, because `roadtrain status` reads the file too.
@@ -30,15 +30,15 @@ _UNCOMMITTED_AT_MOST = 16
 class Metrics:
     """An open metrics file.
 
-    Invariant: the steps of its lines are consecutive, and the last line is of step `done`.
+    Invariant: the lines of the file have consecutive steps, and the last line is of step `done`.
     """
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line is kept. The file is renamed, and `aside` is
-        its new name. Otherwise `aside` is None, and `dropped` is the number of lines that were
-        moved to the file `uncommitted`.
+        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and `aside` is the
+        new name. Otherwise `aside` is None, and `dropped` is the number of lines that were moved to
+        the file `uncommitted`.
 
         Raises:
             DamagedError: The line of a committed step is missing. (The whole file may be absent.)
@@ -75,7 +75,7 @@ class Metrics:
 
     @property
     def note(self) -> str:
-        """A message about lines that were moved away; "" if no line was."""
+        """A message about lines that were moved away; "" if no line was moved."""
         if self.aside is not None:
             return f"metrics: {self.path} had lines of other steps, so it is now {self.aside}"
         if self.dropped:

@@ -43,7 +43,7 @@ MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stac
 class PlacedJob:
     """A job whose model is placed.
 
-    The loop in training/train.py runs the job, like a StagedJob. `optimizer` is the result of
+    The loop in training/train.py runs a PlacedJob or a StagedJob. `optimizer` is the result of
     place().
     """
 
@@ -73,7 +73,7 @@ class PlacedJob:
     def is_stale(self, lines: Path) -> bool:
         """Return whether the metrics file `lines` cannot be continued with the next step.
 
-        This is the case if its lines belong to another store, or if this worker has missed steps.
+        This is the case if the lines belong to another store, or if this worker has missed steps.
         """
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
@@ -128,10 +128,11 @@ class PlacedJob:
         return self._of_all(record, common)
 
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
-        """On worker 0, replace the loss by the mean over all workers, and the tokens by their sum.
+        """Return `own` with the mean loss and the total number of tokens of all workers.
 
         With a delay, the losses of the other workers are not available yet. In this case, the loss
-        of worker 0 is kept, and the key "loss_of" records this.
+        of worker 0 is kept, and the key "loss_of" records this. On workers other than worker 0,
+        return `own` unchanged.
         """
         if self.words is None or self.rank:
             return own
@@ -141,7 +142,7 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the mark.
+        """Record the committed step in the mark of the run directory (storage/mark.py).
 
         Called after the metrics line of the step was written.
         """
@@ -214,10 +215,10 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
-    """Prepare the text, model and optimizer of a job, and place them.
+    """Prepare the text, model and optimizer of a job, and place the model and the optimizer.
 
-    `mark`: The mark of the run directory. If None, the state of the run directory is not resumed.
-    Raises RoadtrainError.
+    `mark`: The record of the run directory about its store (storage/mark.py). If None, the state of
+    the run directory is not resumed. Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"

@@ -2,7 +2,7 @@
 measured times.
 
 In predicted and in measured times, Forward and Backward exclude waiting; the waiting time is called
-Wait. This module predicts nothing itself, and does not read measurements of servers.
+Wait. The plan contains the predicted times. Times that servers measure are not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 
 def predicted_for(job: Job, stage: int, replica: int) -> Line:
-    """Return the keys that add the plan's prediction to the metrics lines of this rank.
+    """Return the plan's prediction for this rank, as keys to add to each metrics line.
 
     Returns {} if the job has no plan.
     """
@@ -38,10 +38,11 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """For each place of the pipeline, return a table that compares predicted and measured times.
+    """Return a list of tables that compare predicted and measured times.
 
-    A row has the predicted seconds, the measured seconds, and the ratio of both. The measurements
-    are from the first rank at the place.
+    There is a table for each predicted part of the pipeline, such as "stage 0 replica 1". A row has
+    the predicted seconds, the measured seconds, and the ratio measured / predicted. The
+    measurements are from the first rank of the stage and replica.
     """
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)

@@ -84,8 +84,8 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     """Return the number of ranks of this test that must meet.
 
-    A rank of this test stands for `per_rank` ranks of the job. If the job adapts to the ranks that
-    arrive, returns 0. Raises ConfigError.
+    A rank of this test stands for `per_rank` ranks of the job. If the job accepts any number of
+    ranks, returns 0. Raises ConfigError.
     """
     if not section.used or (section.dp is None and not section.widths):
         return 0
@@ -93,7 +93,8 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
     ranks, rest = divmod(parallelism.devices, per_rank)
     if rest:
         raise ConfigError(
-            f"{parallelism} has {parallelism.devices} ranks, not a multiple of {per_rank} per host",
+            f"the job's parallelism ({parallelism}) has {parallelism.devices} ranks, not a multiple"
+            f" of {per_rank} per host",
             hint="set --devices to the number of ranks of each host",
         )
     return ranks
@@ -102,7 +103,7 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
 def launch_among(names: Sequence[str], port: int) -> Launch:
     """Return the Launch of this host, with one rank per host.
 
-    This host's rank is the index of its name or address in `names`. Raises ConfigError if this host
+    The rank is the index of this host's name or address in `names`. Raises ConfigError if this host
     is not listed exactly once, or if the name of another host resolves to the loopback address.
     """
     me = socket.gethostname()

@@ -74,7 +74,7 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Return the percentages of `seconds` that the training thread spent in each of its stages.
+    """Return a dict from stages of training to the percentages of `seconds` spent in the stages.
 
     The percentages are whole numbers that add up to 100. Stages with 0 % are left out. `busy`: The
     seconds of each stage.

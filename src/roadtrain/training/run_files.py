@@ -1,5 +1,5 @@
 """The files that training writes in a run directory beside the state: job.toml, the tokenizer, a
-metrics file for each rank, and the mark."""
+metrics file for each rank, and the mark (a record of the store, storage/mark.py)."""
 
 from __future__ import annotations
 

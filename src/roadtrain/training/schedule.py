@@ -10,8 +10,8 @@ from roadtrain.config.job import Job
 
 
 def learning_rate(job: Job, number: int) -> float:
-    """Return the learning rate of step `number`, counted from 0: it rises during warm-up, then
-    follows the schedule down to a tenth (or stays constant)."""
+    """Return the learning rate of step `number`, counted from 0. The rate rises during warm-up, and
+    then follows the schedule down to a tenth (or stays constant)."""
     o = job.optimizer
     if number < o.warmup_steps:
         return o.lr * (number + 1) / o.warmup_steps
@@ -23,7 +23,7 @@ def learning_rate(job: Job, number: int) -> float:
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], job: Job, number: int) -> float:
-    """Set the learning rate of step `number` in an optimizer's `groups`, and return it."""
+    """Set the learning rate of step `number` in an optimizer's `groups`, and return the rate."""
     lr = learning_rate(job, number)
     for group in groups:
         group["lr"] = lr

@@ -1,8 +1,8 @@
 """A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
 Micro-batch i of a step has the data of batch i of the same step in a placed job, so losses are the
-same in both. An exception is dropout: its random numbers are drawn per step in a placed job, but
-per micro-batch and block in stages. Process 0 writes the files of the run directory, and all
+same in both. Dropout is an exception: random numbers are drawn per step in a placed job, but per
+micro-batch and block in stages. Process 0 writes the files of the run directory, and all
 processes write snapshots. parallelize() does the communication between stages.
 """
 
@@ -102,8 +102,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 class StagedJob:
     """This process's stage of a job.
 
-    The loop in training/train.py runs this stage, like a PlacedJob. `stopped` is True if a rank
-    asked in the last step to stop training.
+    The loop in training/train.py runs a StagedJob or a PlacedJob. `stopped` is True if a rank asked
+    in the last step to stop training.
     """
 
     job: Job
@@ -176,7 +176,7 @@ class StagedJob:
         self.training.snapshot(self.blobs())
 
     def blobs(self) -> dict[str, bytes]:
-        """Return the part of the job's state that is neither parameters nor optimizer state."""
+        """Return the job's state apart from parameters and optimizer state, as name -> bytes."""
         tokens = self.tokens.state_dict()
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
@@ -289,7 +289,8 @@ def snapshot_options(job: Job) -> SnapshotOptions:
 
 
 def resume(staged: StagedJob, mark: Mark | None) -> None:
-    """Resume from the last committed step of the run directory."""
+    """Resume from the last committed step of the run directory. `mark`: the record of the run
+    directory about this step (storage/mark.py)."""
     job, training, report = staged.job, staged.training, staged.report
     blobs = training.keep(job.run_dir, snapshot_options(job), mark, report)
     if DATA in blobs:

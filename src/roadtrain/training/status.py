@@ -1,6 +1,6 @@
 """`roadtrain status`: step, loss, rates, bytes written and the device's endurance, which are read
 from a run directory. For a run with servers, switches or reducers, the command also asks each of
-these nodes for its state and its waits. The nodes answer during training.
+these nodes what the node does and what the node waits for. The nodes answer during training.
 
 The endurance of a device is the number of bytes that its data sheet allows to be written (TBW, in
 decimal terabytes). The table compares it with the bytes written by this run, without the device's

@@ -31,7 +31,7 @@ class GlobalStep:
 
 
 class StepExchange:
-    """One worker's end of the exchange with the other workers.
+    """The exchange of step data between one worker and the other workers.
 
     Args:
         optimizer: The worker's placed optimizer.
@@ -56,14 +56,16 @@ class StepExchange:
     def receive(self, step: int) -> GlobalStep | None:
         """Return the data of all workers for step number `step - lag`. `step` has just ended.
 
-        Returns None if this process did not train that earlier step, because it was started later.
-        Raises PeerError or WireError.
+        Returns None if this process was started after that earlier step. Raises PeerError or
+        WireError.
         """
         if step - self.lag < self._first:
             return None
         words = self._worker.words(step - self.lag)
         if wrong := [len(word) for word in words if len(word) != WORD.size]:
-            raise WireError(f"a worker's step data must have {WORD.size} bytes, has {wrong[0]}")
+            raise WireError(
+                f"the step data of a worker must have {WORD.size} bytes, but has {wrong[0]}"
+            )
         losses, tokens, stops = zip(*map(WORD.unpack, words))
         most = min(max(stops), len(STOPS) - 1)
         return GlobalStep(sum(losses) / len(losses), sum(tokens), STOPS[most])

@@ -151,8 +151,8 @@ def _step(job: Job, totals: Totals) -> str:
 def resume_command(summary: Summary, typed: str) -> str:
     """Return the command that continues the run.
 
-    If `roadtrain launch` has started the run, this is a `roadtrain launch` command. Otherwise, it
-    is `typed`.
+    If `roadtrain launch` has started the run, returns a `roadtrain launch` command. Otherwise,
+    returns `typed`, the command that started this process.
     """
     name = os.environ.get(LAUNCHED_AS)
     if not name:

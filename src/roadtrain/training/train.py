@@ -26,7 +26,7 @@ from roadtrain.training.summary import Summary, Totals
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
     """Train `job` from its last committed step to run.steps, and show a table at the end.
 
-    `program`: The command that starts roadtrain, which the table shows. Raises RoadtrainError.
+    `program`: The command that starts roadtrain, as shown in the table. Raises RoadtrainError.
     """
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):

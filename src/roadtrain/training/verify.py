@@ -4,7 +4,7 @@ job's own. In variant "in RAM", the model is placed in RAM. In variant "plain", 
 ordinary torch model, and the same update rules are applied to whole tensors.
 
 The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
-rules, but nothing of the stream, servers, stores or chunks. In addition, torch's own optimizer gets
+rules, but no stream, servers, stores or chunks. In addition, torch's own optimizer gets
 the same gradients in fp32. The deviation of this optimizer, which is due to rounding, is reported.
 verify() refuses to run if the memory for all variants is not free. A job with gradient compression
 is not compared with the plain variant.
@@ -46,7 +46,7 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
     Raises RoadtrainError.
 
     Args:
-        steps: how many steps (3)
+        steps: number of steps to train (default: 3)
     """
     return 0 if verify(load_job(path, overrides), steps, report) else 1
 
@@ -62,7 +62,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             hint="use --optimizer.delay 0 or 1",
         )
     if steps < 1:
-        raise ConfigError(f"--steps must be 1 or more, is {steps}", hint="use --steps 3")
+        raise ConfigError(f"--steps must be 1 or more, but is {steps}", hint="use --steps 3")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
         if job.servers.addresses:
@@ -109,7 +109,7 @@ class _RefParam:
         row: The rule's scalars, in the order of `rule.scalars`.
         shadow: A copy of the parameter that is trained by torch's own optimizer.
         grid: Offsets at which the sum of squares is split, as on servers.
-        held: The gradient, while `p.grad` is a handle.
+        held: The values of the gradient while `p.grad` is a handle, else None.
     """
 
     spec: ParamSpec
@@ -232,7 +232,7 @@ class _Variant:
     """The results of one variant of training.
 
     `read(name, what)` returns values of the parameter `name`. If `what` is "master", these are the
-    fp32 masters. Otherwise, they are the rule's state array of that name.
+    fp32 masters. Otherwise, the values are those of the rule's state array with the name `what`.
     """
 
     name: str
@@ -279,7 +279,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the device of `directory`, which need not exist yet."""
+    """Make a temporary directory on the device of `directory`. `directory` need not exist yet."""
     parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 

@@ -106,7 +106,7 @@ class ChunkState:
 
     @property
     def in_step(self) -> bool:
-        """Whether any message of a step that is not applied yet has arrived."""
+        """Whether a message has arrived about a step whose update is not applied yet."""
         return bool(self.closed or self.updates or self.holds or self.early)
 
     def enter(self, phase: ChunkPhase) -> None:
@@ -116,7 +116,7 @@ class ChunkState:
     def is_ahead(self, worker: int) -> bool:
         """Whether the worker has requested an update that is not applied yet.
 
-        Its further messages are then about its next step.
+        If so, further messages of this worker about the chunk belong to the worker's next step.
         """
         return any(worker == event.worker for event in self.early) or any(
             worker in updates for updates in self.updates.values()
@@ -132,7 +132,7 @@ class ChunkState:
         return freed
 
     def next_spill_slot(self, first: int) -> int:
-        """Reserve and return the lowest free slot that is at least `first`."""
+        """Reserve and return the lowest free slot of the spill file that is at least `first`."""
         slot = first
         while slot in self.spill_slots:
             slot += 1

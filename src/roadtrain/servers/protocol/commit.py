@@ -3,14 +3,14 @@
 The first server commits a step. Before that, all other servers must have prepared the step, and the
 job state after the step must be known:
 
-    end_step(s)  EndStep goes to all servers; the servers other than the first answer Prepared(s).
+    end_step(s)  EndStep goes to all servers; all servers except the first answer Prepared(s).
     blob(s)      The job state after step s, which is captured when the next step begins.
     after both   Commit(s, blob) goes to the first server, which answers CommitDone(s). CommitDone
                  is then sent to the other servers.
 
 With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
-the job state is not on a single server. Before that, each server reports checksums of the records
-that it wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
+every server has the job state. Before that, each server reports checksums of the records that the
+server wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
 same bytes, so they must write the same bytes. If the bytes differ, no server prepares the step.
 storage/history.py describes what can be recovered when a server was lost.
 
@@ -18,9 +18,9 @@ Note "two sums": for the chunks of each owner, both servers report two sums modu
 the checksums, and the sum of the products checksum * (chunk number + 1). If only one chunk differs,
 the differences of the two sums have the quotient (chunk number + 1), which identifies the chunk.
 
-The residuals of this worker are on a server of their own (`own`, servers/residuals.py). No commit
-is sent before this server has prepared the step, so it has every step from which the job may
-resume.
+The residuals of this worker are on a separate server (`own`, servers/residuals.py). A commit is
+sent only after the separate server has prepared the step. Therefore, the separate server has every
+step from which the job may resume.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Diverged:
     def error(self, first: str, second: str, owned: Mapping[int, int]) -> DivergedError:
         """Return the error for the user.
 
-        `first` and `second` are the names of the servers. `owned` maps the chunks of `owner` to
-        their blocks.
+        `first` and `second` are the names of the servers. `owned` maps each chunk of `owner` to the
+        block of the chunk.
         """
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
@@ -144,7 +144,7 @@ class CommitStateMachine:
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
-        """Return the servers that have not sent Written yet.
+        """Return the servers that have not sent Written for `step` yet.
 
         Without replicas, returns an empty list.
         """
@@ -172,8 +172,8 @@ class CommitStateMachine:
         return out
 
     def missing(self) -> str:
-        """Return a text that names the servers whose answers the oldest uncommitted step still
-        lacks."""
+        """Return a text that names the oldest uncommitted step, and the servers that have not
+        answered for this step yet."""
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late

@@ -1,11 +1,12 @@
-"""The state machine of a process between several workers and one server. Pure. It is the part that
-a relay and the end of a fan-in have in common.
+"""The state machine of an intermediary (a relay or a fan-in), a process between several workers and
+one server. Pure. Messages of workers are handled as follows:
 
-    Pull            A version of a chunk is pulled once. It stays in a buffer until the buffer is
-                    needed (least recently used first).
+    Pull            A version of a chunk is pulled once. The copy stays in a buffer until the buffer
+                    is needed (least recently used first).
     EndStep, Commit Forwarded once all workers have sent them.
     CommitDone      Forwarded once any worker has sent it.
-    PeerLost        An error in the middle of a step, or when a worker begins another step.
+    PeerLost        Raises LostError in the middle of a step. Between steps, LostError is raised as
+                    soon as another worker begins a step.
 
 Subclasses handle gradients, and decide which worker gets a copy.
 """
@@ -29,7 +30,7 @@ StepEvent: TypeAlias = m.EndStep | m.Commit | m.CommitDone | m.PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """Send a message to the server. The `into` of a Pull is the number of a buffer."""
+    """Send a message to the server. If the message is a Pull, `into` is the number of a buffer."""
 
     message: m.WorkerMessage
 
@@ -39,7 +40,7 @@ D = TypeVar("D")  # the action that delivers a copy to workers
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest(Generic[D]):
-    """A request for the version of a chunk that `pull` names."""
+    """A request for a copy of a chunk. `pull` names the chunk and its version."""
 
     pull: m.Pull
     deliver: Callable[[int], D]  # makes the action from the number of the buffer
@@ -51,7 +52,7 @@ class CopyRequest(Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send the contents of a buffer to the worker that pulled."""
+    """Send the contents of a buffer to the worker that sent `pull`."""
 
     pull: m.Pull
     buffer: int
@@ -100,9 +101,9 @@ class Intermediary(Generic[D]):
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """Return the buffer for the answer to a pull that this process has sent.
+        """Return the buffer for the answer to the pull `ticket`, which this process has sent.
 
-        Returns None if there is no such pull.
+        Returns None if this process has not sent such a pull.
         """
         key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
@@ -114,9 +115,9 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Deliver the requested copy if it has arrived, else queue the request.
+        """Deliver the requested copy if the copy has arrived, else queue the request.
 
-        If the copy is not on its way yet, pull the copy from the server.
+        If the copy was not requested from the server yet, pull the copy.
         """
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []

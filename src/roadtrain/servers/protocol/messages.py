@@ -1,15 +1,15 @@
 """Messages between worker and server, and the events and actions of the state machines.
 
 Messages are sent over a link. Actions are carried out by threads of the server, which report events
-when they are done. All are frozen values, so a schedule can be written down, compared and
-simulated. Tensors are opaque here: memoryviews or arrays in a real run, None in a simulated run.
-`worker` is the sender of a message, set by the server's end of the link. A `ticket` is a number
-that the sender has chosen, and that the answer repeats.
+when actions are done. Messages, events and actions are frozen values, so a schedule of these values
+can be recorded, compared and simulated. Tensors are opaque here: memoryviews or arrays in a real
+run, None in a simulated run. `worker` is the sender of a message, set by the server's end of the
+link. A `ticket` is a number that the sender chooses; the answer contains the same ticket.
 
 With one worker, the server reports the sums of squares of each push (GradAccumulated), and carries
 out each ApplyUpdate. With several workers, the server waits until every worker has closed the
-gradient of a chunk (with Close or ApplyUpdate). It then sums the gradients in worker order and
-reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
+gradient of a chunk (with Close or ApplyUpdate). The server then sums the gradients in worker order
+and reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
 chunk gets one version per step, with or without a gradient.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Copy the weights part of a chunk, once the chunk has this version or a newer version."""
+    """Copy the weights part of a chunk, once the chunk has `version` or a newer version."""
 
     chunk: int
     version: int  # the least number of updates that must have been applied
@@ -53,7 +53,7 @@ class Push(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Any:
-        """The bytes of a dense gradient that are sent."""
+        """The part of the memory `grad` that is sent, for a dense gradient."""
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
@@ -90,7 +90,7 @@ class DiscardGrad(msgspec.Struct, frozen=True):
 class EndStep(msgspec.Struct, frozen=True):
     """The sender requests no more updates in this step.
 
-    `word`: Bytes for all workers. They are delivered with StepWords when all workers have ended the
+    `word`: Bytes for all workers. StepWords delivers these bytes when all workers have ended the
     step. Only the first server gets a word. A relay sends a list of the words of its workers.
     """
 
@@ -102,8 +102,8 @@ class EndStep(msgspec.Struct, frozen=True):
 class Commit(msgspec.Struct, frozen=True):
     """Commit a step. Sent to the first server when all other servers have prepared the step.
 
-    With replicas it is also sent to the other servers, after all servers have reported equal
-    checksums. The other servers then prepare the step.
+    With replicas, the message is also sent to the other servers, after all servers have reported
+    equal checksums. The other servers then prepare the step.
     """
 
     step: int
@@ -152,7 +152,7 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The step is durable on this server. Not sent by the first server, which commits instead."""
+    """The step is durable on this server. The first server sends CommitDone instead."""
 
     server: int
     step: int
@@ -169,7 +169,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The server has ended."""
+    """The server has ended because of `error`."""
 
     server: int
     error: BaseException  # the cause
@@ -189,10 +189,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file.
-
-    The step of the gradient is not due yet.
-    """
+    """Write a pushed gradient to the spill file, because the gradient belongs to a later step."""
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients

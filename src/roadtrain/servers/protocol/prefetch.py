@@ -76,7 +76,7 @@ class Prefetcher:
         del self.slots[slots:]
 
     def request(self, block: int) -> list[PullBlock]:
-        """Request `block` for immediate use. It can be used once `here(block)` returns a slot."""
+        """Request `block` for immediate use. The block is usable once `here(block)` is a slot."""
         self._follow(block)
         self.now.append(block)
         self.needed = block
@@ -89,7 +89,7 @@ class Prefetcher:
         return self._plan()
 
     def here(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters have arrived, else None."""
+        """Return the slot of `block` if the block's parameters have arrived, else None."""
         slot = self.where.get(block)
         return slot if slot is not None and self.slots[slot].phase in IN_PLACE else None
 
@@ -118,7 +118,7 @@ class Prefetcher:
                 self._free_stale(self.slots[slot])
 
     def stepped(self) -> list[PullBlock]:
-        """End a step. The order of its blocks predicts the order in the next step."""
+        """End a step. The order of blocks in this step predicts the order in the next step."""
         if self.now:
             self.past, self.now = self.now, []
             self.used = {*self.past}

@@ -84,7 +84,7 @@ class DeviceQueue:
 class Trial:
     """The choice between mixed mode and burst mode, based on rates measured in the first steps.
 
-    After one step to warm up, the modes alternate until each has been measured in TRIED steps.
+    After one step to warm up, the modes alternate until each mode was measured in TRIED steps.
     """
 
     TRIED = 2
@@ -116,10 +116,11 @@ class Trial:
 class Turns(Generic[T]):
     """The order in which a server answers pulls.
 
-    A worker has at most `most` answers in progress. Among workers that wait at the same time, no
-    worker gets `most` answers ahead of another worker. Otherwise the workers would drift apart, and
-    each step ends only with the slowest worker. A worker that begins to wait again starts with the
-    count of the slowest waiting worker.
+    A worker has at most `most` answers in progress. Among workers that wait at the same time, a
+    worker gets at most `most` answers more than the slowest worker. Without this limit, fast
+    workers would delay the slowest worker, and the step ends only when the slowest worker ends. If
+    a worker begins to wait again, its count of answers starts at the count of the slowest waiting
+    worker.
     """
 
     def __init__(self, most: int | None) -> None:

@@ -135,7 +135,7 @@ class ServerStateMachine:
         return self._answers()
 
     def _answers(self) -> list[m.Action]:
-        """Return the answers to the pulls whose turn has come."""
+        """Return the answers to the pulls that `Turns` allows to be answered now."""
         out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
@@ -198,7 +198,7 @@ class ServerStateMachine:
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """Keep a message about the chunk's next step until the update of this step is done."""
+        """Keep a message about the chunk's next step until the current update is done."""
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
@@ -207,7 +207,7 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether the push occupies a receive buffer that must become free."""
+        """Whether a push must be spilled, because its receive buffer must become free."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
@@ -281,10 +281,11 @@ class ServerStateMachine:
         return self.spec.committed + chunk.version + 1
 
     def _meet(self, number: int) -> list[m.Action]:
-        """Continue the chunk's next step if all workers have closed it or requested its update.
+        """Sum the gradients of a chunk once all workers have closed their gradients, and queue the
+        update once all workers have requested the update. Only the chunk's next step is handled.
 
-        Does nothing with a single worker. Messages about later steps wait until the update of this
-        step is done, so no gradient is used in the wrong step.
+        Does nothing with a single worker. Messages about later steps wait until the update of the
+        next step is done, so no gradient is used in the wrong step.
         """
         chunk = self.chunks[number]
         if chunk.holds or self.spec.alone:
@@ -466,16 +467,16 @@ class ServerStateMachine:
 def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
     """Merge the requests of all workers (in worker order) to update a chunk into one request.
 
-    If only some workers have a gradient of a parameter, their scale is used. Raises LoopError if
-    the requests contradict each other, which means that the workers' models or loops differ.
+    If only some workers have a gradient of a parameter, the scale of these workers is used. Raises
+    LoopError if requests contradict each other because the models or loops of workers differ.
     """
     scales: list[float | None] = list(updates[0].scales)
     for other in updates[1:]:
         if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
             raise LoopError(
-                f"workers 0 and {other.worker} disagree in step {other.step}, chunk {other.chunk}:"
-                f" they have {len(scales)} and {len(other.scales)} parameters, and hyperparameters"
-                f" {updates[0].hyper} and {other.hyper}",
+                f"workers 0 and {other.worker} request different updates of chunk {other.chunk} in"
+                f" step {other.step}: {len(scales)} and {len(other.scales)} parameters, with the"
+                f" hyperparameters {updates[0].hyper} and {other.hyper}",
                 hint="run the same loop with the same optimizer on every worker",
             )
         for i, (mine, theirs) in enumerate(zip(scales, other.scales)):
@@ -491,5 +492,6 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
 
 
 def _same_scale(a: float, b: float) -> bool:
-    """Whether two scales are equal. NaN equals NaN; both occur in a run that has diverged."""
+    """Whether two scales are equal. NaN counts as equal to NaN, because all workers have the scale
+    NaN in a run that has diverged."""
     return a == b or (a != a and b != b)

@@ -1,10 +1,11 @@
-"""ServerSteps: the end and the commit of steps at a server. It is the part of the state machine in
-servers/protocol/server.py that does not handle chunks.
+"""ServerSteps: the end and the commit of steps at a server. This part of the state machine in
+servers/protocol/server.py does not handle chunks.
 
 A step has ended once all workers have sent EndStep. When all updates of the step are written, and
-the previous step is committed, a server with replicas reports checksums (Written). The server then
-prepares the step. A server that keeps the job state first waits for the job state (Commit). The
-first server commits a step by preparing it. The other servers learn of the commit from CommitDone.
+the previous step is committed, a server with replicas reports checksums (Written). If the server
+keeps the job state, the server then waits for the job state (Commit). Finally, the server prepares
+the step. The first server commits a step by preparing the step. The other servers learn of the
+commit from CommitDone.
 """
 
 from __future__ import annotations

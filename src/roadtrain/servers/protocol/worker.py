@@ -1,7 +1,7 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-It decides which versions of chunks are pulled into which buffers, and which gradient buffers are
-free. It also decides which servers get messages about a gradient, and when a step may end and be
+The state machine decides which versions of chunks are pulled into which buffers, which gradient
+buffers are free, which servers get messages about a gradient, and when a step may end and be
 committed. servers/worker.py carries out the actions. Many calls have a precondition.
 servers/worker.py waits for the precondition before the call, with `slot_of`, `is_coming`, `free`,
 `may_send`, `sums_here` and `may_end`.
@@ -13,8 +13,8 @@ The phases of a block's gradient in a step (block_state.NEXT_PHASES has all tran
     begin_update, end_update -> UPDATED   the update has begun; pulls request the next version
     end_step -> EMPTY
 
-With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
-arrive once, after all workers have closed the gradient.
+With one worker, the sums of squares of a gradient arrive for each push. With several workers, the
+sums arrive once, after all workers have closed the gradient.
 
 Rule 4: The number of steps that have ended but are not committed is at most the larger of 2 and
 `staleness`. Servers may keep all gradient buffers except two until the update.
@@ -61,7 +61,7 @@ class ChunkPull:
 class StartPulls:
     """Send the pulls as soon as the device no longer reads the buffer `target`.
 
-    If `target` is an int, it is the number of a slot.
+    An int as `target` is the number of a slot.
     """
 
     target: Hashable
@@ -70,7 +70,7 @@ class StartPulls:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy the buffer `target` to the device, because all pulls into it have arrived."""
+    """Copy the buffer `target` to the device, because all pulls into the buffer have arrived."""
 
     target: Hashable
     block: int
@@ -106,7 +106,8 @@ class WorkerStateMachine:
     of its own instead of a slot.
 
     Invariants (asserted by `check`): A buffer is free, in use, or read by servers. `_coming` counts
-    the tickets of each target. A block is UPDATED if its last update belongs to the open step.
+    the pulls in flight into each target. A block is UPDATED if its last update belongs to the open
+    step.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -170,11 +171,11 @@ class WorkerStateMachine:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot of `block` if its parameters have arrived, else None."""
+        """Return the slot of `block` if the block's parameters have arrived, else None."""
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """Return the slot in which `block` is used. If there are several, return the latest."""
+        """Return the slot in which `block` is used, or the latest of several such slots."""
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
@@ -235,7 +236,7 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """The most ended steps whose sums of squares may be missing for a block.
+        """Largest number of ended steps whose sums of squares may still be missing for a block.
 
         With replicas the number is 0, because the reports of two servers about different steps may
         interleave.
@@ -271,7 +272,7 @@ class WorkerStateMachine:
         return [self._pull(block, target)]
 
     def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
-        """Pull a chunk in the version after all updates that have begun."""
+        """Pull the version of a chunk that includes all updates that have begun."""
         chunk = self.table.chunks[number]
         pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
         return [StartPulls(target, [pull])]
@@ -326,12 +327,12 @@ class WorkerStateMachine:
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
-        """Return a gradient buffer that is no longer read."""
+        """Make a gradient buffer free, because no server reads the buffer any more."""
         if buffer in self.pool:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """Send the compressed gradient of one chunk. The gradient uses no gradient buffer."""
+        """Send the compressed gradient of one chunk, which needs no gradient buffer."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
         return [SendTo(push, self.owners[chunk])]
 
@@ -343,19 +344,19 @@ class WorkerStateMachine:
         then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
-        """Send gradients from `buffer`, which must be complete on the host.
+        """Send gradients from `buffer`. The copy of these gradients to the host must be complete.
 
-        The buffer becomes free when all servers have read all pieces.
+        The buffer becomes free when all servers have read all gradients in the buffer.
 
         Args:
             buffer: Key of the buffer.
-            pieces: For each chunk, (chunk, gradient, dtype). The dtype is the type to which the
-                gradient was downcast, or "" if it was not downcast.
-            fresh: If True, the gradients replace the gradients that the servers hold. If False,
-                they are added.
+            pieces: For each chunk, (chunk, gradient, dtype). `dtype` is the type to which the
+                gradient was downcast, or "" without a downcast.
+            fresh: If True, the gradients replace the gradients that the servers hold. If False, the
+                gradients are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: If True, gradients never wait for step(), so servers may always keep them
-                in place.
+            keep_always: If True, servers may keep all gradient buffers until the update. This
+                requires that updates do not wait for step().
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -386,7 +387,7 @@ class WorkerStateMachine:
     # a block's gradient
 
     def grad_ready(self, block: int, present: Sequence[int]) -> None:
-        """Record that `block` has a gradient. `present` has the parameters with a gradient."""
+        """Record that `block` has a gradient. `present`: indices of parameters with a gradient."""
         self.check_takes_grad(block)
         state = self.blocks[block]
         state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
@@ -437,9 +438,9 @@ class WorkerStateMachine:
     ) -> list[Action]:
         """Begin the update of `block` as part of `step`.
 
-        Updates every span whose `scales(param)` is not None. Later pulls request the next version.
-        A single worker skips chunks without a gradient. Several workers request the update of every
-        chunk, and the server merges their requests.
+        Parameters for which `scales(param)` is None are not updated. Later pulls request the next
+        version. A single worker skips chunks without a gradient. Several workers request the update
+        of every chunk, and the server merges these requests.
         """
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
@@ -493,7 +494,7 @@ class WorkerStateMachine:
         return [*out, *self._plan(self.prefetch.stepped())]
 
     def job_state(self, step: int, blob: Any) -> list[Action]:
-        """Record this worker's part of the job state after `step`."""
+        """Record `blob`, this worker's part of the job state after `step`."""
         return _sends(self.commit.blob(step, blob))
 
     def reset(self, step: int) -> None:
