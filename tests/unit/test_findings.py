@@ -432,7 +432,7 @@ def test_how_many_ranks_must_meet() -> None:
     ("placements", "reason"),
     [
         ([{"stage": 0, "memory": True}, {"stage": 0, "files": "x"}], "stage 0 has 2 placements"),
-        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file needs servers"),
+        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file, which needs servers"),
     ],
 )
 def test_placements_that_contradict_each_other(placements, reason) -> None:  # Rule 6

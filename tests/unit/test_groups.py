@@ -184,7 +184,7 @@ def test_what_needs_one_width_says_so() -> None:
         (
             Parallelism(dp=3, pp=3),
             TWO_AND_ONE,
-            r"stage 2 \(ranks 6 to 8\) has no host: 3 hosts have 6 devices",
+            r"no devices for stage 2 \(ranks 6 to 8\): 3 hosts have 6 devices",
             "start 9 ranks",
         ),
         (
@@ -275,7 +275,7 @@ def test_the_fewest_stages_come_first() -> None:
             {},
             "cluster 'a' are split into 2 ranges",
         ),
-        ([], 9, {}, "0 hosts"),
+        ([], 9, {}, "no hosts are listed"),
     ],
 )
 def test_what_nothing_suits(hosts: list, blocks: int, asked: dict, said: str) -> None:
