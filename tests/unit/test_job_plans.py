@@ -235,7 +235,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
             {"parallelism": {"dp": 2, "resize_stages": 0.1}},
             "zero1",
             {"parallelism": Parallelism(dp=2, tp=2)},
-            "cannot be combined with tp 2",
+            "but tp is 2",
         ),
         ({"servers": {"addresses": ["a:1"]}}, "server", {}, "the job sets servers.addresses"),
         (
