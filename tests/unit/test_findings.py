@@ -375,7 +375,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     ("environment", "reason"),
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
-        ({"RANK": "4"}, "RANK is 4, must be at least 0 and below WORLD_SIZE, which is 4"),
+        ({"RANK": "4"}, "RANK is 4, but must be at least 0 and below WORLD_SIZE, which is 4"),
         ({"RANK": "first"}, "is not an integer: .*first"),
     ],
 )
