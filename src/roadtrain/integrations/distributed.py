@@ -42,7 +42,8 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 class _Sum(NamedTuple):
     """A gradient's sum in flight. `version`: torch's version counter of the tensor `grad` when the
-    sum began. Changes of the tensor increase this counter, so they are detected."""
+    sum began. Every change of the tensor increases this counter, so a change during the sum is
+    detected."""
 
     grad: torch.Tensor
     handle: Handle
@@ -89,7 +90,7 @@ class GradientSums:
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
-                f"{self.names[p]} has received {self.seen[p]} gradients since the last step()",
+                f"{self.names[p]} was computed {self.seen[p]} times since the last step()",
                 hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
         # begin_all begins the sums of other dtypes, in the same order on all workers

@@ -9,9 +9,9 @@ worker's tensor is divided before the sum. So with two workers, the result has t
 of DDP's all-reduce. The rules for names of tensors are in integrations/named_sums.py, Note "keys".
 If workers disagree (in type, shape, order or name), a DifferError is raised on every worker within
 seconds. (DifferError is a RuntimeError, as in Horovod.) After the error, the workers may continue.
-Arguments `compression` are members of Compression, which are strings. Process sets, operations
-other than sum and average, gather and similar calls, and elastic training are not supported. Sums
-are not differentiable.
+The argument `compression` of a call is a member of Compression; all members are strings. Process
+sets, operations other than sum and average, gather and similar calls, and elastic training are not
+supported. Sums are not differentiable.
 """
 
 from __future__ import annotations

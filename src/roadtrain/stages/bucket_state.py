@@ -80,9 +80,9 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Set the masters and the optimizer state to their initial values. masters: flat fp32
-        tensors by `Span.param`. The master of a parameter that is not in `masters` starts from the
-        parameter's current value."""
+        """Set the fp32 master copies and the optimizer state to their initial values. masters: the
+        values of some parameters, as flat fp32 tensors by `Span.param`. The master of a parameter
+        that is not in `masters` starts from the parameter's current value."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):

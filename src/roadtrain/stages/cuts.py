@@ -8,7 +8,7 @@ the cut.
 
 The parameters of a stage are found by tracing the stage's results back to the tensors that cross
 the cut before the stage. Tensors without gradients are traced, too. The trace finds all parameters
-that the stage uses, also parameters that other stages use, too (tied embeddings). If the trace
+that the stage uses, including parameters that other stages also use (tied embeddings). If the trace
 reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and no cut is
 possible there. An unused parameter inside a block belongs to the stage of this block. All other
 unused parameters belong to the first stage.

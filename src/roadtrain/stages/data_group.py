@@ -149,8 +149,8 @@ class SharedCopies(RankCollectives):
     @property
     def counts(self) -> bool:
         """Return whether sums over all parameters of the job, such as the gradient norm, include
-        this copy. They include only the copy of the first stage, because a shared parameter must be
-        counted once."""
+        this copy. Such sums include only the copy of the first stage, because a shared parameter
+        must be counted once."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:

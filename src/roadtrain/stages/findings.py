@@ -74,8 +74,8 @@ class Report(msgspec.Struct, frozen=True):
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
     """Return the links between all pairs of hosts of each group, over the group's network. Both
-    directions are included, and no link occurs twice. The value of a link is a pair: the card of
-    the source host, and the card of the target host."""
+    directions are included, and no link occurs twice. The result maps each link to a pair: the card
+    of the source host, and the card of the target host."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))

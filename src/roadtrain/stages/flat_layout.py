@@ -75,7 +75,8 @@ class Bucket:
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """Return the positions of the parameters in a rank's share, in elements of the share."""
+        """Return the positions of the parameters in a rank's share, counted in elements from the
+        start of the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
@@ -139,9 +140,10 @@ def lay_out(
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
     """Lay out `params` over `width` ranks. params: the trainable parameters, in the order of the
-    forward. bucket_bytes: the bytes of a bucket's fp32 gradients, before rounding up. link_of: for
-    each shared parameter, by name, the index of the set of stages that share the parameter.
-    link_widths: for each set, the number of ranks of each of its stages."""
+    forward. bucket_bytes: the bytes of a bucket's fp32 gradients; rounded up, so that the bucket
+    can be divided into shares. link_of: for each shared parameter, by name, the index of the set of
+    stages that share the parameter. link_widths: for each set, the number of ranks of each of its
+    stages."""
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)

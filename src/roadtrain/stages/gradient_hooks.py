@@ -30,10 +30,10 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 class GradientHooks:
     """Hooks on the parameters of a stage. `views`: for each parameter, a view of the memory of its
-    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`: a
-    function that returns when the gradients of given buckets may be overwritten. `backwards`: the
-    number of backwards in the step. If `backwards` is 0, the number is unknown, and no bucket is
-    reported before `finish`."""
+    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`:
+    called with the numbers of buckets; returns when the gradients of these buckets may be
+    overwritten. `backwards`: the number of backwards in the step. If `backwards` is 0, the number
+    is unknown, and no bucket is reported before `finish`."""
 
     def __init__(
         self,

@@ -28,7 +28,8 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """Limit of where the ranks of a data group may be: in one cluster only, or in any clusters."""
+    """Rule for the places of a data group's ranks: all ranks in the same cluster, or in any
+    clusters."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"

@@ -120,8 +120,8 @@ class ParallelismSection(Section):
         if self.auto:
             raise ConfigError(
                 'parallelism = "auto" needs a plan, and there is none',
-                hint="roadtrain plan CLUSTER.toml --job JOB.toml, then roadtrain launch plan.toml"
-                " JOB.toml",
+                hint="run `roadtrain plan CLUSTER.toml --job JOB.toml`, then `roadtrain launch"
+                " plan.toml JOB.toml`",
             )
 
     @model_validator(mode="after")
@@ -143,7 +143,9 @@ class ParallelismSection(Section):
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(f"auto takes all degrees from the plan, but {stated[0]} is set")
+            raise ValueError(
+                f'parallelism = "auto" takes all degrees from the plan, but {stated[0]} is set'
+            )
         return self
 
     @property

@@ -65,8 +65,8 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """Return the groups of the ranks that share parameters: one group for each set of stages
-        that share parameters, and each tensor-parallel rank."""
+        """Return the groups of the ranks that share parameters: one group for each pair (set of
+        stages that share parameters, index in the tensor-parallel group)."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 

@@ -156,8 +156,8 @@ class CollectiveQueue:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> QueuedCollective | None:
-        """Remove the next job from the queue and return it if it may start now. Otherwise return
-        None. `done`: the number of jobs in flight whose operations are done."""
+        """If the next job may start now, remove this job from the queue and return it. Otherwise
+        return None. `done`: the number of jobs in flight whose operations are done."""
         busy = len(self._in_flight)
         if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
@@ -245,8 +245,8 @@ class SideStream:
 
     def leave_mark(self, number: int) -> None:
         """Record the mark of bucket `number`: an event that occurs when all work that the side
-        stream has started so far is done. The bucket is written then. Called by the queue's
-        thread."""
+        stream has started so far is done. When the event occurs, the bucket is written. Called by
+        the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 

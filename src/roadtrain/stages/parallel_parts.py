@@ -122,8 +122,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Set the parameters of the optimizer's groups to those of the original parameters that
-        `model` has. Return the optimizer."""
+        """Keep only the parameters of `model` in the optimizer's groups, out of all original
+        parameters. Return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -273,8 +273,8 @@ def stage_links(context: RankContext) -> StageLinks:
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """Report the parallelism. If the model draws random numbers, results depend on tp; then report
-    this dependence, too (Rule 2)."""
+    """Report the parallelism. If tp is above 1 and the model draws random numbers, also report that
+    results depend on tp (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:

@@ -260,11 +260,11 @@ def balanced(
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
     """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
-    sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: the weights of
-    the code before the first layer and after the last layer. `fits(stage, begin, stop)` returns
-    whether layers [begin, stop) fit in the stage's memory. If a range of layers fits, each smaller
-    range in it must fit, too. Returns the number of layers of each stage, or None if no division
-    fits.
+    sum of the `weights` of the stage's layers (FLOPs), divided by the stage's speed. `ends`: the
+    weights of the code before the first layer and after the last layer. `fits(stage, begin, stop)`
+    returns whether layers [begin, stop) fit in the stage's memory. If a range of layers fits, each
+    smaller range in it must fit, too. Returns the number of layers of each stage, or None if no
+    division fits.
 
     The result is exact. It is found by dynamic programming over stages and layers. The search
     leaves out stages that are slower than a bound, and raises the bound until there is a solution.

@@ -87,7 +87,7 @@ class PlacedStage:
         if self._finished or any(p.grad is not None for p in self._parameters()):
             raise LoopError(
                 f"step {self.steps_done + 1} begins with gradients that no update has used",
-                hint="call step() once per step",
+                hint="call step() after the backwards of each step",
             )
 
     def sum_squares(self) -> float:
@@ -343,5 +343,5 @@ def _widen(values: np.ndarray[Any, Any], spec: ParamSpec, into: np.ndarray[Any, 
     else:
         raise ConfigError(
             f"frozen parameter {spec.name!r} is {spec.dtype}, which fp32 cannot represent exactly",
-            hint="register it as a buffer",
+            hint="register the parameter as a buffer",
         )

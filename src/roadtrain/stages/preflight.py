@@ -3,8 +3,8 @@ reach each other over the network that was chosen for the group. If two hosts ca
 other, every rank raises the same error within 30 s. The error names the host, the card and the
 reason (Rule 5).
 
-    choose networks -> open test ports -> test every link (probes.py) -> report to rank 0 rank 0:
-    find the main problem, if any (findings.py) -> send the verdict to all ranks
+    every host: choose networks -> open test ports -> test its links (probes.py) -> report to rank 0
+    rank 0:     find the main problem, if any (findings.py) -> send the verdict to all ranks
 
 One rank per host runs the tests, while the other ranks of the host wait. Control messages go
 through the rendezvous store; tests use plain sockets that are bound to the cards. The command
