@@ -44,7 +44,7 @@ def update_device(rule: Rule, device: torch.device) -> torch.device:
 
 
 class BucketState:
-    """One bucket on one rank.
+    """The memory of a bucket on one rank, and the bucket's optimizer update.
 
     values: the bucket's values, [numel] in the compute dtype. grads: the bucket's gradients, fp32
     [numel]. Both are views of larger memory. whole: whether this rank keeps the state of the

@@ -39,7 +39,7 @@ class _Sent:
 
 
 class StageLinks:
-    """This rank's messages to and from the neighboring stages."""
+    """Messages between this rank and the neighboring stages."""
 
     def __init__(
         self,

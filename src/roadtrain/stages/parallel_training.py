@@ -57,7 +57,7 @@ class WatchedSizes(Protocol):
 
 
 class ParallelTraining:
-    """One process's part of a model that is trained in stages, as returned by `parallelize`.
+    """The part of a model that one process trains, as returned by `parallelize`.
 
     Use the object as a context manager, or call `close` at the end and `abandon` after an error.
     `optimizer.param_groups` are the groups of the user's optimizer, so learning-rate schedulers of
