@@ -209,8 +209,7 @@ class ChunkTable:
         """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
-                f"chunk_elements is {chunk_elements}, but must be a multiple of {SEGMENT} up to"
-                f" {MAX_CHUNK}",
+                f"chunk_elements is {chunk_elements}, but must be a multiple of {SEGMENT}",
                 hint=f"choose a multiple of {SEGMENT}, at most {MAX_CHUNK}",
             )
         out: list[Block] = []
@@ -254,8 +253,7 @@ def _lay_out(
     for i, spec in enumerate(specs):
         if spec.dtype not in ITEMSIZE:
             raise ConfigError(
-                f"parameter {spec.name!r} has dtype {spec.dtype}, but supported dtypes are"
-                f" {', '.join(ITEMSIZE)}"
+                f"parameter {spec.name!r} has dtype {spec.dtype}; supported: {', '.join(ITEMSIZE)}"
             )
         if spec.trainable and spec.dtype not in TRAINABLE:
             raise ConfigError(

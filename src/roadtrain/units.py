@@ -59,8 +59,7 @@ def parse_rate(text: str) -> float:
     mean bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
-            f"{text!r} is not a rate: its unit b may mean bits or bytes",
-            hint="write the rate as in 100Gbit/s or 12.5GB/s",
+            f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
         )
     return _parsed(text, _RATES, "a rate", "400Mbit/s, 1.5GB/s", per="/s")
 

@@ -566,7 +566,7 @@ def test_a_wrong_option_of_the_hook_is_named(option, wrong):  # Rule 6
 
 
 def test_the_hook_needs_a_process_group():
-    with pytest.raises(ConfigError, match="needs a process group"):
+    with pytest.raises(ConfigError, match="no process group"):
         roadtrain.Summation()
 
 

@@ -66,7 +66,7 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
         ({"hosts": [host(devices=8)]}, "has 8 devices and no `device`"),
         (
             {"hosts": [host(nics=[{"rate": "100Gb/s"}])]},
-            "'100Gb/s' is not a rate: its unit b may mean bits or bytes",
+            "'100Gb/s' is not a rate: b may be bits or bytes",
         ),
         (
             {"hosts": [host(nics=[{"rate": 0}])]},

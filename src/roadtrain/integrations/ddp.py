@@ -95,8 +95,7 @@ class Summation(TensorSums):
         check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
-                "Summation needs a process group of torch.distributed, but there is none",
-                hint="call torch.distributed.init_process_group() first",
+                "no process group exists", hint="call torch.distributed.init_process_group()"
             )
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         if self.format:
@@ -104,8 +103,7 @@ class Summation(TensorSums):
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
                 f"rule={self.rule!r} is not possible with format={self.format!r}",
-                hint="use rule='sum', or rule='accumulate' without a format, because a format would"
-                " round the stored values",
+                hint="use 'sum', or 'accumulate' without a format, which would round stored values",
             )
         spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -114,8 +114,7 @@ class GradientSums:
     def check_quiet(self, what: str, hint: str) -> None:
         if self.under_way:
             raise LoopError(
-                f"{what} was called while {len(self.under_way)} gradients were being summed",
-                hint=hint,
+                f"{what} was called during the sums of {len(self.under_way)} gradients", hint=hint
             )
 
     def begin_all(self) -> None:
@@ -412,8 +411,7 @@ def distribute_asynchronously(
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
-            f"parameter {unfit[0]!r} has a dtype that the summation service cannot sum",
-            hint="use fp32, bf16 or fp16",
+            f"parameter {unfit[0]} has a dtype that cannot be summed", hint="use fp32, bf16 or fp16"
         )
     made = _become(optimizer, Asynchronous)
     made._exchange, made._named = exchange, pairs
@@ -440,8 +438,7 @@ def distribute(
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(
-            f"this {cls.__name__} is already distributed over the workers",
-            hint="call DistributedOptimizer once per optimizer",
+            f"this {cls.__name__} is already distributed", hint="distribute each optimizer once"
         )
     if (
         model is not None

@@ -182,10 +182,7 @@ def local_size() -> int:
 
 def _local(name: str) -> tuple[int, int]:
     if size() > 1 and name not in os.environ:
-        raise ConfigError(
-            f"environment variable {name} is not set",
-            hint="start the workers with torchrun, which sets this variable",
-        )
+        raise ConfigError(f"{name} is not set", hint="start the workers with torchrun")
     return local_rank_of(os.environ)
 
 
@@ -308,8 +305,7 @@ def broadcast_parameters(
     dist.all_reduce(all_same, op=dist.ReduceOp.MIN)
     if not all_same.item():
         differs = next(
-            (pair for pair in zip(mine, roots) if pair[0] != pair[1]),
-            (f"{len(mine)} tensors", f"{len(roots)} tensors"),
+            (pair for pair in zip(mine, roots) if pair[0] != pair[1]), (len(mine), len(roots))
         )
         raise ConfigError(
             (
@@ -419,8 +415,7 @@ def DistributedOptimizer(
     """
     if unknown := {key for key, value in others.items() if value and key not in IGNORED}:
         raise ConfigError(
-            f"DistributedOptimizer has no option {', '.join(sorted(unknown))}",
-            hint="remove this option",
+            f"DistributedOptimizer has no option {', '.join(sorted(unknown))}", hint="leave it out"
         )
     if _exchange().summation.rule == "accumulate":
         if (
@@ -429,10 +424,7 @@ def DistributedOptimizer(
             or model is not None
             or op != Average
         ):
-            raise ConfigError(
-                "DistributedOptimizer takes no options in asynchronous training",
-                hint="pass only optimizer and named_parameters",
-            )
+            raise ConfigError("asynchronous training takes no options", hint="leave options out")
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):

@@ -73,8 +73,7 @@ class Placed:
         """
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
-                f"{optimizer!r} is no optimizer class",
-                hint="pass an optimizer class, such as torch.optim.AdamW",
+                f"{optimizer!r} is no optimizer class", hint="pass a class like torch.optim.AdamW"
             )
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
         own = {key: value for key, value in kwargs.items() if key not in OPTIONS}

@@ -137,8 +137,7 @@ class Exchange:
         roadtrain if the sum fails."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
-                f"the handle of {handle.name!r} was already synchronized",
-                hint="call synchronize() once per handle",
+                f"the handle of {handle.name!r} was already synchronized", hint="synchronize once"
             )
         try:
             found = handle.wait()

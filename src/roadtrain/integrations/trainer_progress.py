@@ -60,9 +60,8 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
             f"the store is at step {step}, but has no progress of a Trainer: it was trained by"
             " another program, or by an earlier version",
             hint=(
-                "to continue from a checkpoint of this step, pass resume_from_checkpoint=DIR; to"
-                " begin a new run with the store's values, export them to a new store. Nothing was"
-                " changed"
+                "pass a checkpoint of this step as resume_from_checkpoint=DIR, or begin a new run"
+                " with the store's values by exporting them to a new store; nothing was changed"
             ),
         )
     if not hasattr(trainer, "_run_epoch"):

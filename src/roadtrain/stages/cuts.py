@@ -232,9 +232,8 @@ class Cuts:
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
-                f"{segment} use a result of block {self.blocks[max(past)]!r} that block"
-                f" {self.blocks[segment.begin - 1]!r} does not return: no cut is possible"
-                f" before {segment}",
+                f"no cut is possible before {segment}: block {self.blocks[segment.begin - 1]!r}"
+                f" does not return a result of {self.blocks[max(past)]!r} that these blocks use",
                 hint="keep these blocks in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}

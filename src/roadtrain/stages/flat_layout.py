@@ -216,8 +216,7 @@ class StageParameters:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
         if p.is_meta or len(devices) > 1:
             raise ModelError(
-                f"parameter {name!r} is on {p.device}; parameters must be on one device other than"
-                f" meta, not on {', '.join(map(str, devices))}",
+                f"parameter {name!r} is on {p.device}, but a stage must be on one device, not meta",
                 hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES

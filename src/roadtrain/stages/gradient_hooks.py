@@ -92,9 +92,8 @@ class GradientHooks:
         if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
-            f"backward computed gradient {self.counts[i] + 1} of parameter"
-            f" {self.layout.params[i].name!r} after the sum over the ranks had begun; the step has"
-            f" {self.backwards} backwards",
+            f"the sum of the gradients of {self.layout.params[i].name!r} had already begun when"
+            f" gradient {self.counts[i] + 1} was added; the step has {self.backwards} backwards",
             hint="check the number of backwards passed to begin_step; if this number is right, some"
             " backwards add more gradients to the parameter than others: use overlap=False",
         )

@@ -83,8 +83,7 @@ def _check_world(parallelism: Parallelism, world: int, hosts: int) -> None:
     for stage, (first, following) in enumerate(itertools.pairwise(parallelism.first_ranks)):
         if first >= world:
             raise ConfigError(
-                f"there are no devices for stage {stage} (ranks {first} to {following - 1}):"
-                f" {available}",
+                f"stage {stage} (ranks {first} to {following - 1}) has no devices: {available}",
                 hint=f"start {parallelism.devices} ranks for {parallelism}, or lower pp or dp",
             )
     if parallelism.devices != world:
@@ -136,9 +135,7 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
             )
     clusters = [at.cluster for at in host_of]
     if not clusters:
-        raise ConfigError(
-            "no hosts are listed, but at least 1 host is needed", hint="list the hosts"
-        )
+        raise ConfigError("no hosts are listed, but 1 is needed", hint="list the hosts")
     names = [name for name, _ in itertools.groupby(clusters)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
@@ -157,8 +154,7 @@ def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[P
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(
-            f"{len(replicas)} clusters need at least one block each, but the model has {blocks}"
-            f" block{'' if blocks == 1 else 's'}",
+            f"{len(replicas)} clusters need at least one block each, but the model has {blocks}",
             hint="use fewer clusters, or divide the model into smaller blocks",
         )
     divisors = [[n for n in range(1, own + 1) if own % n == 0] for own in replicas]

@@ -55,14 +55,9 @@ class StagePlacement(Section):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if bool(self.files) + bool(self.servers) + self.memory != 1:
-            raise ValueError(
-                f"the placement of stage {self.stage} needs exactly one of these keys: files,"
-                " servers, memory = true"
-            )
+            raise ValueError(f"stage {self.stage} needs one of files, servers and memory = true")
         if self.token_file and not self.servers:
-            raise ValueError(
-                f"the placement of stage {self.stage} has token_file, which needs servers"
-            )
+            raise ValueError(f"stage {self.stage} has a token_file, which needs servers")
         return self
 
 
@@ -134,18 +129,14 @@ class ParallelismSection(Section):
     @model_validator(mode="after")
     def _reducers_are_named(self) -> Self:
         if not self.reducers and (self.reducers_token_file or self.reducers_alone):
-            raise ValueError(
-                "reducers_token_file or reducers_alone is set, but reducers is not set"
-            )
+            raise ValueError("reducers_token_file or reducers_alone is set, but not reducers")
         return self
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(
-                f'parallelism = "auto" takes all degrees from the plan, but {stated[0]} is set'
-            )
+            raise ValueError(f'"auto" takes all degrees from the plan, but {stated[0]} is set')
         return self
 
     @property

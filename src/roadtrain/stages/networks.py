@@ -93,9 +93,7 @@ class NetworkStatement(Section):
     @model_validator(mode="after")
     def _says_which(self) -> Self:
         if self.hosts == ["*"] and self.interface == "*" and not self.subnet:
-            raise ValueError(
-                "the statement needs hosts, interface or subnet: otherwise it matches every card"
-            )
+            raise ValueError("without hosts, interface or subnet, a statement matches every card")
         return self
 
     def __str__(self) -> str:

@@ -234,7 +234,6 @@ def check_shared(context: RankContext, layout: StageLayout) -> None:
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(
-                f"stages of {layout} have {group.name}, but no process group connects the ranks of"
-                " these stages",
+                f"stages of {layout} have {group.name}, but no process group for them",
                 hint="set these sizes with stages=[...] at the next start",
             )

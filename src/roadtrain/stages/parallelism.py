@@ -83,8 +83,7 @@ class Parallelism:
         widths = f"widths {', '.join(map(str, self.widths))}"
         if len(self.widths) != self.pp:
             raise ConfigError(
-                f"{widths} are for {len(self.widths)} stages, but pp is {self.pp}",
-                hint="give one width per stage",
+                f"{widths} do not match pp {self.pp}", hint="give one width per stage"
             )
         if self.dp != 1 and set(self.widths) != {self.dp}:
             raise ConfigError(
@@ -126,8 +125,7 @@ class Parallelism:
         replicas."""
         if self.widths:
             raise ConfigError(
-                f"widths {', '.join(map(str, self.widths))} differ, but here all stages need the"
-                " same number of replicas",
+                f"widths {', '.join(map(str, self.widths))} differ, but must be equal here",
                 hint="set dp instead of widths",
             )
         return self.dp * self.cp

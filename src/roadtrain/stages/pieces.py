@@ -61,9 +61,8 @@ class Piece:
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
-                f"the saved optimizer state of {self.extent.name!r} consists of"
-                f" {', '.join(sorted(found))}, but {rule.name} keeps"
-                f" {', '.join(sorted(kept)) or 'none'}",
+                f"the saved state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
+                f" {rule.name} keeps {', '.join(sorted(kept)) or 'none'}",
                 hint="continue with the optimizer that wrote the state",
             )
         return bool(found)
