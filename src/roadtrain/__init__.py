@@ -1,4 +1,4 @@
-"""Training of models that are larger than the accelerator's memory. Start with
+"""Training of models that are larger than the accelerator's memory. The first function to use is
 `roadtrain.place(model, optimizer, store=...)`."""
 
 from __future__ import annotations

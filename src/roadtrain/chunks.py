@@ -13,8 +13,8 @@ holds everything else that the update rule needs: the fp32 master copy if the we
 the state arrays, and the scalars (float64, one row per parameter span). The record of a frozen
 chunk has no state part.
 
-Assumes that parameter names are unique and that each parameter belongs to one block. This module
-does not use files, tensors or devices.
+Assumes that parameter names are unique and that each parameter belongs to one block. Does NOT use
+files, tensors or devices.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Chunk(Run):
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
         """The pieces of parameters over which partial sums are formed, each as (param, start,
-        stop), where start and stop are positions in the chunk. They are the chunk's spans, in
-        order, cut at every multiple of SEGMENT in the run."""
+        stop), where start and stop are positions in the chunk. These pieces are the chunk's spans,
+        in order, cut at every multiple of SEGMENT in the run."""
         out = []
         for span in self.spans:
             at = span.start
@@ -209,7 +209,7 @@ class ChunkTable:
         """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
-                f"chunk_elements is {chunk_elements}, must be a multiple of {SEGMENT}",
+                f"chunk_elements is {chunk_elements}, but must be a multiple of {SEGMENT}",
                 hint=f"choose a multiple of {SEGMENT}, at most {MAX_CHUNK}",
             )
         out: list[Block] = []
@@ -223,7 +223,7 @@ class ChunkTable:
         names = [p.name for p in params]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
-            raise ConfigError(f"parameter {twice!r} is in two blocks")
+            raise ConfigError(f"parameter name {twice!r} appears twice in the model's blocks")
         return ChunkTable(tuple(out), tuple(params), tuple(chunks), chunk_elements)
 
     @cached_property
@@ -253,7 +253,7 @@ def _lay_out(
     for i, spec in enumerate(specs):
         if spec.dtype not in ITEMSIZE:
             raise ConfigError(
-                f"parameter {spec.name!r} has dtype {spec.dtype}, not one of {', '.join(ITEMSIZE)}"
+                f"parameter {spec.name!r} has dtype {spec.dtype}; supported: {', '.join(ITEMSIZE)}"
             )
         if spec.trainable and spec.dtype not in TRAINABLE:
             raise ConfigError(

@@ -2,9 +2,10 @@
 
 A command is a function with type annotations. `--help` prints the first paragraph of the function's
 docstring and the options listed under `Args:`. Both are read from the source file. A command's
-module is imported only when the command runs. So help and usage errors do not wait for the import
-of torch (docs/decisions/0029). A RoadtrainError is printed as a message without a traceback. The
-exit code is 2, or 3 if another process failed and repeating the command may succeed.
+module is imported only when the command runs. So help texts and usage errors are printed without
+importing torch, which takes a second (docs/decisions/0029). A RoadtrainError is printed as a
+message without a traceback. The exit code is 2, or 3 if another process failed and repeating the
+command may succeed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Command:
 
     @property
     def takes_rest(self) -> bool:
-        """Whether the last word is `-- CMD...`, a list of all arguments after `--`."""
+        """Return whether the last positional argument is `-- CMD...`, which stands for the list of
+        all arguments after `--`."""
         return bool(self.words) and self.words[-1].startswith("-- ")
 
 
@@ -178,9 +180,9 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`. If
-    there was no `=`, `text` is None, and the value is the first of the remaining arguments,
-    `left`."""
+    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`, or
+    None if there was no `=`. `left` are the arguments after the option. If `text` is None, the
+    first of these arguments is the value, and is removed from `left`."""
     if kind is bool:
         if text:
             raise ConfigError(f"--{key} takes no value, got {text}")
@@ -224,7 +226,7 @@ def _function_of(target: str) -> ast.FunctionDef:
 
 
 def summary_of(target: str) -> str:
-    """Return the first paragraph of the docstring of a command's function, as one line."""
+    """Return the first paragraph of the docstring of a command's function, as a single line."""
     try:
         function = _function_of(target)
     except ConfigError:

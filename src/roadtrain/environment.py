@@ -1,5 +1,5 @@
 """The rank of this process among the processes that torchrun has started, and the identity of this
-host. The rank is read from the environment. This module does not talk to other processes.
+host. The rank is read from environment variables. Does NOT communicate with other processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
     if missing := [name for name in LAUNCH_NAMES if not environ.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
-            hint="start the command with torchrun",
+            hint="start the command with torchrun, which sets these environment variables",
         )
     return Launch(
         *_rank_of(environ),
@@ -46,7 +46,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """The rank of this worker, and the size of its group.
+    """The rank of this worker in its group of workers, and the size of the group.
 
     Attributes:
         rank: The rank of this worker.
@@ -85,8 +85,8 @@ class WorkerIdentity:
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank of this process among the processes of its host, and the number of these
-    processes."""
+    """Return the rank of this process among the processes of this host, and the number of processes
+    of this host."""
     return _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
 
 
@@ -94,7 +94,7 @@ def _rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
     rank, workers = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
     if not 0 <= rank < workers:
         raise ConfigError(
-            f"RANK is {rank}, must be at least 0 and below WORLD_SIZE, which is {workers}",
+            f"RANK is {rank}, but must be at least 0 and below WORLD_SIZE, which is {workers}",
             hint="start the workers with torchrun, which sets both variables",
         )
     return rank, workers

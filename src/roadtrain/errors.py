@@ -1,5 +1,5 @@
 """The hierarchy of errors. A message names the problem, the expected value and the actual value.
-`hint` names the way out.
+`hint` names what the user can do about the problem.
 
 RoadtrainError
 +-- UserError                 the job, the model or the call is wrong; nothing was changed

@@ -1,4 +1,5 @@
-"""Helpers for failures: retry an action for a while, or undo an action that was begun."""
+"""Helpers for actions that may fail: repeat an action until it succeeds, or undo an action that
+failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Parse and print byte sizes, durations and rates.
 
 Inside the package, a size is an `int` in bytes, and a duration is a `float` in seconds. Names
-contain the unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit that the user wrote is not kept.
+contain the unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit in which the user wrote a value is
+not stored.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def parse_seconds(text: str) -> float:
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """Parse a number with a unit from `units`. `per` is a suffix that must follow the unit, such as
-    `/s`. If there is a suffix, the number must be above 0."""
+    """Parse a number with a unit, and return the number times the factor of the unit. `units`: unit
+    -> factor. `per`: a suffix that must follow the unit, such as `/s`; with a suffix, the number
+    must be above 0. `what` and `example`: texts for the error."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (

@@ -207,7 +207,7 @@ def test_placed_elsewhere():
             "norm" in names[id(p)] or "bias" in names[id(p)]
             for p in placed.param_groups[0]["params"]
         )
-    with pytest.raises(ConfigError, match="pass one, such as"):
+    with pytest.raises(ConfigError, match="pass a class like"):
         Placed()(llama(), optimizer="adamw", **QUIET)
     frozen = llama().requires_grad_(False)
     assert [g["params"] for g in groups_of(frozen, 0.1)] == [[], []]

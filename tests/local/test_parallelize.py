@@ -338,9 +338,9 @@ def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options)
     ("options", "words"),
     [
         ({"stages": "best"}, "`stages` cannot be 'best'"),
-        ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "1 stores"),
+        ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "number of stores is 1"),
         ({"stores": {2: roadtrain.Memory()}}, "stage 2, but pp is 2"),
-        ({"activations": torch.float32}, "activations cannot be torch.float32"),
+        ({"activations": torch.float32}, "activations cannot be sent as torch.float32"),
     ],
 )
 def test_options_that_cannot_be(options, words):
@@ -349,7 +349,9 @@ def test_options_that_cannot_be(options, words):
 
 
 def test_a_store_of_several_ranks_is_of_servers():
-    with pytest.raises(ConfigError, match="2 data-parallel ranks, but a Files store supports 1"):
+    with pytest.raises(
+        ConfigError, match="2 data-parallel ranks, but a Files store supports only 1"
+    ):
         ParallelOptions(Parallelism(pp=2, dp=2), 4, stores={0: roadtrain.Files("somewhere")})
 
 

@@ -223,7 +223,7 @@ def test_a_chunk_size_off_the_grid_is_refused(size):
 
 
 def test_what_cannot_be_laid_out_is_refused():
-    with pytest.raises(ConfigError, match="'w' is in two blocks"):
+    with pytest.raises(ConfigError, match="'w' appears twice"):
         ChunkTable.build(
             [
                 ("root", [ParamSpec("w", (1,), "fp32", True, 0)]),

@@ -375,7 +375,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     ("environment", "reason"),
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
-        ({"RANK": "4"}, "RANK is 4, must be at least 0 and below WORLD_SIZE, which is 4"),
+        ({"RANK": "4"}, "RANK is 4, but must be at least 0 and below WORLD_SIZE, which is 4"),
         ({"RANK": "first"}, "is not an integer: .*first"),
     ],
 )
@@ -432,7 +432,7 @@ def test_how_many_ranks_must_meet() -> None:
     ("placements", "reason"),
     [
         ([{"stage": 0, "memory": True}, {"stage": 0, "files": "x"}], "stage 0 has 2 placements"),
-        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file needs servers"),
+        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file, which needs servers"),
     ],
 )
 def test_placements_that_contradict_each_other(placements, reason) -> None:  # Rule 6

@@ -145,9 +145,9 @@ def test_equal_widths_are_dp() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 are 2, but pp is 3"),
+        ({"pp": 3, "widths": (2, 1)}, "widths 2, 1 do not match pp 3"),
         ({"dp": 4, "pp": 2, "widths": (2, 1)}, "dp 4 and widths 2, 1 contradict each other"),
-        ({"pp": 2, "widths": (2, 1), "virtual_stages": 2}, "differ and virtual_stages is 2"),
+        ({"pp": 2, "widths": (2, 1), "virtual_stages": 2}, "differ, but virtual_stages is 2"),
         ({"pp": 2, "widths": (4, 3), "ep": 2}, "ep 2 does not divide width 3 x cp 1 of stage 1"),
         ({"pp": 2, "widths": (2, 0)}, "greater than or equal to 1"),
     ],
@@ -158,12 +158,12 @@ def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
 
 
 def test_what_needs_one_width_says_so() -> None:
-    with pytest.raises(ConfigError, match="equal widths, but widths are 4, 2"):
+    with pytest.raises(ConfigError, match="widths 4, 2 differ, but must be equal here"):
         _ = Parallelism(pp=2, widths=(4, 2)).replicas
     with pytest.raises(ConfigError, match="a step has 3 micro-batches, but a stage has 4 replicas"):
         Parallelism(pp=2, widths=(4, 2)).check_micro_batches(3)
     with pytest.raises(
-        ConfigError, match="a step has 6 micro-batches, which do not suit 2 stages of 2 virtual"
+        ConfigError, match="a step has 6 micro-batches, but with virtual_stages 2 the number must"
     ):
         Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(6)
     Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(8)
@@ -184,7 +184,7 @@ def test_what_needs_one_width_says_so() -> None:
         (
             Parallelism(dp=3, pp=3),
             TWO_AND_ONE,
-            r"stage 2 \(ranks 6 to 8\) has no host: 3 hosts have 6 devices",
+            r"stage 2 \(ranks 6 to 8\) has no devices: 3 hosts have 6 devices",
             "start 9 ranks",
         ),
         (
@@ -275,7 +275,7 @@ def test_the_fewest_stages_come_first() -> None:
             {},
             "cluster 'a' are split into 2 ranges",
         ),
-        ([], 9, {}, "0 hosts"),
+        ([], 9, {}, "no hosts are listed"),
     ],
 )
 def test_what_nothing_suits(hosts: list, blocks: int, asked: dict, said: str) -> None:

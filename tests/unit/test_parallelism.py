@@ -79,7 +79,7 @@ def test_layers_of_stages() -> None:
     assert even(10, 3) == (4, 3, 3)
     with pytest.raises(
         ConfigError,
-        match="stages 4, 5 are 2 stages of 9 layers in all, but 2 stages of 10 are needed",
+        match="stages 4, 5 divide 9 layers among 2 stages, but 10 layers and 2 stages are needed",
     ):
         Parallelism(pp=2, stages=(4, 5)).layers(10)
     with pytest.raises(ConfigError, match="2 layers cannot fill 3 stages"):

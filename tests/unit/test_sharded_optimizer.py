@@ -448,7 +448,7 @@ def test_more_gradients_than_in_the_first_step_are_refused(made):
         optimizer.step()
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LoopError, match="gradient 2 in a step of 1 backwards"):
+    with pytest.raises(LoopError, match="gradient 2 was added; the step has 1 backwards"):
         model(torch.ones(2, 4)).sum().backward()
 
 

@@ -1,4 +1,5 @@
 """Integrations with training frameworks, one file each: ddp, fsdp, horovod, huggingface.
 
-A script trains as before, with one changed line. Read the file of the framework that it uses.
+A training script of one of these frameworks needs one changed or added line. The docstring of the
+framework's file shows this line.
 """

@@ -5,11 +5,11 @@ optimizer stay the same.
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
 Each worker's process also runs a reducer, which sums a part of the gradients of all workers.
-`spares` are additional hosts that run `roadtrain serve HOST:PORT --sum`. Workers of one host first
-sum through shared memory. Gradients are divided by the number of workers, then summed in the order
-of ranks. With two workers, the result has the same bits as that of DDP's own all-reduce. With more
-workers, the two results are equal up to rounding. Needs an initialized process group, through which
-workers exchange addresses at the start.
+`spares` are additional hosts that run `roadtrain serve HOST:PORT --sum`. Workers of the same host
+first sum their gradients in shared memory. Gradients are divided by the number of workers, then
+summed in the order of ranks. With two workers, the result has the same bits as that of DDP's own
+all-reduce. With more workers, the two results are equal up to rounding. Needs an initialized
+process group of torch.distributed, through which workers exchange their addresses at the start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ ANY_PORT = 9
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Summation(TensorSums):
-    """A worker's end of the summation service. `sum_hook` takes it as the argument `state`.
+    """A worker's connection to the summation service. A Summation is the argument `state` of
+    `sum_hook`.
 
     Call close() before the process group is destroyed.
 
@@ -53,7 +54,7 @@ class Summation(TensorSums):
         spare_rates: Link rates of the spare hosts, in the unit of `rates`. If None, all are equal.
         format: How fp32 is sent between hosts: "" (unchanged), "bf16", "fp16", "topk:0.01",
             "onebit", "dither:4", or a format of your own (sums/formats.py).
-        local: Whether the workers of a host sum through shared memory first.
+        local: Whether the workers of a host first sum their gradients in shared memory.
         roots: Local ranks of the workers that sum in shared memory for their host. If None,
             roadtrain chooses these workers by the topology of the host.
         rule: "sum", or "accumulate" for asynchronous training.
@@ -61,8 +62,8 @@ class Summation(TensorSums):
             this host reaches MASTER_ADDR.
         token_file: File with the token of the spare hosts. Workers of several hosts use the token
             to authenticate each other, so several hosts need a token even without spare hosts.
-        budget: Bytes for this process's reducers. If None, half of the free memory.
-        deadline_s: Seconds that a sum may take.
+        budget: Memory in bytes for this process's reducers. If None, half of the free memory.
+        deadline_s: Timeout of a sum, in seconds.
         tls: Certificate and key of this host, and the authority that signed the certificates of
             other hosts, for links to spare hosts and workers.
 
@@ -94,7 +95,7 @@ class Summation(TensorSums):
         check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
-                "no process group exists", hint="call init_process_group() of torch.distributed"
+                "no process group exists", hint="call torch.distributed.init_process_group()"
             )
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         if self.format:
@@ -102,7 +103,7 @@ class Summation(TensorSums):
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
                 f"rule={self.rule!r} is not possible with format={self.format!r}",
-                hint="use 'sum', or 'accumulate' without a format, as it would round stored values",
+                hint="use 'sum', or 'accumulate' without a format, which would round stored values",
             )
         spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -122,7 +123,7 @@ class Summation(TensorSums):
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a gradient bucket of DDP over all workers; a hook for DDP's `register_comm_hook`.
+    """Average a gradient bucket of DDP over all workers; a hook for DDP's `register_comm_hook`.
 
     The buckets that DDP passes last have priority, because the next forward needs them first.
 
@@ -157,7 +158,8 @@ sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.F
 
 
 def exchange(words: bytes) -> list[bytes]:
-    """Send `words` to all workers, and return the words that each worker sent, by rank."""
+    """Send the message `words` to all workers, and return the messages of all workers, in rank
+    order."""
     device = own_device("cuda" if dist.get_backend() == "nccl" else "cpu")
     workers = range(dist.get_world_size())
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]

@@ -1,23 +1,26 @@
 """A torch optimizer whose gradients are summed over the workers. The sum of a gradient begins as
 soon as backward has computed the gradient.
 
-    backward: a gradient is ready -> its    step(): wait for all sums, then take the optimizer's
-    sum begins                              own step
-    with `model`:  step() does not wait     the forward of a module first waits for its sums and
-                                            steps its parameters alone
+    backward    begins the sum of each gradient as soon as the gradient is ready
+    step()      waits for all sums, then runs the optimizer's own step
+
+    With the argument `model`:
+    step()      does not wait
+    forward     of a module first waits for the sums of the module's parameters, and then updates
+                only these parameters
 
 Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when the module's
-forward begins, while gradients of later modules still travel. The update uses the settings that the
-parameter groups had at step(). Some parameters are updated at the first forward of any module,
-because no forward of their own module would update them in time: parameters that belong to several
-modules or to none, and parameters of modules whose forward was never called (because other modules
-read their weights, as in MultiheadAttention). In eval mode or without gradients, all parameters are
-updated at once.
+forward begins, while gradients of later modules still travel. The update uses the settings
+(learning rates) that the parameter groups had at step(). Some parameters are updated at the first
+forward of any module, because no forward of their own module would update them in time: parameters
+that belong to several modules or to none, and parameters of modules whose forward was never called
+(because other modules read their weights, as in MultiheadAttention). In eval mode or under no_grad,
+the first forward updates all parameters.
 
-Limits: Code that reads parameters without the forward of a module gets old values until
-synchronize(); model.state_dict() updates the parameters by itself. A parameter that was used too
-early causes an error when its gradient is ready. `p.grad` is None after step(). Hooks of the
-optimizer's step run once per module.
+Limits with `model`: code that reads a parameter outside of a forward gets the old value until
+synchronize() is called. model.state_dict() updates the parameters first. If a forward used a
+parameter before the parameter was updated, the next backward raises an error. `p.grad` is None
+after step(). Hooks of the optimizer's step run once per module.
 
 Assumes that all workers train the same model. Small gradients are not fused.
 """
@@ -39,7 +42,8 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 class _Sum(NamedTuple):
     """A gradient's sum in flight. `version`: torch's version counter of the tensor `grad` when the
-    sum began; changes of the tensor raise it."""
+    sum began. Every change of the tensor increases this counter, so a change during the sum is
+    detected."""
 
     grad: torch.Tensor
     handle: Handle
@@ -47,8 +51,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one optimizer's gradients. `division`: a divisor that is applied before the sum,
-    and a factor that is applied after the sum."""
+    """The sums of one optimizer's gradients. `division`: (divisor of the gradients before the sum,
+    factor of the result after the sum)."""
 
     def __init__(
         self,
@@ -81,12 +85,12 @@ class GradientSums:
             raise LoopError(
                 f"{self.names[p]} was computed from an old value: the parameter was used without"
                 " its module's forward, before its last update was applied",
-                hint="leave model= out, or call optimizer.synchronize() before forward",
+                hint="leave model= out, or call optimizer.synchronize() before using the parameter",
             )
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
-                f"{self.names[p]} has received {self.seen[p]} gradients since the last step()",
+                f"{self.names[p]} was computed {self.seen[p]} times since the last step()",
                 hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
         # begin_all begins the sums of other dtypes, in the same order on all workers
@@ -110,12 +114,12 @@ class GradientSums:
     def check_quiet(self, what: str, hint: str) -> None:
         if self.under_way:
             raise LoopError(
-                f"{what} called while {len(self.under_way)} gradients are summed", hint=hint
+                f"{what} was called during the sums of {len(self.under_way)} gradients", hint=hint
             )
 
     def begin_all(self) -> None:
-        """Begin the sums that backward has not begun, including those of parameters that were
-        added to the optimizer since the last call."""
+        """Begin the sums of all gradients for which backward has not begun a sum. Parameters that
+        were added to the optimizer since the last call are included."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
@@ -123,8 +127,9 @@ class GradientSums:
         self.seen.clear()
 
     def take(self) -> dict[nn.Parameter, _Sum]:
-        """Return the sums in flight. The caller passes each of them to `arrive`. Sets `p.grad` of
-        their parameters to None."""
+        """Return the sums in flight, by parameter. The caller must pass each sum to `arrive`. Sets
+        `p.grad` of these parameters to None. Raises LoopError if a gradient was changed during its
+        sum."""
         sums, self.under_way = self.under_way, {}
         for p, total in sums.items():
             if p.grad is not total.grad or total.grad._version != total.version:
@@ -157,8 +162,8 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """Check that `named` names every parameter of the optimizer. Returns these parameters with
-    their names, in the order of `named`."""
+    """Check that `named` contains every trainable parameter of the optimizer. Returns these
+    parameters with their names, in the order of `named`. Raises ConfigError."""
     if named is None:
         return _trained(optimizer)
     pairs, needed = list(named), {p for _, p in _trained(optimizer)}
@@ -173,9 +178,10 @@ def _checked(
 
 
 class DeferredSteps:
-    """The steps of an optimizer that are taken later, by forwards of `model`: see Note "deferred
-    steps". `step`: the optimizer's own step, which updates the parameters in its groups.
-    `num_steps`: number of the last step, which is not deferred (0: unknown)."""
+    """The updates of an optimizer's steps, which the modules' forwards of `model` apply later: see
+    the Note "deferred steps". `step`: the optimizer's own step, which updates the parameters in its
+    groups. `num_steps`: number of the last step, which is not deferred; 0 if this number is not
+    known."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
@@ -254,8 +260,8 @@ class DeferredSteps:
             optimizer.param_groups = real
         if not kept:
             raise LoopError(
-                f"{type(optimizer).__name__} changes values in its groups, so its steps cannot be"
-                " taken module by module",
+                f"{type(optimizer).__name__} changes values in its parameter groups, so it cannot"
+                " update the parameters of each module separately",
                 hint="leave model= out",
             )
         for p in chosen:
@@ -283,8 +289,9 @@ class Distributed(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use the gradients as they are, within the context. Call synchronize() before;
-        the summed gradients may then be changed before step()."""
+        """Make step() use the gradients as they are while this context is active. Call
+        synchronize() first. Between synchronize() and step(), the summed gradients may be changed,
+        as for clipping."""
         self._alone = True
         try:
             yield
@@ -330,7 +337,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         if passes < 1:
-            raise ConfigError(f"backward_passes_per_step={passes} must be 1 or more")
+            raise ConfigError(f"backward_passes_per_step is {passes}, but must be at least 1")
         self._gradients.passes = passes
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,11 +353,11 @@ class Asynchronous(torch.optim.Optimizer):
     """An optimizer for asynchronous training.
 
     A worker takes a step with its own gradients and pushes the change of the parameters. The worker
-    does not wait for other workers. It sets its parameters to their initial values plus the sum of
-    all changes that all workers have pushed so far. If a step depends on the gradient alone (SGD),
-    the result equals that of one process that applies the workers' steps in the order of their
-    pushes. With momentum or Adam the result differs, because a worker's moments are computed from
-    the gradients of this worker only.
+    does not wait for other workers. Then the worker sets its parameters to their initial values
+    plus the sum of all changes that all workers have pushed so far. If a step depends on the
+    gradient alone (SGD), the result equals that of one process that applies the workers' steps in
+    the order of their pushes. With momentum or Adam the result differs, because a worker's moments
+    are computed from the gradients of this worker only.
     """
 
     _exchange: Exchange
@@ -399,12 +406,12 @@ def distribute_asynchronously(
     exchange: Exchange,
     named: Iterable[tuple[str, nn.Parameter]] | None,
 ) -> Asynchronous:
-    """Replace an optimizer's class by a subclass of Asynchronous, for a service with the rule
-    "accumulate". Raises ConfigError."""
+    """Replace an optimizer's class by a subclass of Asynchronous, for a summation service with the
+    rule "accumulate". Raises ConfigError."""
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
-            f"{unfit[0]} has a dtype that the service does not sum", hint="use fp32, bf16 or fp16"
+            f"parameter {unfit[0]} has a dtype that cannot be summed", hint="use fp32, bf16 or fp16"
         )
     made = _become(optimizer, Asynchronous)
     made._exchange, made._named = exchange, pairs
@@ -424,9 +431,10 @@ def distribute(
 ) -> Distributed:
     """Replace an optimizer's class by a subclass of Distributed.
 
-    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: if given,
-    each step is deferred to the next forward of this model. `num_steps`: number of the last step,
-    which is never deferred (0: unknown). Raises ConfigError."""
+    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: if not
+    None, the updates of each step are deferred to the next forward of this model. `num_steps`:
+    number of the last step, which is not deferred; 0 if this number is not known. Raises
+    ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(
@@ -437,7 +445,7 @@ def distribute(
         and inspect.signature(cls.step).parameters["closure"].default is inspect.Parameter.empty
     ):
         raise ConfigError(
-            f"{cls.__name__} needs a closure, so its steps cannot be taken module by module",
+            f"{cls.__name__} needs a closure, so it cannot update each module separately",
             hint="leave model= out",
         )
     gradients = GradientSums(optimizer, exchange, named, division, format)

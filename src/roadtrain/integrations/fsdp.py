@@ -1,12 +1,13 @@
-"""FSDP2 over the summation service, by FSDP2's interface for a custom reduce-scatter.
+"""FSDP2 over the summation service, through FSDP2's interface for a custom reduce-scatter.
 
     fully_shard(model)
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
-Every worker receives the whole sum and keeps its shard. With n workers, each worker receives n
-times the bytes of a ring reduce-scatter. So this pays only if links receive faster than they send,
-or if workers share a host. FSDP2 still gathers parameters itself. Needs a single group of all
-workers. FSDP2 waits for each reduce-scatter, so sums do not overlap with backward.
+Every worker receives the complete sum and keeps only its shard. With n workers, each worker
+receives n times the bytes of a ring reduce-scatter. So the summation service is faster than a ring
+only if links receive faster than they send, or if workers share a host. Parameters are still
+gathered by FSDP2 itself. All workers must be in one FSDP2 group. FSDP2 waits for each
+reduce-scatter, so sums do not overlap with backward.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
         ):
             raise ConfigError(
                 f"a reduction by {op} over {dist.get_world_size(group)} of {self._state.workers}"
-                " workers is not supported, only SUM and AVG over all workers are",
+                " workers is not supported, only SUM and AVG over all workers are supported",
                 hint="use a group of all workers; set_force_sum_reduction_for_comms(True) makes"
                 " FSDP2 use SUM",
             )
@@ -63,7 +64,7 @@ def sum_fsdp(model: torch.nn.Module, state: Summation) -> None:
     """Sum the gradients of FSDP2 modules with the summation service.
 
     Args:
-        model: A model with modules that `fully_shard` was applied to.
+        model: A model in which `fully_shard` was applied to one or more modules.
         state: The summation service.
 
     Raises:

@@ -6,11 +6,12 @@ its import.
 
 torchrun starts the workers; a process without torchrun is the only worker. For an average, each
 worker's tensor is divided before the sum. So with two workers, the result has the same bits as that
-of DDP's all-reduce. For names of tensors see integrations/named_sums.py, Note "keys". If workers
-disagree (in type, shape, order or name), a DifferError is raised on every worker within seconds.
-(DifferError is a RuntimeError, as in Horovod.) After that, the workers may continue. `compression`
-is a member of Compression, or its string. Process sets, operations other than sum and average,
-gather and similar calls, and elastic training are not supported. Sums are not differentiable.
+of DDP's all-reduce. The rules for names of tensors are in integrations/named_sums.py, Note "keys".
+If workers disagree (in type, shape, order or name), a DifferError is raised on every worker within
+seconds. (DifferError is a RuntimeError, as in Horovod.) After the error, the workers may continue.
+The argument `compression` of a call is a member of Compression; all members are strings. Process
+sets, operations other than sum and average, gather and similar calls, and elastic training are not
+supported. Sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ PIECE = 64 << 20  # bytes of a broadcast that are in flight at once (and on the 
 
 class Compression:
     """Formats in which tensors are sent. All formats except `none` are lossy. `share`: fraction of
-    the values that is sent. `bits`: bits per value."""
+    the values that `topk` sends. `bits`: bits per value that `dither` sends."""
 
     none, fp16, bf16, onebit = "", "fp16", "bf16", "onebit"
 
@@ -133,7 +134,7 @@ def init(**options: Any) -> None:
 
 
 def shutdown() -> None:
-    """Apply deferred steps and stop the service.
+    """Apply deferred steps and stop the summation service.
 
     A later init() needs a different MASTER_PORT, because torch's store of the old process group may
     still answer at the old port.
@@ -181,15 +182,15 @@ def local_size() -> int:
 
 def _local(name: str) -> tuple[int, int]:
     if size() > 1 and name not in os.environ:
-        raise ConfigError(f"{name} is not set", hint="torchrun sets it")
+        raise ConfigError(f"{name} is not set", hint="start the workers with torchrun")
     return local_rank_of(os.environ)
 
 
 def _averages(op: str | None, average: bool | None = None) -> bool:
     if op not in (None, Average, Sum) or (average is not None and op is not None):
         raise ConfigError(
-            f"average={average} and op={op!r} are not possible",
-            hint="pass either op=Average or op=Sum, or average=, but not both",
+            f"average={average} with op={op!r} is not possible",
+            hint="pass op=Average or op=Sum, or else average=True or average=False",
         )
     return op != Sum and average is not False
 
@@ -202,8 +203,8 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin a sum. `how`: (whether the sum is done in place, whether this call waits for the sum).
-    Returns the sum if this call waits, else a Handle."""
+    """Begin a sum. `how`: (whether the sum replaces the values of `tensor`, whether this call waits
+    for the sum). Returns the sum if this call waits for the sum, else a Handle."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -226,8 +227,9 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
     ) -> Any:
         """Return the average (or sum) of a tensor over all workers.
 
-        Variants whose name ends with `_` work in place. Async variants return a Handle for
-        `synchronize`; the tensor must not change until `synchronize` returns.
+        `allreduce_` and `allreduce_async_` write the result to `tensor` itself. `allreduce_async`
+        and `allreduce_async_` return a Handle, which must be passed to `synchronize`; do not change
+        the tensor until `synchronize` returns.
         """
         return _begun(tensor, _averages(op, average), name, compression, how)  # type: ignore[arg-type]
 
@@ -243,8 +245,8 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         priority: int = 0,
         compression: str = Compression.none,
     ) -> Any:
-        """Do an allreduce with the arguments of BytePS. Sums with greater priorities go first;
-        `version` is ignored."""
+        """Do an allreduce with the arguments of BytePS. Sums with a greater `priority` are sent
+        first. `version` is ignored."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
 
     return push_pull
@@ -257,7 +259,8 @@ push_pull_async, push_pull_async_inplace = _push_pull(False, False), _push_pull(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for the result of a handle and return it. Call this once per handle."""
+    """Wait for the result of the sum of a handle, and return the result. Call `synchronize` once
+    per handle."""
     return _exchange().finish(handle)
 
 
@@ -267,13 +270,14 @@ def poll(handle: Handle) -> bool:
 
 
 def declare(name: str) -> str:
-    """Return the name. BytePS needs this call, but roadtrain does not."""
+    """Return `name`. BytePS needs this call, but roadtrain does not."""
     return name
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call. If a worker made another call, the
-    torch.distributed call that follows would hang."""
+    """Wait until all workers have made the same call. Raises DifferError if they make different
+    calls. Without this check, the torch.distributed call that follows would hang if workers made
+    different calls."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -307,8 +311,8 @@ def broadcast_parameters(
             (
                 f"another worker's tensors differ from those of worker {root_rank}"
                 if mine == roots
-                else f"worker {dist.get_rank()} has {differs[0]}, but worker {root_rank} has"
-                f" {differs[1]}"
+                else f"tensors differ: worker {dist.get_rank()} has {differs[0]}, but worker"
+                f" {root_rank} has {differs[1]}"
             ),
             hint="build the same model on all workers",
         )
@@ -319,8 +323,8 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = ""
 ) -> None:
-    """Broadcast the optimizer's state and the settings of its groups. Workers other than the root
-    may have no state yet."""
+    """Broadcast the optimizer's state and the settings of its groups. Workers other than
+    `root_rank` may have no state yet."""
     _agree("broadcast_optimizer_state", f"from worker {root_rank}")
     mine = optimizer.state_dict() if dist.get_rank() == root_rank else None
     optimizer.load_state_dict(_broadcast_value(mine, root_rank))
@@ -346,9 +350,9 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def _broadcast_value(value: Any, root: int) -> Any:
-    """Return a new copy of the root's `value` on every worker. The value is sent in plain form
-    (streaming/plain.py), without pickle. Tensors are returned on the host. Raises ConfigError on
-    all workers if the value has no plain form."""
+    """Return a new copy of the root's `value` on every worker. The value is encoded by
+    streaming/plain.py, without pickle. Tensors are returned on the host. Raises ConfigError on all
+    workers if the value cannot be encoded."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
@@ -395,14 +399,15 @@ def DistributedOptimizer(
         compression: Format in which gradients are sent.
         backward_passes_per_step: Number of backward passes before each step().
         op: Average or Sum.
-        gradient_predivide_factor: Divisor that an average applies before the sum; the rest of the
-            division follows the sum. If None, all of the division precedes the sum.
+        gradient_predivide_factor: Divisor that an average applies before the sum; the sum is then
+            multiplied by this divisor / number of workers. If None, the whole division is done
+            before the sum.
         model: If set, step() does not wait for the sums. Instead, each module's next forward waits
             for the module's sums, with the same results (integrations/distributed.py, Note
             "deferred steps").
-        num_steps: Number of the last step, which is not deferred. 0 if it is unknown.
-        **others: Other options of Horovod and BytePS. Those that do not change results are
-            ignored, all others are refused.
+        num_steps: Number of the last step, which is not deferred. 0 if this number is not known.
+        **others: Other options of Horovod and BytePS. Options that do not change results are
+            ignored. All others raise ConfigError.
 
     Raises:
         ConfigError: An option is unknown or not possible. Later calls of backward, step and forward
@@ -419,7 +424,7 @@ def DistributedOptimizer(
             or model is not None
             or op != Average
         ):
-            raise ConfigError("asynchronous training takes no options", hint="leave them out")
+            raise ConfigError("asynchronous training takes no options", hint="leave options out")
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
@@ -449,7 +454,8 @@ def CrossBarrier(
     backward_passes_per_step: int = 1,
     num_steps: int | None = None,
 ) -> Distributed | Asynchronous:
-    """Return DistributedOptimizer(..., model=model); BytePS calls it CrossBarrier."""
+    """Return DistributedOptimizer(..., model=model). CrossBarrier is BytePS's name for such an
+    optimizer."""
     return DistributedOptimizer(
         optimizer,
         named_parameters,

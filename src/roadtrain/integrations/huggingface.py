@@ -1,12 +1,13 @@
-"""Use `roadtrain.place` in Hugging Face's Trainer, which then streams its model from a store. Also
-works in TRL's trainers, which are derived from the Trainer.
+"""Use `roadtrain.place` in Hugging Face's Trainer, which then streams its model from a store. TRL's
+trainers, which are derived from the Trainer, are supported, too.
 
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
 
 Needs transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is not a torch
-Optimizer. The same command resumes a killed run (trainer_progress.py). This module starts no
-workers. The Trainer does checkpoints, clipping and accumulation (docs/guides/integrations.md).
+Optimizer. Repeating the command resumes a killed run (trainer_progress.py). Checkpoints, gradient
+clipping and gradient accumulation are done by the Trainer (docs/guides/integrations.md). Does NOT
+start workers.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class Placed:
     """A factory that makes the optimizer for the Trainer.
 
     The optimizer has the parameter groups that the Trainer makes, with weight decay
-    (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, it is
-    taken from the TrainingArguments; for Adam and AdamW, so are `betas` and `eps`. If other code
-    than the Trainer calls the factory, the argument `weight_decay` (default 0) applies to all
-    parameters but biases and norms, and `lr` must be passed if the optimizer has no default.
+    (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, `lr` is
+    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from there,
+    too. If other code than the Trainer calls the factory, the argument `weight_decay` (default 0)
+    applies to all parameters but biases and norms, and `lr` must be passed if the optimizer has no
+    default.
     """
 
     def __call__(
@@ -71,7 +73,7 @@ class Placed:
         """
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
-                f"{optimizer!r} is no optimizer class", hint="pass one, such as torch.optim.AdamW"
+                f"{optimizer!r} is no optimizer class", hint="pass a class like torch.optim.AdamW"
             )
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
         own = {key: value for key, value in kwargs.items() if key not in OPTIONS}
@@ -116,9 +118,9 @@ def _of_trainer(frame: FrameType, name: str) -> Any:
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made. The Trainer passes them on only
-    if the optimizer is a class of torch. Returns None if there are no groups, or if the groups do
-    not cover the model."""
+    """Return the parameter groups that the Trainer has just made. They are read from the Trainer's
+    frame, because the Trainer passes parameter groups only to torch's classes. Returns None if
+    there are no groups, or if the groups do not cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(
@@ -133,8 +135,8 @@ def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]]
 
 
 def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizer's hyperparameters in the Trainer's TrainingArguments; {} without a
-    Trainer."""
+    """Return the optimizer's hyperparameters from the Trainer's TrainingArguments. Return {} if
+    `frame` is not a frame of a Trainer."""
     arguments = getattr(_of_trainer(frame, "self"), "args", None)
     if arguments is None:
         return {}

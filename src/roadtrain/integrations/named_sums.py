@@ -1,5 +1,5 @@
-"""Sums of named tensors over the workers, by which horovod.py implements Horovod's and BytePS's
-calls.
+"""Sums of named tensors over the workers. horovod.py implements the calls of Horovod and BytePS
+with these sums.
 
     begin(tensor, name) -> Handle -> finish(handle) -> a tensor that belongs to the caller
 
@@ -7,21 +7,21 @@ Note "keys". A tensor's key is a hash of its name, type, shape and operation, so
 their calls in any order. The buffers of a key are kept forever, so a name should be reused for
 tensors of the same size and dtype; a different size or dtype gives a new key.
 
-Note "unnamed". An unnamed tensor is named by its size, its dtype and the lowest number that is not
-in flight, so the number of buffers does not grow with the number of calls. All workers must make
-and finish their unnamed calls in the same order. If the order depends on time (on `poll`), use
-names.
+Note "unnamed". An unnamed tensor gets a name from its size, its dtype and the lowest number that no
+unnamed tensor in flight has. So the number of buffers does not grow with the number of calls. All
+workers must make and finish their unnamed calls in the same order. If the order of calls depends on
+time (as with `poll`), use names.
 
 Note "agreement". When a name is used for the first time (or an unnamed call is made for the n-th
-time), workers check that the call has the same dtype, shape and operation on all workers. They also
-check each call that waits for others (sums/agreement.py). If workers disagree or wait for each
-other, every worker gets a DifferError within seconds, all calls in flight are abandoned, and the
-workers may continue.
+time), workers check that the call has the same dtype, shape and operation on all workers. Workers
+also check each call that waits for other workers (sums/agreement.py). If workers disagree or wait
+for each other, every worker gets a DifferError within seconds, all calls in flight are abandoned,
+and the workers may continue.
 
 The summation service does not sum some types (fp64, integers). Tensors of these types are summed by
-torch.distributed, which needs the same order of calls on all workers. So such a call begins once
-all workers have made it. Needs a Summation. Sums are not differentiable, and sparse tensors are not
-supported.
+torch.distributed, which needs the same order of calls on all workers. So a call with such a tensor
+begins when all workers have made the call. Needs a Summation. Sums are not differentiable, and
+sparse tensors are not supported.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SUMMED = {DTYPES[name] for name in TRAINABLE}
 
 @dataclass(eq=False)
 class Handle:
-    """A sum in flight. `out`: the tensor that receives the result; None to make a new tensor.
-    `factor`: number by which the result is multiplied."""
+    """A sum in flight. `out`: the tensor that receives the result; if None, the result is a new
+    tensor. `factor`: number by which the result is multiplied."""
 
     name: str
     wait: Callable[[], torch.Tensor]
@@ -61,7 +61,7 @@ class Handle:
 
 
 class Exchange:
-    """A worker's end of sums over all workers. Call close() before the process group is
+    """Sums of tensors over all workers, on one worker. Call close() before the process group is
     destroyed."""
 
     def __init__(self, summation: Summation) -> None:
@@ -82,13 +82,13 @@ class Exchange:
         format: str = "",
         accumulate: bool = False,
     ) -> Handle:
-        """Divide each worker's `tensor` by `divisor`, and begin to sum the tensors. The division is
-        in place if `out` is the same tensor.
+        """Divide each worker's `tensor` by `divisor`, and begin to sum the tensors. If `out` is
+        `tensor`, the division is in place.
 
         The tensor must not change before `finish` returns. Sums with smaller priorities go first.
         If `accumulate` is set, the tensor is added to the value that an asynchronous service
-        stores. An asynchronous service does no other sums; torch.distributed does them instead.
-        Raises ConfigError or LoopError.
+        stores. An asynchronous service computes no other sums; torch.distributed computes them
+        instead. Raises ConfigError or LoopError.
         """
         if self._closed:
             raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")
@@ -137,7 +137,7 @@ class Exchange:
         roadtrain if the sum fails."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
-                f"the handle of {handle.name!r} was already synchronized", hint="do so only once"
+                f"the handle of {handle.name!r} was already synchronized", hint="synchronize once"
             )
         try:
             found = handle.wait()
@@ -148,7 +148,8 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the error that ended this sum, or the error that ended the whole Summation."""
+        """Return the error that ended the sum of `handle`, or the error that ended the whole
+        Summation."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
@@ -187,8 +188,8 @@ def _by_torch(
 
 
 def on_link(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy on the device if the process group (NCCL) cannot use host
-    memory."""
+    """Return the tensor, or a copy on the GPU if the tensor is in host memory and the process group
+    (NCCL) cannot send host memory."""
     return (
         tensor if tensor.is_cuda or dist.get_backend() != "nccl" else tensor.to(own_device("cuda"))
     )

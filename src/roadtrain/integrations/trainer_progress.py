@@ -1,14 +1,14 @@
 """TrainerProgress: the progress of Hugging Face's Trainer, committed with each step.
 
 The Trainer saves its step, log, schedule and position in the data in checkpoints. After a run was
-killed, the last checkpoint is older than the store. So the progress is committed with each step,
-like other tracked objects. A Trainer with a resumed store continues at the store's step. It does so
-with and without the argument to resume from its last checkpoint.
+killed, the last checkpoint is older than the store. So the progress is committed to the store with
+each step, like other tracked objects. If the store has progress, the Trainer continues at the
+store's step, with or without `resume_from_checkpoint` for the last checkpoint.
 
-Note "the seam". The Trainer decides where to begin before it makes its optimizer, so the store
-cannot change this decision. But the Trainer's method `_run_epoch` takes all that it needs as
-arguments. So `_run_epoch` is replaced in the Trainer object by a method that skips finished epochs
-and begins the next epoch at the resumed step.
+Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer,
+so the store cannot change this decision. But the Trainer's method `_run_epoch` takes all that it
+needs as arguments. So `_run_epoch` is replaced in the Trainer object by a method that skips
+finished epochs and begins the next epoch at the resumed step.
 
 Needs transformers 5, whose Trainer has `_run_epoch`. Does not import transformers, or read or write
 checkpoints.
@@ -60,8 +60,8 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
             f"the store is at step {step}, but has no progress of a Trainer: it was trained by"
             " another program, or by an earlier version",
             hint=(
-                "nothing was changed. resume_from_checkpoint=DIR continues from a checkpoint of"
-                " this step; to begin a new run with the store's values, export them to a new store"
+                "pass a checkpoint of this step as resume_from_checkpoint=DIR, or begin a new run"
+                " with the store's values by exporting them to a new store; nothing was changed"
             ),
         )
     if not hasattr(trainer, "_run_epoch"):
@@ -81,7 +81,8 @@ class TrainerProgress:
     """The progress of `trainer` as an object with a state dict.
 
     `began`: number of the epoch that began last, and the state of the random generators just before
-    this epoch. `resumed`: the loaded state to continue from; None once an epoch has begun.
+    this epoch. `resumed`: the loaded state from which the Trainer continues; None after an epoch
+    has begun.
     """
 
     def __init__(self, trainer: Any, placed: PlacedOptimizer) -> None:
@@ -192,7 +193,7 @@ def _local(frame: FrameType | None, name: str) -> Any:
 
 
 def _is_last(trainer: Any, checkpoint: str) -> bool:
-    """Whether `checkpoint` is the newest checkpoint in the Trainer's output directory."""
+    """Return whether `checkpoint` is the newest checkpoint in the Trainer's output directory."""
     named = (CHECKPOINT.fullmatch(path.name) for path in Path(trainer.args.output_dir).glob("*"))
     last = max((int(match[1]) for match in named if match), default=-1)
     return (

@@ -1,17 +1,17 @@
-"""BucketState: the memory of one bucket on one rank, and the update of the part of the bucket that
-this rank keeps. This part is the rank's share or, with `whole`, the complete bucket. ShardedPieces:
-a stage's parameters and their state in pieces, for snapshots and for moving blocks between stages.
+"""BucketState: the memory of one bucket (a range of a stage's flat parameters, see flat_layout.py)
+on one rank, and the optimizer update. A rank keeps and updates the state of its share of the bucket
+or, with `whole`, of the complete bucket. ShardedPieces: a stage's parameters and optimizer state as
+pieces (pieces.py), for snapshots and for moving blocks between stages.
 
-With d ranks and an optimizer rule that keeps k arrays, a parameter needs these bytes: the bytes of
-its value in the compute dtype, 4 for the gradient, 4 k/d for the rule's arrays, and 4/d for the
-fp32 master. The gradient is fp32, because gradients of micro-batches and ranks are summed in fp32.
-If values are fp32, the master needs no memory: the master is a view of this rank's share of the
-values. With `whole`, d is 1 in these numbers, because every rank makes the same update to all
-parameters.
+With d ranks and an optimizer rule that keeps k arrays, a parameter element needs these bytes on
+each rank: the size of the compute dtype for the value, 4 for the gradient, 4 k/d for the rule's
+arrays, and 4/d for the fp32 master copy. The gradient is fp32, because gradients of micro-batches
+and ranks are summed in fp32. If the values are fp32 and the update runs on their device, the values
+are the master copy, which then needs no further memory. With `whole`, every rank updates all
+elements, so d is 1 in these numbers.
 
-The state is kept where the update runs: on the device if the rule has a kernel for it, and
-otherwise on the host. For an update on the host, gradients are copied to the host. Does NOT
-communicate.
+The state is on the device on which the update runs: the GPU if the rule has a GPU kernel, and
+otherwise the CPU. For an update on the CPU, gradients are copied to the host. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """Return the device on which the update runs, if the values are on `device`."""
+    """Return the device on which `rule` updates values that are on `device`: the same device if it
+    is a GPU and the rule has a GPU kernel, and otherwise the CPU."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
 
 class BucketState:
-    """One bucket on one rank.
+    """The memory of a bucket on one rank, and the bucket's optimizer update.
 
     values: the bucket's values, [numel] in the compute dtype. grads: the bucket's gradients, fp32
-    [numel]. Both are views of larger memory. whole: whether this rank keeps the complete bucket;
-    otherwise it keeps its share. `spans`: the positions of the parameters in the part of the bucket
-    that this rank keeps. `share_spans` and `share_grads`: the spans and gradients of this rank's
-    share. Norms and snapshots use shares, because the shares of different ranks are disjoint."""
+    [numel]. Both are views of larger memory. whole: whether this rank keeps the state of the
+    complete bucket instead of its share only. `spans`: the positions of the parameters within the
+    elements whose state this rank keeps. `share_spans` and `share_grads`: the positions of the
+    parameters in this rank's share, and the gradients of the share. Norms and snapshots use shares,
+    because the shares of different ranks are disjoint."""
 
     def __init__(
         self,
@@ -78,9 +80,9 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Set the masters and the optimizer state to their initial values. masters: flat fp32
-        tensors by `Span.param`. The master of a parameter that is not in `masters` starts from the
-        parameter's current value."""
+        """Set the fp32 master copies and the optimizer state to their initial values. masters: the
+        values of some parameters, as flat fp32 tensors by `Span.param`. The master of a parameter
+        that is not in `masters` starts from the parameter's current value."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -91,8 +93,8 @@ class BucketState:
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
         """Reset the optimizer state of some elements of a span to its initial value. span: the
-        index of the span. part: the range of the elements, counted from the first element that this
-        rank keeps."""
+        index of the span in `spans`. part: the range of these elements. Position 0 is the first
+        element whose state this rank keeps."""
         arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
         self.rows[span] = 0
         master = self.master[part].cpu().numpy()
@@ -102,7 +104,8 @@ class BucketState:
 
     def sum_squares(self, counts: Sequence[bool]) -> float:
         """Return the sum of the squares of the summed gradients in this rank's share, in float64.
-        counts: for each parameter of the stage, whether the result includes its gradient."""
+        counts: one flag per parameter of the stage; if False, the parameter's gradient is left
+        out."""
         parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
         if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
@@ -111,8 +114,9 @@ class BucketState:
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Update the values that this rank keeps. Parameters without a gradient keep their
-        values."""
+        """Update the masters, the optimizer state and the values of this rank's elements. hyper:
+        the rule's hyperparameters. scale: a factor of the gradients. has_gradient: returns whether
+        the parameter with a given index has a gradient. Other parameters are not updated."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -126,7 +130,7 @@ class BucketState:
         self.own_values.copy_(self.master if copy is None else copy)
 
     def publish(self) -> None:
-        """Copy the masters to the values that this rank keeps, rounded to the compute dtype."""
+        """Set the values of this rank's elements to the masters, rounded to the compute dtype."""
         if self.master is not self.own_values:
             self.own_values.copy_(self.master)
 
@@ -138,8 +142,8 @@ class BucketState:
         scale: float,
         copy: torch.Tensor | None,
     ) -> None:
-        """Update the masters of the spans with the indices `spans`. copy: a tensor that receives
-        the new values in the compute dtype, or None."""
+        """Update the masters and optimizer state of some spans. spans: the indices of these spans.
+        copy: a tensor that receives the new values in the compute dtype, or None."""
         for i in spans:
             part = slice(self.spans[i].start, self.spans[i].stop)
             master, grad, row = self.master[part], grads[part], self.rows[i]
@@ -171,9 +175,9 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Load the elements that `piece` and the span with the index `span` have in common. Both
-        must be of the same parameter. Raises ForeignError if the piece has the state of another
-        rule."""
+        """Load the elements that `piece` and a span have in common. span: the index of the span,
+        which must be of the same parameter as the piece. Raises ForeignError if the piece has the
+        state of another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -192,14 +196,15 @@ class BucketState:
 
 
 class ShardedPieces:
-    """The parameters of a stage and their optimizer state, in pieces.
+    """The parameters of a stage and their optimizer state, as pieces.
 
-    A rank saves its shares of the trainable parameters, and an even part of the frozen parameters.
-    It loads all frozen parameters, and its shares of the trainable parameters. If its states are
-    `whole`, it loads all trainable parameters. Does NOT wait or communicate: the caller must make
-    sure that no update is under way, and must call `publish` after `take`.
+    A rank saves its shares of the trainable parameters, and an equal share of each frozen
+    parameter. A rank loads all frozen parameters and its shares of the trainable parameters. If the
+    BucketStates have `whole` set, the rank loads all trainable parameters. Does NOT wait or
+    communicate: the caller must make sure that no update is in progress. After `take`, the caller
+    must call `publish` of each BucketState.
 
-    states: one state per bucket. names: the names of the trainable parameters, indexed by
+    states: one BucketState per bucket. names: the names of the trainable parameters, indexed by
     `Span.param`. rank: this rank's index in the group. width: the number of ranks of the group.
     who: the name of this rank in errors."""
 
@@ -227,18 +232,19 @@ class ShardedPieces:
         self._shares = [extent for extents in shares.values() for extent in extents]
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer."""
+        """Return the extents that this rank saves."""
         frozen = ((name, p.numel()) for name, p in self._frozen.items())
         return [*self._shares, *even_shares(frozen, self._rank, self._width)]
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer."""
+        """Return the extents that this rank loads: `take` must receive all of them."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
         own = [extent for kept in self._kept.values() for _, _, extent in kept]
         return [*own, *frozen]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError if this rank does not keep all of the extent."""
+        """Return a copy of the values and optimizer state of an extent. Raises StoreError if this
+        rank does not keep all elements of the extent."""
         if (frozen := self._frozen.get(extent.name)) is not None:
             values = frozen.detach().reshape(-1)[extent.start : extent.stop]
             return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
@@ -246,8 +252,8 @@ class ShardedPieces:
             if kept.start <= extent.start and extent.stop <= kept.stop:
                 return state.piece(i, extent.name, extent.start, extent.stop)
         raise StoreError(
-            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not"
-            " kept on this rank"
+            f"{self._who} cannot read elements [{extent.start}, {extent.stop}) of parameter"
+            f" {extent.name!r}, which are not kept on this rank"
         )
 
     @torch.no_grad()

@@ -3,14 +3,15 @@ parameters each stage uses.
 
 One forward is recorded. Parameters, and all tensors that are computed from parameters, are on the
 `meta` device, which takes no memory and no time. Token numbers and masks keep their values, because
-models read these values. A cut is behind a block: the tensors that the block returns cross the cut.
+models read these values. A cut is the point after a block: the tensors that the block returns cross
+the cut.
 
 The parameters of a stage are found by tracing the stage's results back to the tensors that cross
-the cut before the stage. Tensors without gradients are traced, too. So the trace also finds
-parameters that several stages use (tied embeddings), wherever they are in the model. If the trace
-reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and the cut is
-refused. An unused parameter inside a block belongs to the stage of this block. All other unused
-parameters belong to the first stage.
+the cut before the stage. Tensors without gradients are traced, too. The trace finds all parameters
+that the stage uses, including parameters that other stages also use (tied embeddings). If the trace
+reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and no cut is
+possible there. An unused parameter inside a block belongs to the stage of this block. All other
+unused parameters belong to the first stage.
 
 A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
 The first block of each such kind runs once on the host, on zeros, to find out the shapes that the
@@ -55,15 +56,16 @@ class BlockOutput:
 
     @property
     def shapes(self) -> tuple[torch.Tensor, ...]:
-        """Empty tensors on `meta` with the shape, dtype and requires_grad of each tensor."""
+        """Empty tensors on `meta`, one for each tensor of the output, with the same shape, dtype
+        and requires_grad."""
         return tuple(
             torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             for x in self.tensors
         )
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the structure that the block returned, with `tensors` instead of its own
-        tensors."""
+        """Return the structure that the block returned, with the original tensors replaced by
+        `tensors`."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -71,7 +73,7 @@ class BlockOutput:
 @dataclass(frozen=True)
 class Segment:
     """Blocks [begin, stop) of a model, together with all other code that runs between the cut
-    before these blocks and the cut after them."""
+    before the first of these blocks and the cut after the last one."""
 
     begin: int
     stop: int
@@ -87,7 +89,7 @@ class DataFlow(TorchDispatchMode):
 
     An operation with a `meta` argument runs on `meta`. Other operations run on the host, so that
     the model can read the values of their results (positions, masks). Values that the model reads
-    with `item` are not traced; a `meta` tensor refuses `item`.
+    with `Tensor.item` are not traced. `item` of a `meta` tensor raises an error.
     """
 
     def __init__(self) -> None:
@@ -99,7 +101,8 @@ class DataFlow(TorchDispatchMode):
         self.draws = False  # whether an operation drew random numbers
 
     def node(self, tensor: torch.Tensor) -> int:
-        """Return the newest node of the tensor's storage."""
+        """Return the number of the newest node of the tensor's storage. If there is no such node,
+        add one."""
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in self._node_of:
             self._before.append(())
@@ -114,8 +117,8 @@ class DataFlow(TorchDispatchMode):
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
     def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return the nodes `ends` and all nodes from which `ends` were computed. Do not follow the
-        graph beyond the nodes `stops`, and do not return `stops`."""
+        """Return the numbers of the nodes `ends` and of all nodes from which they were computed.
+        The search does not go beyond the nodes `stops`, and the result does not contain `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -126,7 +129,7 @@ class DataFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave operations out of the graph while this context is active."""
+        """Do not add operations to the graph while this context is active."""
         self._paused = True
         try:
             yield
@@ -151,7 +154,7 @@ class DataFlow(TorchDispatchMode):
 
 
 class Cuts:
-    """The recorded forward of `model`.
+    """The recorded forward of `model`, and the possible cuts of the model.
 
     blocks: the names of the model's blocks, in the order in which they run. returned: the output of
     each block. blocks_before: for each module, by name, the number of blocks that had returned when
@@ -203,7 +206,7 @@ class Cuts:
 
     @property
     def draws(self) -> bool:
-        """Whether the forward draws random numbers, as dropout does."""
+        """Return whether the forward draws random numbers, as dropout does."""
         return self._flow.draws
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
@@ -212,15 +215,14 @@ class Cuts:
         return p.dtype if cast_to is None else cast_to
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
-        """Return empty tensors on `meta`, one for each tensor that crosses the cut behind block
-        `cut` - 1. They have the shape and dtype of the tensors that cross the cut."""
+        """Return empty tensors on `meta`, one for each tensor that crosses the cut after block
+        `cut` - 1. The empty tensors have the shapes and dtypes of the crossing tensors."""
         return self.returned[cut - 1].shapes
 
     def parameters(self, segment: Segment) -> frozenset[str]:
-        """Return the names of the parameters that `segment` uses. If a tied parameter has several
-        names, return the first of these names in named_parameters(). Raises ModelError if the
-        segment uses a result of an earlier block, and this result does not cross the cut before the
-        segment."""
+        """Return the names of the parameters that `segment` uses. A tied parameter has several
+        names; its first name in named_parameters() is returned. Raises ModelError if the segment
+        uses a result of an earlier block that does not cross the cut before the segment."""
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
@@ -230,8 +232,8 @@ class Cuts:
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
-                f"{segment} use a result of {self.blocks[max(past)]!r} that block"
-                f" {self.blocks[segment.begin - 1]!r} does not return: no cut is possible there",
+                f"no cut is possible before {segment}: block {self.blocks[segment.begin - 1]!r}"
+                f" does not return a result of {self.blocks[max(past)]!r} that these blocks use",
                 hint="keep these blocks in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}
@@ -264,7 +266,8 @@ class Cuts:
 
     @contextmanager
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
-        """Record the forward while this context is active, by hooks on all modules."""
+        """Record the blocks and modules that run while this context is active, with hooks on all
+        modules. parts: the model's blocks."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
         hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         for part in parts:
@@ -305,8 +308,8 @@ class Cuts:
         return hook
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a block. If the block cannot run on `meta`, return empty outputs.
-        Their shapes are those that a block of this kind returned on the host."""
+        """Run the forward of a block. If the block cannot run on `meta`, return empty outputs with
+        the shapes that a block of the same kind returns on the host."""
         try:
             return forward(*args, **kwargs)
         except RuntimeError:
@@ -330,8 +333,8 @@ class Cuts:
 
 @contextmanager
 def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Replace a module's parameters and buffers while this context is active. values: id of the
-    original -> replacement."""
+    """Replace a module's parameters and buffers while this context is active. values: the
+    replacement of each tensor, by the `id` of the original tensor."""
     # torch's functional_call is not used, because it does not restore a module that has two names
     before = [(held, {**held}) for m in module.modules() for held in (m._parameters, m._buffers)]
     for held, own in before:

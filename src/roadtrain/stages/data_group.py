@@ -3,24 +3,26 @@ SharedCopies: the collective operations of stages that each have a copy of a par
 embeddings).
 
 On the host, gradients are exchanged in point-to-point messages, one message per pair of ranks and
-direction. So each share moves once, and each rank sums the gradients of its share in rank order, in
-fp32 (Rule 1). The reduce-scatter of gloo is implemented as an all-reduce, which moves twice as many
-bytes. On an accelerator, the reduce-scatter of NCCL determines the order of the sum; the optimizer
-reports this.
+direction. So each share is sent once, and each rank sums the gradients of its share in rank order,
+in fp32 (Rule 1). gloo's own reduce-scatter is not used, because it is implemented as an all-reduce,
+which sends twice as many bytes. On an accelerator, NCCL's reduce-scatter determines the order in
+which gradients are added. The optimizer reports in the log that this order is not the rank order.
 
-Note: gloo's all-to-all is slower than messages, because with large buffers one direction waits for
-the other direction. On links of 50 Mbit/s, it reaches 3.1 to 4.8 MB/s in each direction between two
-ranks, and 3.9 to 4.9 MB/s between four ranks. Messages reach 6.0 MB/s between two ranks, which is
-the full rate of such a link, and 5.3 MB/s between four ranks.
+Note: gloo's all-to-all is not used either, because it is slower than point-to-point messages: with
+large buffers, one direction waits for the other direction. On links of 50 Mbit/s, the all-to-all
+reaches 3.1 to 4.8 MB/s in each direction between two ranks, and 3.9 to 4.9 MB/s between four ranks.
+Point-to-point messages reach 6.0 MB/s between two ranks, which is the full rate of such a link, and
+5.3 MB/s between four ranks.
 
-Note on copies: before stages exchange gradients, each stage has summed the gradients of its ranks,
-and each of its ranks has a share of the sum. For the elements of its share, a rank then receives
-the sums of all other stages, from the ranks that have these elements there. So stages may differ in
-width. A gradient crosses the link between two stages once in each direction. All stages add the
-sums in stage order, so the copies stay equal to the bit (Rule 1).
+Note on copies: first, each stage sums the gradients of its own ranks, and each rank gets a share of
+its stage's sum. Then the stages exchange these sums: for the elements in its share, a rank receives
+the sums of all other stages. It receives them from the ranks of those stages whose shares contain
+these elements, so stages may differ in width. A gradient crosses the link between two stages once
+in each direction. All stages add the sums in stage order, so the copies stay bit-identical (Rule
+1).
 
-A method that starts an operation returns this operation, and the caller has to wait for its end. In
-a group of one rank, the method returns None.
+A method that starts an operation returns the operation as a Pending, and the caller must call its
+`wait`. In a group of one rank, there is no operation, and the method returns None.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class RankCollectives:
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def broadcast(self, values: torch.Tensor) -> Pending | None:
-        """Start a broadcast from the group's first rank."""
+        """Start a broadcast of `values` from the group's first rank."""
         if self.width == 1:
             return None
         return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
@@ -72,17 +74,18 @@ class DataGroup(RankCollectives):
 
     @property
     def exact(self) -> bool:
-        """Whether gradients are always added in rank order."""
+        """Return whether gradients are always added in rank order."""
         return self.device.type == "cpu" or self.width == 1
 
     @property
     def exchanges(self) -> bool:
-        """Whether a reduce-scatter needs a receive buffer."""
+        """Return whether a reduce-scatter needs a receive buffer."""
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
         """Start a reduce-scatter. grads: this rank's gradients, fp32 [width * share]. arriving: a
-        receive buffer of the same dtype and length. `sum_arrived` completes the sum."""
+        receive buffer of the same dtype and length. When the operation is done, call `sum_arrived`
+        to complete the sum."""
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -94,7 +97,9 @@ class DataGroup(RankCollectives):
         return self._exchange(shares.unbind(), places.unbind())
 
     def sum_arrived(self, grads: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Sum the received shares into this rank's share of `grads`."""
+        """Complete a reduce-scatter: set this rank's share of `grads` to the sum of all ranks'
+        gradients, which are in the receive buffer `arriving`. If the reduce-scatter needs no
+        receive buffer, do nothing."""
         if self.exchanges:
             own = grads.view(self.width, -1)[self.rank]
             add_in_order(own, [*arriving.view(self.width, -1)])
@@ -143,14 +148,15 @@ class SharedCopies(RankCollectives):
 
     @property
     def counts(self) -> bool:
-        """Whether sums over the job include this copy. Such a sum includes a shared parameter once:
-        only the copy of the first stage that has a copy."""
+        """Return whether sums over all parameters of the job, such as the gradient norm, include
+        this copy. Such sums include only the copy of the first stage, because a shared parameter
+        must be counted once."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
-        """Start exchanging this rank's share of the gradients with the other stages. own: the
-        share, summed over this stage, fp32 [share]. arriving: a receive buffer, fp32 [stages - 1,
-        share]."""
+        """Start to exchange this rank's share of the gradients with the other stages. own: the
+        gradients of the share, summed over this stage, fp32 [share]. arriving: a receive buffer,
+        fp32 [stages - 1, share]."""
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -174,14 +180,15 @@ class SharedCopies(RankCollectives):
 
 
 class Messages:
-    """Sends and receives in flight. The queue treats them as one operation (a Pending)."""
+    """Sends and receives in flight, which together are one operation (a Pending) of the
+    CollectiveQueue."""
 
     def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:
         self._in_flight = [message for message in in_flight if message is not None]
 
     def wait(self) -> None:
-        """Wait until all messages are sent and received. If messages failed, raise torch's error
-        about the first of them."""
+        """Wait until all messages are sent and received. If a message failed, raise torch's error
+        about this message."""
         for message in self._in_flight:
             message.wait()
 
@@ -189,9 +196,9 @@ class Messages:
 def exchange_messages(
     sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Messages:
-    """For every other rank r of `group`, start sending `sent[r]` to rank r and receiving
-    `arriving[r]` from rank r. Tensors must be contiguous. The sent and the received tensor must
-    have the same length; empty tensors are skipped.
+    """Start to send `sent[r]` to rank r, and to receive `arriving[r]` from rank r, for every other
+    rank r of `group`. Tensors must be contiguous. A tensor that one rank sends, and the tensor into
+    which another rank receives it, must have the same length. Empty tensors are skipped.
 
     All ranks must start their exchanges in the same order, because a receive takes the next message
     that the other rank sends."""

@@ -1,9 +1,9 @@
 """Evaluate the results of a preflight (the tests of all links before training): return the main
-problem as an error, and a matrix of the hosts. This module does not communicate.
+problem as an error, and a table of the results. Does NOT communicate.
 
-If there are several problems, only the first of this list is reported: a host that did not report,
-a link that does not connect, a link without an answer, a link that loses large payloads, a wrong
-clock.
+If there are several problems, only the first in this order is reported: a host that did not report,
+a link that does not connect, a link that connects but does not answer, a link that loses large
+payloads, a wrong clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MATRIX = 12  # with more hosts than this, the matrix is replaced by a line for e
 
 
 class LinkFault(StrEnum):
-    """The test of a link that failed."""
+    """The way in which the test of a link failed."""
 
     CANNOT_CONNECT = "cannot connect"
     NO_ANSWER = "no answer"
@@ -35,8 +35,8 @@ class LinkFault(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class CardLink:
-    """A link from one host to another host, over one network card of each. `source`, `target`: the
-    names of the hosts."""
+    """A link from one host to another host, over one network card of each host. `source`, `target`:
+    the names of the hosts."""
 
     source: str
     target: str
@@ -74,8 +74,8 @@ class Report(msgspec.Struct, frozen=True):
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
     """Return the links between all pairs of hosts of each group, over the group's network. Both
-    directions are included, and no link occurs twice. The value of a link is a pair: the card of
-    the source host, and the card of the target host."""
+    directions are included, and no link occurs twice. The result maps each link to a pair: the card
+    of the source host, and the card of the target host."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
@@ -151,8 +151,9 @@ def _unreachable(
     own: HostCard,
     other: HostCard,
 ) -> tuple[str, str]:
-    """Explain why a link does not connect. Return the end of the error's message, and the hint of
-    the error."""
+    """Explain why a link does not connect. Return two texts: the explanation, which is appended to
+    the error's message, and the hint of the error. own, other: the cards of the link's source and
+    target."""
     link, back = finding.link, found.get(finding.link.back)
     firewall = "check the firewalls of both hosts, and any between them"
     arrived_there = link.source_address in reports[link.target].unanswered

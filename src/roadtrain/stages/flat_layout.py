@@ -1,14 +1,13 @@
 """StageParameters: the parameters of a stage, trainable and frozen, under their names in the whole
-model. FlatLayout: the layout of the trainable parameters in flat memory. This memory is divided
-among the stage's data-parallel ranks.
+model. FlatLayout: the layout of the trainable parameters in flat memory. The elements of this
+memory are divided among the stage's data-parallel ranks.
 
-Parameters of one dtype and one parameter group form a run, in the model's order. A parameter of
-which several stages have a copy (tied embeddings) is in a separate run. Such a run contains all
-parameters that the same set of stages share. They are ordered by name, so that the order is the
-same in all of these stages. A run is divided into buckets, the unit of communication. A bucket is
-divided into equal shares, one per rank. Buckets and shares may begin and end inside a parameter. A
-run is padded at its end, so that the last bucket can be divided into equal shares. If several
-stages share a run, each of these stages can divide the last bucket among its ranks.
+Parameters of one dtype and one parameter group form a run, in the model's order. Parameters that
+several stages share (tied embeddings) are in separate runs, one or more for each set of stages. In
+such a run, parameters are ordered by name, so that the order is the same in all of these stages. A
+run is divided into buckets, the unit of communication. A bucket is divided into equal shares, one
+per rank. Buckets and shares may begin and end inside a parameter. A run is padded at its end, so
+that every stage that has the run can divide the last bucket into equal shares.
 
 Assumes that a stage's parameters are on one device. Does NOT communicate.
 """
@@ -37,8 +36,9 @@ FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 @dataclass(frozen=True)
 class FlatRun:
     """A run of parameters in flat memory. `spans`: the position of each parameter in the run, in
-    elements (`Span.param` is the parameter's index in the stage). `link`: the index of the set of
-    stages that share these parameters; None if no other stage has them."""
+    elements (`Span.param` is the parameter's index in the stage). `group`: the index of the
+    parameter group. `link`: the index of the set of stages that share these parameters; None if
+    only this stage has them."""
 
     dtype: str
     group: int
@@ -51,7 +51,7 @@ class FlatRun:
 class Bucket:
     """Elements [start, stop) of the run with the index `run`. `group`: the index of the run's
     parameter group. `spans`: the positions of the parameters in the bucket, in elements. `width`:
-    the number of ranks that have a share of the bucket."""
+    the number of ranks that have a share of the bucket. `link`: as in FlatRun."""
 
     run: int
     group: int
@@ -75,7 +75,8 @@ class Bucket:
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """Return the positions of the parameters in a rank's share, in elements of the share."""
+        """Return the positions of the parameters in a rank's share, counted in elements from the
+        start of the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
@@ -91,7 +92,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each parameter, the indices of its buckets."""
+        """Indices of the buckets of each parameter."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
@@ -99,22 +100,22 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """Return the indices of the runs that the stages of `link` share. The order is the same in
-        all of these stages."""
+        """Return the indices of the runs that a set of stages share. link: the index of the set.
+        The order of the runs is the same in all of these stages."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """Return the indices of the buckets that the stages of `link` share. The order is the same
-        in all of these stages."""
+        """Return the indices of the buckets that a set of stages share. link: the index of the set.
+        The order of the buckets is the same in all of these stages."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
     def describe(self, link: int | None = None) -> str:
-        """Return a description of the layout, with which ranks compare their layouts. If `link` is
-        not None, describe only the runs that the stages of the link share, for comparison with
-        these stages."""
+        """Return the layout as a text. Ranks compare these texts to find out whether their layouts
+        are equal. link: the index of a set of stages; if it is not None, the text contains only the
+        runs that these stages share."""
         if link is None:
             runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
             groups = repr([run.group for run in self.runs])
@@ -139,9 +140,10 @@ def lay_out(
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
     """Lay out `params` over `width` ranks. params: the trainable parameters, in the order of the
-    forward. bucket_bytes: the bytes of a bucket's fp32 gradients, before rounding up. link_of: for
-    each parameter that several stages share, by name, the index of the set of these stages.
-    link_widths: for each such set, the number of ranks of each of its stages."""
+    forward. bucket_bytes: the bytes of a bucket's fp32 gradients; rounded up, so that the bucket
+    can be divided into shares. link_of: for each shared parameter, by name, the index of the set of
+    stages that share the parameter. link_widths: for each set, the number of ranks of each of its
+    stages."""
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)
@@ -169,8 +171,8 @@ def lay_out(
 
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:
-    """Return, for each rank of each stage, how many elements of [start, stop) are in the rank's
-    share. numel: the number of elements, which each stage divides into equal shares. widths: the
+    """Return the number of elements of [start, stop) that are in each rank's share, for all ranks
+    of all stages. Each stage divides `numel` elements into equal shares, one per rank. widths: the
     number of ranks of each stage."""
     shares = chain.from_iterable(
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
@@ -214,15 +216,15 @@ class StageParameters:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
         if p.is_meta or len(devices) > 1:
             raise ModelError(
-                f"{name!r} is on {p.device}, but the stage is on {', '.join(map(str, devices))}",
+                f"parameter {name!r} is on {p.device}, but a stage must be on one device, not meta",
                 hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES
         if NAMES.get(p.dtype) not in allowed:
             raise ModelError(
-                f"{'trainable' if trains else 'frozen'} parameter {name!r} is {p.dtype}, supported"
-                f" are {', '.join(allowed)}",
-                hint="cast it" if trains else "cast it, or make it a buffer",
+                f"{'trainable' if trains else 'frozen'} parameter {name!r} has dtype {p.dtype},"
+                f" but supported dtypes are {', '.join(allowed)}",
+                hint="cast the parameter" if trains else "cast the parameter, or make it a buffer",
             )
 
     def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
@@ -242,7 +244,8 @@ class StageParameters:
 def views_of(
     flat: torch.Tensor, run: FlatRun, params: Sequence[ParamSpec]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Return views of a run's parameters in the run's memory `flat`, as pairs (index, view)."""
+    """Return views of a run's parameters in the run's memory `flat`, as pairs (index of the
+    parameter, view)."""
     return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
 
 

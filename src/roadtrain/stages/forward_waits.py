@@ -1,14 +1,15 @@
 """ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
-A block waits for all of its parameters when it is called. Other parameters are outside of blocks,
-or in a block that is never called itself. If the first step called the module that owns such a
-parameter, this module waits for the parameter. Otherwise the nearest enclosing module that was
-called waits: a model may use the weight of its head without calling the head. If several modules
-own a parameter (a tied head), every module of the model waits for the parameter, because any of the
-owners may read it. Every module waits for all parameters in the first step, because it is not known
-yet which modules are called. The same holds in evaluation, which may call other modules.
+A block waits for all of its parameters when it is called. All other parameters are outside of
+blocks, or in a block whose own forward is never called. If the first step called the module that
+owns such a parameter, this module waits for the parameter. Otherwise the nearest enclosing module
+that was called waits for the parameter: a model may use the weight of its head without calling the
+head. If several modules own a parameter (a tied head), every module of the model waits for the
+parameter, because any of the owners may read it. In the first step, every module waits for all
+parameters, because it is not known yet which modules are called. In evaluation, too, every module
+waits for all parameters, because an evaluation may call other modules than a training step.
 
-Assumes that parameters are used only while the model, or a block of it, runs. `state_dict` also
+Assumes that parameters are used only while the model or one of its blocks runs. `state_dict` also
 waits for all parameters. Other code must wait before it reads a parameter.
 """
 
@@ -23,9 +24,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ForwardWaits:
-    """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of its
-    buckets. `wait`: a function that waits for the buckets with given numbers, or for all buckets if
-    its argument is None."""
+    """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of the buckets
+    (stages/flat_layout.py) that contain the parameter. `wait`: a function that waits until the
+    buckets with the given numbers have arrived. If its argument is None, the function waits for all
+    buckets."""
 
     def __init__(
         self,

@@ -4,14 +4,16 @@ bucket as soon as its gradients are complete.
 Note: making `p.grad` a view of the flat memory would not save a pass over the memory. The memory
 would have to be zeroed in every step, and a missing gradient could not be distinguished from a
 gradient of zeros. Instead, the first gradient of a step is copied while it is in the cache, and
-gradients of further micro-batches are added to the copy. The copy is fp32 for all dtypes of
-parameters. Another advantage: no code can mistake one rank's `p.grad` for the gradient of the step.
+gradients of further micro-batches are added to the copy. The copy is fp32, whatever the dtype of
+the parameter. Another advantage: no code can mistake one rank's `p.grad` for the gradient of the
+step.
 
-Counting: a gradient is complete after `backwards` accumulations. A backward may add to a gradient k
-times (a block in two parts of the stage, reentrant checkpoints); then the gradient is complete
-after k times `backwards` accumulations. The first step counts the accumulations per backward, so in
-the first step all buckets are reported at the end. Buckets are always reported in the order of a
-backward through the model. Does NOT communicate.
+Counting: usually, each backward adds to a parameter's gradient once, and the gradient is complete
+after `backwards` additions. If each backward adds to a gradient k times (because of a module that
+several parts of the stage use, or of reentrant checkpoints), the gradient is complete after k times
+`backwards` additions. k is counted in the first step, so all buckets of the first step are reported
+at its end. Buckets are always reported in the order of a backward through the model. Does NOT
+communicate.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 class GradientHooks:
     """Hooks on the parameters of a stage. `views`: for each parameter, a view of the memory of its
-    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`: a
-    function that returns when the gradients of given buckets may be overwritten. `backwards`: the
-    number of backwards in the step. If it is 0, the number is unknown, and no bucket is complete
-    before `finish`."""
+    gradient. `ready`: called with the number of each bucket whose gradients are complete. `wait`:
+    called with the numbers of buckets; returns when the gradients of these buckets may be
+    overwritten. `backwards`: the number of backwards in the step. If `backwards` is 0, the number
+    is unknown, and no bucket is reported before `finish`."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class GradientHooks:
         if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
-            f"parameter {self.layout.params[i].name!r} got gradient {self.counts[i] + 1} in a"
-            f" step of {self.backwards} backwards, after its sum over the ranks had begun",
+            f"the sum of the gradients of {self.layout.params[i].name!r} had already begun when"
+            f" gradient {self.counts[i] + 1} was added; the step has {self.backwards} backwards",
             hint="check the number of backwards passed to begin_step; if this number is right, some"
             " backwards add more gradients to the parameter than others: use overlap=False",
         )

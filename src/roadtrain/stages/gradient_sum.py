@@ -1,9 +1,10 @@
-"""GradientSum: the interface of services that sum a stage's gradients outside of the stage's data
-group. Every rank receives the complete sum. `connect_gradient_sum` looks up the implementation.
+"""GradientSum: the interface of services that sum a stage's gradients, instead of a reduce-scatter
+by the stage's ranks. Every rank receives the complete sum. `connect_gradient_sum` looks up the
+implementation.
 
-An entry point names a function that takes the arguments in `connect_gradient_sum` and returns a
-GradientSum, or None if there is nothing to sum. `service` is the summation service
-(sums/service_sums.py):
+The implementation is the function that the entry point `service` names. `connect_gradient_sum`
+calls this function, which returns a GradientSum, or None if there is nothing to sum. roadtrain's
+own implementation is the summation service (sums/service_sums.py):
 
     [project.entry-points."roadtrain.gradient_sums"]
     service = "roadtrain.sums.service_sums:connect_sums"
@@ -25,24 +26,25 @@ class SumUnderWay(Protocol):
     """The sum of one tensor, which may still be in flight."""
 
     def wait(self) -> torch.Tensor:
-        """Wait for the sum and return it on the device of the tensor that was passed to `sum`. The
-        result is valid until the next sum with the same number begins. Raises PeerError and
-        DifferError."""
+        """Wait for the sum and return the sum, on the device of the tensor that was passed to
+        `GradientSum.sum`. The returned tensor is valid until the next sum with the same `number`
+        begins. Raises PeerError and DifferError."""
 
 
 class GradientSum(Protocol):
-    """One rank's connection to a summation service. The gradients of ranks are added in rank order.
-    If the service first adds the gradients of each host, it then adds the sums of the hosts in the
-    order of their ranks."""
+    """The connection of one rank to a summation service. The gradients of ranks are added in rank
+    order. If the service first adds the gradients of each host, it then adds the sums of the hosts
+    in the order of their ranks."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
         """Start a sum. All ranks must make the same calls in the same order, with the same `number`
-        and `identity` (a description of the sum). tensor: a flat fp32 tensor. The caller must not
-        change the tensor until the sum has arrived."""
+        and `identity`. number: the number of the bucket. identity: a description of the sum, for
+        errors. tensor: a flat fp32 tensor. The caller must not change the tensor until the sum has
+        arrived."""
 
     def close(self) -> None:
-        """Close the connection. Wait for a short time before, because other ranks may still need
-        this rank for their sums."""
+        """Close the connection after a short wait, because other ranks may still need this rank for
+        their sums."""
 
 
 def connect_gradient_sum(

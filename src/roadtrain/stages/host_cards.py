@@ -1,4 +1,4 @@
-"""Detect the network cards of this host: interfaces with their addresses, kinds and rates.
+"""Detect the network cards of this host: the interfaces, with their addresses, kinds and rates.
 
 The kind is certain for an RDMA device (/sys/class/infiniband, by its link layer) and for an
 InfiniBand interface. Any other card counts as Ethernet, unless the user states another kind. The
@@ -35,7 +35,7 @@ class RdmaPort:
 
 
 def this_host(sys: Path = Path("/sys")) -> HostCards:
-    """Return this host with all its cards. sys: the mount point of sysfs."""
+    """Return this host's identity, name and network cards. sys: the mount point of sysfs."""
     ports = rdma_ports(sys)
     states = psutil.net_if_stats()
     cards = []
@@ -82,8 +82,8 @@ def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
 
 
 def _read(path: Path) -> str:
-    """Return the content of a file of sysfs. Return "" if the file cannot be read, because unused
-    entries of sysfs cannot be read."""
+    """Return the content of a file of sysfs. Return "" if the file cannot be read, which is normal
+    for entries of unused ports."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -119,7 +119,8 @@ def _has_card(sys: Path, bridge: Path) -> bool:
 
 
 def _kind(ours: Path | None, port: RdmaPort | None) -> str:
-    """Return the kind of a card, or "" if the system does not know the kind for certain."""
+    """Return the kind of a card, or "" if the kind is not known for certain. ours: the card's
+    directory in sysfs. port: the card's RDMA port. Both may be None."""
     if port is not None:
         return port.kind
     return INFINIBAND if ours and _read(ours / "type") == ARPHRD_INFINIBAND else ""

@@ -4,8 +4,8 @@ parallelisms that fit them.
 Ranks are numbered host by host. A tensor group is inside one host. A data group is inside one
 cluster, because the slow networks between clusters would delay every sum of gradients. Only
 pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may have different
-numbers of hosts, and hosts may have different numbers of devices. This module only computes. It
-does NOT know which network a group uses, nor how fast a device is.
+numbers of hosts, and hosts may have different numbers of devices. Does NOT consider which network a
+group uses, or how fast a device is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """Whether the ranks of a data group may be in several clusters."""
+    """Rule for the places of a data group's ranks: all ranks in the same cluster, or in any
+    clusters."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"
@@ -38,15 +39,15 @@ Hosts = Sequence[tuple[str, str, int]]  # HostDevices, or tuples of the same fie
 
 
 def hosts_of_ranks(hosts: Hosts) -> list[HostDevices]:
-    """Return the host of each rank. Raises ConfigError for a host without devices, and for a host
-    in two clusters."""
+    """Return the host of each rank. Raises ConfigError if a host has no devices, or if a host is in
+    two clusters."""
     clusters: dict[str, str] = {}
     out: list[HostDevices] = []
     for at in (HostDevices(*host) for host in hosts):
         if at.devices < 1:
             raise ConfigError(
                 f"host {at.host!r} of cluster {at.cluster!r} has {at.devices} devices",
-                hint="leave out hosts that compute nothing",
+                hint="leave out hosts without devices",
             )
         if clusters.setdefault(at.host, at.cluster) != at.cluster:
             raise ConfigError(
@@ -82,7 +83,7 @@ def _check_world(parallelism: Parallelism, world: int, hosts: int) -> None:
     for stage, (first, following) in enumerate(itertools.pairwise(parallelism.first_ranks)):
         if first >= world:
             raise ConfigError(
-                f"stage {stage} (ranks {first} to {following - 1}) has no host: {available}",
+                f"stage {stage} (ranks {first} to {following - 1}) has no devices: {available}",
                 hint=f"start {parallelism.devices} ranks for {parallelism}, or lower pp or dp",
             )
     if parallelism.devices != world:
@@ -122,8 +123,9 @@ def _check_data_groups(parallelism: Parallelism, host_of: Sequence[HostDevices])
 
 
 def _replicas(hosts: Hosts, tp: int) -> list[int]:
-    """Return the number of tensor groups of each cluster, in rank order. Raises ConfigError if tp
-    does not divide a host's devices, or if the hosts of a cluster are not consecutive."""
+    """Return the number of tensor groups of each cluster. The clusters are in rank order. Raises
+    ConfigError if tp does not divide a host's devices, or if the hosts of a cluster are not
+    consecutive."""
     host_of = hosts_of_ranks(hosts)
     for at in host_of:
         if at.devices % tp:
@@ -133,7 +135,7 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
             )
     clusters = [at.cluster for at in host_of]
     if not clusters:
-        raise ConfigError("there are 0 hosts, 1 is needed", hint="list the hosts")
+        raise ConfigError("no hosts are listed, but 1 is needed", hint="list the hosts")
     names = [name for name, _ in itertools.groupby(clusters)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(

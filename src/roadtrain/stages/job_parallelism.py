@@ -28,8 +28,8 @@ ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
 def _as_addresses(value: object) -> object:
-    """Split a comma-separated list of addresses. Return any other text, the path of a file,
-    unchanged."""
+    """Split a text that is a comma-separated list of addresses. Return any other value unchanged,
+    such as the path of a file."""
     texts = value.split(",") if isinstance(value, str) else []
     return texts if texts and all(map(ADDRESS.fullmatch, texts)) else value
 
@@ -39,8 +39,8 @@ Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
 class StagePlacement(Section):
-    """The storage of one stage's parameters and optimizer state outside of the stage's ranks: in
-    files, on servers, or in host memory."""
+    """The place where one stage's parameters and optimizer state are stored: in files, on servers,
+    or in host memory. Stages without a StagePlacement keep both on their ranks."""
 
     stage: Whole
     files: Texts = []
@@ -55,9 +55,9 @@ class StagePlacement(Section):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if bool(self.files) + bool(self.servers) + self.memory != 1:
-            raise ValueError(f"stage {self.stage}: give one of files, servers and memory = true")
+            raise ValueError(f"stage {self.stage} needs one of files, servers and memory = true")
         if self.token_file and not self.servers:
-            raise ValueError(f"stage {self.stage}: token_file needs servers")
+            raise ValueError(f"stage {self.stage} has a token_file, which needs servers")
         return self
 
 
@@ -115,28 +115,28 @@ class ParallelismSection(Section):
         if self.auto:
             raise ConfigError(
                 'parallelism = "auto" needs a plan, and there is none',
-                hint="roadtrain plan CLUSTER.toml --job JOB.toml, then roadtrain launch plan.toml"
-                " JOB.toml",
+                hint="run `roadtrain plan CLUSTER.toml --job JOB.toml`, then `roadtrain launch"
+                " plan.toml JOB.toml`",
             )
 
     @model_validator(mode="after")
     def _one_placement_a_stage(self) -> Self:
         stages = [placement.stage for placement in self.placements]
         if twice := [stage for stage in stages if stages.count(stage) > 1]:
-            raise ValueError(f"stage {twice[0]} has {len(twice)} placements, give it one")
+            raise ValueError(f"stage {twice[0]} has {len(twice)} placements, but may have only one")
         return self
 
     @model_validator(mode="after")
     def _reducers_are_named(self) -> Self:
         if not self.reducers and (self.reducers_token_file or self.reducers_alone):
-            raise ValueError("reducers_token_file and reducers_alone need reducers")
+            raise ValueError("reducers_token_file or reducers_alone is set, but not reducers")
         return self
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(f"auto takes all degrees from the plan, but {stated[0]} is set")
+            raise ValueError(f'"auto" takes all degrees from the plan, but {stated[0]} is set')
         return self
 
     @property
@@ -145,7 +145,7 @@ class ParallelismSection(Section):
 
     @property
     def used(self) -> bool:
-        """Whether the job trains in stages, with `parallelize`."""
+        """Return whether the job trains in stages, with `parallelize`."""
         several = self.pp > 1 or self.tp > 1 or self.dp is not None
         return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
@@ -165,8 +165,8 @@ class ParallelismSection(Section):
             dp, rest = divmod(processes, self.pp * self.tp)
             if rest or not dp:
                 raise ConfigError(
-                    f"{processes} processes do not divide into {self.pp} stages of {self.tp}"
-                    " tensor-parallel ranks",
+                    f"{processes} processes do not divide into {self.pp} stages whose replicas have"
+                    f" {self.tp} tensor-parallel ranks each",
                     hint="start a multiple of pp x tp processes, or set widths",
                 )
         stated = tuple(self.stages) if isinstance(self.stages, list) else ()

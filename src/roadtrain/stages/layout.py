@@ -30,8 +30,8 @@ class StageLayout:
         counts = parallelism.layers(len(cuts.blocks))
         if not all(counts):
             raise ConfigError(
-                f"stages of {', '.join(map(str, counts))} blocks: a stage without blocks can be"
-                " simulated, but not trained",
+                f"the stages have {', '.join(map(str, counts))} blocks, but a stage without blocks"
+                " cannot be trained, only simulated",
                 hint="give each stage at least one block",
             )
         segments = tuple(Segment(*ends) for ends in pairwise(accumulate(counts, initial=0)))
@@ -41,7 +41,7 @@ class StageLayout:
         return ", ".join(str(s.stop - s.begin) for s in self.segments) + " blocks"
 
     def numbers(self, stage: int) -> list[int]:
-        """Return the numbers of the segments of `stage`."""
+        """Return the indices in `segments` of the segments of `stage`."""
         return list(range(stage, len(self.segments), self.parallelism.pp))
 
     def segments_of(self, stage: int) -> list[Segment]:
@@ -55,7 +55,8 @@ class StageLayout:
         return tuple(s for s in range(self.parallelism.pp) if name in self.names_of(s))
 
     def shared(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Return, for each set of stages that share parameters, the names of these parameters."""
+        """Return the names of the shared parameters, grouped by the stages that share them: the
+        keys are tuples of stages."""
         found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in sorted(frozenset().union(*self.names)):
             stages = self.stages_of(name)
@@ -64,14 +65,14 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """Return the groups for shared parameters: one group for each pair of a set of stages that
-        share parameters and a tensor index."""
+        """Return the groups of the ranks that share parameters: one group for each pair (set of
+        stages that share parameters, index in the tensor-parallel group)."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 
     def shared_group(self, stages: tuple[int, ...], tensor: int) -> RankGroup:
-        """Return the group of all ranks of these stages with this tensor index, ordered by stage
-        and replica."""
+        """Return the group of the ranks of `stages` that share parameters, ordered by stage and
+        replica. tensor: the index of these ranks in their tensor-parallel groups."""
         ranks = tuple(
             self.parallelism.rank(RankPosition(stage, replica, tensor))
             for stage in stages

@@ -1,11 +1,11 @@
 """StageLinks: messages between stages. Activations are sent forward, and their gradients are sent
 back.
 
-Each boundary and direction has its own process group, on the network that was chosen for this group
-(`process_groups`). Messages between two ranks of a group arrive in the order in which they are
-sent. `send` returns at once, and the tensors are kept until they are sent. Receives are posted
-before their messages are needed. Every wait has a timeout; the error names both ranks and the
-message (Rule 5).
+Each boundary between stages has two process groups, one per direction. Each of these groups uses
+the network that was chosen for it (`process_groups`). Messages between two ranks of a group arrive
+in the order in which they are sent. `send` returns at once. The tensors of the message are kept in
+memory until they are sent. Receives are posted before their messages are needed. Every wait has a
+timeout; the error names both ranks and the message (Rule 5).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Sent:
 
 
 class StageLinks:
-    """This rank's messages to and from the neighbouring stages."""
+    """Messages between this rank and the neighboring stages."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class StageLinks:
         self.wait_s = 0.0  # seconds spent in `wait` and `flush`
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending a message. tensors: the content of the message. They must not be changed
-        until they are sent."""
+        """Start to send a message. tensors: the content of the message. The caller must not change
+        these tensors until they are sent."""
         group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
@@ -66,7 +66,7 @@ class StageLinks:
         self._sent.append(_Sent(works, whole, transfer))
 
     def post(self, transfer: Transfer, buffers: Sequence[torch.Tensor]) -> None:
-        """Post the receive of a message into `buffers`."""
+        """Start to receive a message into `buffers`."""
         group, sender = self._group(transfer), self._rank_of(transfer.sender)
         with self._translated(transfer, sending=False):
             self._receiving[transfer] = [
@@ -74,7 +74,8 @@ class StageLinks:
             ]
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until the message is in its buffers. Raises DeadlineError and LostError."""
+        """Wait until a message is in the buffers that were passed to `post`. Raises DeadlineError
+        and LostError."""
         then = time.monotonic()
         works = self._receiving.pop(transfer)
         with self._translated(transfer, sending=False):

@@ -2,14 +2,14 @@
 
 A group on one host communicates inside the host (NVLink, shared memory, loopback). Any other group
 uses the fastest cards of one kind that connect all of its hosts. If no fast kind connects all
-hosts, the group uses Ethernet. If Ethernet does not connect all hosts, the group is refused. The
-rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a cluster,
-and Ethernet between stages.
+hosts, the group uses Ethernet. If Ethernet does not connect all hosts, `pick` raises ConfigError.
+The rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a
+cluster, and Ethernet between stages.
 
 Cards of one kind are assumed to reach each other if they are on the same fabric. The fabric of a
-card is the name that the user stated or, without a statement, the subnet of the card's address.
-Ethernet is assumed to be routed between subnets; InfiniBand and RoCE are not. The preflight tests
-these assumptions. This module does not communicate.
+card is the name that the user stated in `networks` or, without such a statement, the subnet of the
+card's address. Ethernet is assumed to be routed between subnets; InfiniBand and RoCE are not. The
+preflight tests these assumptions. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def fastest_common(
 ) -> tuple[C, ...] | None:
     """Choose one card of each host. All chosen cards have the same kind and fabric, and the slowest
     of them is as fast as possible. Return None if the hosts have no kind and fabric in common. If
-    any rate is unknown (0), a faster kind of card is preferred to a higher rate."""
+    any rate is unknown (0), a faster kind of card is preferred to a higher rate. fabric,
+    bytes_per_s: functions that return the fabric and the rate of a card."""
     ways: list[tuple[float, int, tuple[C, ...]]] = []
     for first in hosts[0]:
         found = [
@@ -92,7 +93,7 @@ class NetworkStatement(Section):
     @model_validator(mode="after")
     def _says_which(self) -> Self:
         if self.hosts == ["*"] and self.interface == "*" and not self.subnet:
-            raise ValueError("give hosts, interface or subnet: this would match every card")
+            raise ValueError("without hosts, interface or subnet, a statement matches every card")
         return self
 
     def __str__(self) -> str:
@@ -140,8 +141,8 @@ class HostCard:
 
 @dataclass(frozen=True)
 class HostCards:
-    """A host and its network cards. `identity`: a text that identifies the host: it is the same in
-    all processes that share the host's memory and network."""
+    """A host and its network cards. `identity`: a text that is the same in all processes that share
+    the host's memory and network, and different in all other processes."""
 
     identity: str
     name: str
@@ -153,8 +154,8 @@ class HostCards:
 
 @dataclass(frozen=True)
 class GroupNetwork:
-    """The network of a group of ranks. `hosts` and `cards`: for each of the `ranks`, the name of
-    its host, and the card that it uses."""
+    """The network of a group of ranks. `hosts`: the name of each rank's host. `cards`: the card
+    that each rank uses. Both are in the order of `ranks`."""
 
     group: str
     ranks: tuple[int, ...]
@@ -225,8 +226,8 @@ def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> No
     for host in meant:
         if named and not any(card.interface == statement.interface for card in host.cards):
             raise ConfigError(
-                f"host {host.name} has no interface {statement.interface} that is up and has an"
-                f" address, but `networks` names it: {host}",
+                f"`networks` names {statement.interface}, but host {host.name} has no interface"
+                f" {statement.interface} that is up and has an address; host {host}",
                 hint="name an interface of that host, or list in `hosts` the hosts that have it",
             )
     if not any(statement.matches(host.name, card) for host in meant for card in host.cards):
@@ -243,7 +244,7 @@ def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
         raise ConfigError(
             f"`networks` calls {card.interface} of host {host} {kind}, but its link layer is"
             f" {card.found}",
-            hint=f"state the kind {card.found}, or leave it out",
+            hint=f"state the kind {card.found}, or leave kind out",
         )
     rate = parse_rate(statement.rate) if statement.rate else card.bytes_per_s
     return replace(card, kind=kind, bytes_per_s=rate, fabric=statement.fabric)
@@ -319,8 +320,8 @@ def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
             (host, card), (other, its) = found[INFINIBAND], found[ROCE]
             raise ConfigError(
                 f"{group}: fabric {fabric} has {card.interface} of host {host}, which is"
-                f" infiniband, and {its.interface} of host {other}, which is roce: they cannot talk"
-                " to each other, and NCCL would hang there",
+                f" infiniband, and {its.interface} of host {other}, which is roce: cards of these"
+                " two kinds cannot talk to each other, and NCCL would hang there",
                 hint="give InfiniBand and RoCE cards different fabric names",
             )
 
@@ -340,8 +341,8 @@ def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
-    """Return a note for the log if every host has a faster kind of card than the group can use.
-    Otherwise return ""."""
+    """Return a note for the log if the group uses Ethernet although every host has a faster kind of
+    card. Otherwise return "". way: the card that each host uses."""
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
@@ -353,6 +354,7 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Join the first `most` names for messages, and append the number of the other names."""
+    """Return a list of names for messages: the first `most` names, and the number of the other
+    names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return " ".join(names[:most]) + more

@@ -2,9 +2,9 @@
 computes. SideStream: the device stream of the queue's thread.
 
 All ranks of a group must start the same operations in the same order. The caller of `put` is
-responsible for this order. At most DEPTH operations are in flight at a time. Operations end in the
-order in which they started. After an error, the queue starts no further operation. It raises the
-error in every waiting thread and in every later `put` (Rule 5).
+responsible for this order. At most DEPTH operations are in flight at a time. The queue waits for
+operations in the order in which they started. After an error, the queue starts no further
+operation. It raises the error in every waiting thread and in every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Pending(Protocol):
 @dataclass(frozen=True)
 class QueuedCollective:
     """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
-    operation and yields it, or yields None if there is no operation to wait for. The queue resumes
-    the generator when the operation is done. `alone`: whether the job starts only after all earlier
-    jobs have ended."""
+    operation and yields the operation, or yields None if there is nothing to wait for. When the
+    operation is done, the queue resumes the generator, which then finishes the job. `alone`:
+    whether the job starts only after all earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
@@ -48,7 +48,7 @@ class QueuedCollective:
 class CollectiveQueue:
     """A thread that runs jobs in order. `deadline_s`: the timeout of one operation in seconds. The
     process groups enforce this timeout; the queue uses it to limit the time without any progress.
-    `running`: a context manager in which the thread runs."""
+    `running`: a context manager that is active while the thread runs."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait until `until()` returns true. `until` is called again whenever a job ends. If a job
-        failed, raises the error of that job. Raises DeadlineError if no job ends for PATIENCE times
-        `deadline_s`."""
+        """Wait until `until()` returns true. `until` is called again whenever a job ends. `what`:
+        the event for which the caller waits, for errors. If a job failed, raises the error of that
+        job. Raises DeadlineError if no job ends for PATIENCE times `deadline_s`."""
         with self._changed:
             while True:
                 # must precede `until()`, which may return true because an error clears all jobs
@@ -94,8 +94,8 @@ class CollectiveQueue:
                 moved = self._changed.wait(PATIENCE * self.deadline_s) or self._ended > ended
                 if not moved:
                     raise DeadlineError(
-                        f"{self.name}: waited for {what}, but there was no progress for"
-                        f" {PATIENCE * self.deadline_s:g} s in {self._now or 'anything'}"
+                        f"{self.name}: waited for {what}, but no operation ended for"
+                        f" {PATIENCE * self.deadline_s:g} s; in progress: {self._now or 'nothing'}"
                     )
 
     def wait_all(self, what: str) -> None:
@@ -125,7 +125,7 @@ class CollectiveQueue:
                 self.check()
 
     def check(self) -> None:
-        """If a job failed, raise its error."""
+        """If a job failed, raise the error of that job."""
         if self.error is None:
             return
         self._reported = True
@@ -156,8 +156,8 @@ class CollectiveQueue:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> QueuedCollective | None:
-        """Return the next job if this job may start, and otherwise None. `done`: the number of jobs
-        in flight whose operations are done."""
+        """If the next job may start now, remove this job from the queue and return it. Otherwise
+        return None. `done`: the number of jobs in flight whose operations are done."""
         busy = len(self._in_flight)
         if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
@@ -215,9 +215,9 @@ class SideStream:
     """A device stream for the queue's thread. Events keep the order between this stream and the
     stream of the thread that computes.
 
-    On an accelerator, the queue's thread runs on `stream`. An event (a mark) makes one stream wait
-    for the results of the other stream. On the CPU, there is no stream, and all methods do nothing,
-    because results are complete when an operation has ended.
+    On an accelerator, the queue's thread runs on `stream`. A mark is a device event: with it, one
+    stream waits for the results of the other stream. On the CPU, there is no stream, and all
+    methods do nothing, because results are complete when an operation has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -227,24 +227,26 @@ class SideStream:
 
     @property
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """The context manager in which the queue's thread runs."""
+        """The context manager that must be active while the queue's thread runs."""
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     def mark(self) -> torch.Event | None:
-        """Return an event that occurs when all work that the computing thread has started so far is
-        done. Called by the computing thread."""
+        """Return a mark: an event that occurs when all work that the computing thread has started
+        so far is done. Called by the computing thread."""
         if self.stream is None:
             return None
         return torch.accelerator.current_stream(self.stream.device).record_event()
 
     def after(self, mark: torch.Event | None) -> None:
-        """Make the side stream wait for `mark`. Called by the queue's thread."""
+        """Make the side stream wait for the event `mark`, which the method `mark` returned. Called
+        by the queue's thread."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
     def leave_mark(self, number: int) -> None:
-        """Leave a mark for bucket `number`: the bucket is written when all work that the side
-        stream has started so far is done. Called by the queue's thread."""
+        """Record the mark of bucket `number`: an event that occurs when all work that the side
+        stream has started so far is done. When the event occurs, the bucket is written. Called by
+        the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 

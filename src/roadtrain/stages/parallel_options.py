@@ -1,4 +1,4 @@
-"""ParallelOptions: the options of `parallelize`. They are checked when the value is created."""
+"""ParallelOptions: the options of `parallelize`. The constructor checks the options."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class ParallelOptions:
             every rank keeps the optimizer state of all parameters of its stage.
         reducers_token_file: File with the reducers' token. The token is needed if a reducer is on
             another host.
-        reducers_alone: Whether ranks leave all sums to the reducers while a reducer is available.
-        networks: Properties of network cards. Properties that are not stated are detected.
-        data_groups: Whether a stage's ranks may be in several clusters. If they are, the slow
-            network between the clusters carries gradients.
+        reducers_alone: Whether only the reducers sum gradients while a reducer is available. If
+            False, the ranks sum a part of the gradients themselves.
+        networks: Properties of network cards. All properties that are not stated here are detected.
+        data_groups: Whether a stage's ranks may be in several clusters. If the ranks are in several
+            clusters, gradients are sent over the slow network between the clusters.
         activations: dtype in which activations and their gradients are sent between stages
             (bfloat16 or float16). If None, they are sent unchanged.
         overlap: Whether a stage sends gradients and new parameters while it computes.
@@ -99,30 +100,30 @@ class ParallelOptions:
         measured = self.stages != "even" or self.resize_stages is not None
         if measured and (degrees.tp > 1 or self.stores or degrees.stages):
             raise ConfigError(
-                f"stages {self.stages!r} or resize_stages cannot be combined with tp {degrees.tp},"
-                f" {len(self.stores)} stores and stage sizes {degrees.stages or 'not stated'}",
-                hint="measured stages need tp = 1, no stores and no stated sizes; else leave stages"
-                " and resize_stages out",
+                f"stages={self.stages!r} with resize_stages={self.resize_stages} needs tp 1, no"
+                f" stores and no stated stage sizes, but tp is {degrees.tp}, the number of stores"
+                f" is {len(self.stores)}, and the stage sizes are {degrees.stages or 'not stated'}",
+                hint="change these options, or leave stages and resize_stages out",
             )
         for stage, store in self.stores.items():
             self._check_store(stage, store)
         if self.reducers and (degrees.pp > 1 or degrees.tp > 1 or self.stores):
             raise ConfigError(
-                f"reducers cannot be combined with pp {degrees.pp}, tp {degrees.tp} and"
-                f" {len(self.stores)} stores",
+                f"reducers need pp 1, tp 1 and no stores, but pp is {degrees.pp}, tp is"
+                f" {degrees.tp}, and the number of stores is {len(self.stores)}",
                 hint="set pp = 1 and tp = 1 without stores, or leave reducers out",
             )
         if self.activations not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"activations cannot be {self.activations}", hint="use bfloat16 or float16"
+                f"activations cannot be sent as {self.activations}", hint="use bfloat16 or float16"
             )
 
     def _check_store(self, stage: int, store: StageStore) -> None:
         widths = self.parallelism.replicas_of
         if not 0 <= stage < self.parallelism.pp:
             raise ConfigError(
-                f"there is a store for stage {stage}, but pp is {self.parallelism.pp}",
-                hint="stages are numbered from 0",
+                f"stores has a store for stage {stage}, but pp is {self.parallelism.pp}",
+                hint=f"use stage numbers from 0 to {self.parallelism.pp - 1}",
             )
         if self.parallelism.tp > 1:
             raise ConfigError(
@@ -132,12 +133,12 @@ class ParallelOptions:
         if widths[stage] > 1 and not isinstance(store, Servers):
             raise ConfigError(
                 f"stage {stage} has {widths[stage]} data-parallel ranks, but a"
-                f" {type(store).__name__} store supports 1",
+                f" {type(store).__name__} store supports only 1",
                 hint="use Servers, which sum the gradients of several ranks, or a width of 1",
             )
 
     def describe(self) -> str:
-        """Describe the options that must be equal on all ranks, one per line."""
+        """Return the options that must be equal on all ranks as a text, one option per line."""
         # may differ between ranks
         own = {"weights", "init", "deadline_s", "job", "reducers_token_file"}
         common = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}

@@ -1,5 +1,5 @@
-"""Create the parts of a parallel training on one process: process groups over the chosen networks,
-the stage's optimizer, and the pipeline."""
+"""Create the objects that a process needs for training in stages: process groups over the chosen
+networks, the stage's optimizer, and the pipeline."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 @dataclass(frozen=True)
 class RankContext:
-    """The values that all parts of the training on one rank use: the groups, the connections and
-    the options."""
+    """The values that the optimizer, the pipeline and the other objects of one rank have in common:
+    the groups, the connections and the options."""
 
     rank: int
     groups: Groups
@@ -72,8 +72,9 @@ def join(
     report: Report,
 ) -> RankContext:
     """Choose and test a network for every group, create the process groups and control links, and
-    agree on an id of this start. rule: as in RankContext. Collective. Raises ConfigError if the
-    hosts of a group have no network in common, and PeerError if a network does not work."""
+    agree on an id of this start of the job. rule: the class name of the user's optimizer.
+    Collective. Raises ConfigError if the hosts of a group have no network in common, and PeerError
+    if a network does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
@@ -94,10 +95,10 @@ def join(
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters of the whole model that its groups had at first.
-    Raises ConfigError if the optimizer has parameters that are not in the model, or if it has taken
-    steps. The optimizer's `load_state_dict` also raises ConfigError if it loads the state of an
-    optimizer that has taken steps."""
+    """The user's optimizer, and a copy of its original parameter groups, which contain the
+    parameters of the whole model. Raises ConfigError if the optimizer has parameters that are not
+    in the model, or if it has taken steps. Later, the optimizer's `load_state_dict` raises
+    ConfigError if the loaded state is that of an optimizer that has taken steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -108,8 +109,9 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the loaded groups into the original dictionaries after `load_state_dict`. torch
-        replaces the dictionaries, but the stages read the original ones."""
+        """Copy the loaded settings into the original dictionaries of the parameter groups. torch's
+        `load_state_dict` replaces these dictionaries, but the stages read the original
+        dictionaries. Called after each `load_state_dict`."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -120,8 +122,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Remove the parameters that `model` does not have from the optimizer's groups, and restore
-        the original parameters that `model` has. Return the optimizer."""
+        """Keep only the parameters of `model` in the optimizer's groups, out of all original
+        parameters. Return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -192,7 +194,8 @@ def silent(_: str) -> None: ...
 
 
 def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
-    """Split the layers over the replica's tensor group. Return None if tp is 1."""
+    """Split the stage's layers over the ranks of the replica's tensor group. If tp is 1, split
+    nothing and return None."""
     if context.groups.parallelism.tp == 1:
         return None
     group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
@@ -202,19 +205,19 @@ def split_layers(context: RankContext, stage_model: StageModel) -> TensorParalle
 
 
 def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Return the names of the parameters that this stage shares with other stages, and the group of
-    the copies of these parameters. The result has one pair (names, copies) for each set of stages
-    that share parameters. The order is the same in all of these stages. Raises ConfigError if only
-    some stages of a set have a store, because stages with a store sum gradients in another way than
-    stages without a store."""
+    """Return the parameters that this stage shares with other stages, as pairs (names, copies): one
+    pair for each set of stages that share parameters with this stage. names: the names of the
+    shared parameters. copies: the group of the ranks that have a copy of these parameters. The
+    order of the pairs is the same in all of these stages. Raises ConfigError if only some stages of
+    a set have a store, because the two kinds of stages sum gradients in different ways."""
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():
         placed = [stage for stage in stages if stage in context.options.stores]
         if placed and len(placed) < len(stages):
             raise ConfigError(
-                f"stages {', '.join(map(str, stages))} share {names[0]!r}, but only"
-                f" {', '.join(map(str, placed))} of these have a store",
+                f"stages {', '.join(map(str, stages))} share parameter {names[0]!r}, but not all"
+                f" of these stages have a store: only {', '.join(map(str, placed))}",
                 hint="give a store to all of these stages, or to none",
             )
         if at.stage in stages:
@@ -242,8 +245,8 @@ def cast_and_move(
 
 
 def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
-    """Create the pipeline of this rank, with the rank's segments and its links to neighbouring
-    stages."""
+    """Create the pipeline of this rank, with the rank's segments and the rank's links to
+    neighboring stages."""
     at, options, layout = context.position, context.options, context.layout
     parallelism = context.groups.parallelism
     shape = PipelineShape(
@@ -270,8 +273,8 @@ def stage_links(context: RankContext) -> StageLinks:
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """Report the parallelism. If random numbers make results depend on tp, report this, too
-    (Rule 2)."""
+    """Report the parallelism. If tp is above 1 and the model draws random numbers, also report that
+    results depend on tp (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:

@@ -3,9 +3,9 @@ stages at the end of a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut again -> values and state move -> the next step
 
-No state is lost: each part of a parameter is sent from the rank that has the part to the rank that
-needs the part (stages/piece_exchange.py). This module does NOT search for sizes
-(stages/protocol/stage_sizes.py) or detect changed speeds (stages/protocol/drift.py).
+Moving blocks keeps all values and optimizer state: ranks send them to each other as pieces
+(stages/piece_exchange.py). This module does NOT search for sizes (stages/protocol/stage_sizes.py)
+or detect changed speeds (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StageSizes:
 
     def begin(self, example: MicroBatch) -> None:
         """Measure speeds, choose sizes, and move blocks if the sizes change. Raises BudgetError if
-        no sizes fit in memory (Rule 4). Raises PeerError."""
+        no sizes fit in memory (Rule 4), and PeerError if a rank is missing."""
         training, context = self._training, self._training.context
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
@@ -99,8 +99,8 @@ class StageSizes:
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """Return the seconds in which this rank ran one micro-batch forward and backward through a
-        block of weight 1. `times`: the times of a step on this rank."""
+        """Return the average seconds that this rank needed for the forward and backward of one
+        micro-batch through a block of weight 1. times: the times of a step on this rank."""
         context = self._training.context
         own = context.layout.segments_of(context.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
@@ -150,8 +150,7 @@ class StageSizes:
         return tuple(s.stop - s.begin for s in self._training.context.layout.segments)
 
     def _message_bytes(self) -> int:
-        """Return the bytes of the largest message between stages that any rank sends or
-        receives."""
+        """Return the size in bytes of the largest message between stages, over all ranks."""
         own = max(part.message_nbytes for part in self._training.pipeline.parts)
         return max(self._training.context.control.agree(own, "sizes"))
 
@@ -189,8 +188,8 @@ class StageSizes:
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Return the layout with these sizes. Raises the errors of `move`, the same on all
-        ranks."""
+        """Return the layout of stages with these sizes. Raises ModelError or ConfigError, the same
+        on all ranks, if the model cannot be cut into such stages."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
@@ -231,10 +230,10 @@ class StageSizes:
 
 def check_shared(context: RankContext, layout: StageLayout) -> None:
     """Raise ConfigError if stages of this layout share parameters, but there is no process group
-    for sharing them."""
+    that connects these stages."""
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(
-                f"with {layout} there would be {group.name}, for which there is no process group",
+                f"stages of {layout} have {group.name}, but no process group for them",
                 hint="set these sizes with stages=[...] at the next start",
             )

@@ -1,5 +1,5 @@
 """ParallelTraining: one process's part of a model that is trained in stages. `parallelize` returns
-it; all processes call its `step` together."""
+a ParallelTraining. All processes call `step` together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepResult:
 
 
 class WatchedSizes(Protocol):
-    """The part of StageSizes (stages/parallel_sizes.py) that ParallelTraining calls. StageSizes
+    """The methods of StageSizes (stages/parallel_sizes.py) that ParallelTraining calls. StageSizes
     moves blocks between stages."""
 
     def own_pass_s(self, times: StepTimes) -> float: ...
@@ -57,7 +57,7 @@ class WatchedSizes(Protocol):
 
 
 class ParallelTraining:
-    """One process's part of a model that is trained in stages, as returned by `parallelize`.
+    """The part of a model that one process trains, as returned by `parallelize`.
 
     Use the object as a context manager, or call `close` at the end and `abandon` after an error.
     `optimizer.param_groups` are the groups of the user's optimizer, so learning-rate schedulers of
@@ -119,15 +119,15 @@ class ParallelTraining:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Guard a collective operation. After an error, ranks may be in different operations, and
-        could mistake a message of one operation for a message of another. So no further operation
-        may start after an error (Rule 6)."""
+        """Context of one collective operation. After an error, no further operation may start (Rule
+        6): different ranks may then run different operations, and a rank could take a message of
+        another operation for a message of its own operation. what: the operation, for errors."""
         if self._closed:
-            raise LoopError("this training is closed")
+            raise LoopError("this ParallelTraining is closed, so no step can run")
         if self._failed:
             raise LoopError(
-                f"{self._failed} ended with an error on this process, which is out of sync with"
-                " the other processes since then",
+                f"{self._failed} failed on this process, which is now out of sync with the other"
+                " processes",
                 hint="end all processes and restart from the last snapshot",
             )
         try:
@@ -169,7 +169,7 @@ class ParallelTraining:
             directory: Run directory of the snapshots.
             options: Interval and replication of snapshots.
             mark: Record of the job's last step in the run directory. Only the first process passes
-                it; None on other processes, or if there is no record.
+                the record. None on other processes, or if there is no record.
             report: Called with each line of the log.
 
         Returns:
@@ -220,19 +220,19 @@ class ParallelTraining:
             StoreError: The snapshot cannot be written.
         """
         if self._snapshots is None:
-            raise LoopError("there is no directory for snapshots", hint="call keep() first")
+            raise LoopError("snapshots are not enabled", hint="call keep() before snapshot()")
         if self.steps_done != self.committed_step:
             self._snapshots.save(self.steps_done, self.optimizer, {**blobs, **self._buffers()})
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """Return the blobs of this stage's buffers for a snapshot, by name. Each stage saves its
+        """Return the buffers of this stage for a snapshot, as blobs by name. Each stage saves its
         own buffers."""
         return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
-        """Raise StaleError if the ranks are at different steps. This can happen if stages have
-        stores."""
+        """Raise StaleError if the ranks are at different steps. Ranks can be at different steps if
+        stages have stores, because each store commits its steps by itself."""
         steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
             where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
@@ -309,7 +309,8 @@ class ParallelTraining:
             self.abandon()
 
     def _gather(self, values: list[float]) -> list[list[float]]:
-        """Return the lists of floats that all ranks pass, in rank order. Collective."""
+        """Send `values` to all ranks, and return the values of each rank, in rank order.
+        Collective."""
         return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(
@@ -319,7 +320,8 @@ class ParallelTraining:
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        """Use another part of the model in this process, beginning with the next step."""
+        """Replace this process's part of the model, and the optimizer and pipeline of the part. The
+        next step uses the new part."""
         self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

@@ -1,5 +1,5 @@
 """Parallelism: the degrees of parallelism, the groups of devices, and the layers of each pipeline
-stage. This module only computes; it does not communicate.
+stage. Does NOT communicate.
 
 Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-parallel, p
 pipeline-parallel and d data-parallel ranks (d p t devices in total), the groups are those of Yang
@@ -11,14 +11,14 @@ et al. (Holmes), equations 1 to 3, with indices from 0:
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
 Stages may differ in their number of data-parallel ranks (`widths`). In this case, devices are
-numbered by stage, replica and tensor rank; if all widths are d, this gives the same numbers as
-above. Micro-batch i of a step goes through replica i mod d_s of each stage s. The devices that a
-micro-batch passes form a pipeline group, so a device of a narrow stage is in several pipeline
-groups.
+numbered by stage, then by replica, then by tensor rank. If all widths are d, this numbering is the
+same as above. If stage s has d_s replicas, micro-batch i of a step goes through replica i mod d_s
+of the stage. The devices that a micro-batch passes form a pipeline group, so a device of a narrow
+stage is in several pipeline groups.
 
 Context-parallel ranks process parts of each sequence with the same parameters, so the d above is dp
 x cp. The ranks of a context group are consecutive in a data group. The ranks of an expert group are
-consecutive, too. Together, the ranks of an expert group have every expert once.
+consecutive, too. Each expert is on one rank of each expert group.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Parallelism:
         widths = f"widths {', '.join(map(str, self.widths))}"
         if len(self.widths) != self.pp:
             raise ConfigError(
-                f"{widths} are {len(self.widths)}, but pp is {self.pp}", hint="one width per stage"
+                f"{widths} do not match pp {self.pp}", hint="give one width per stage"
             )
         if self.dp != 1 and set(self.widths) != {self.dp}:
             raise ConfigError(
@@ -95,8 +95,8 @@ class Parallelism:
             object.__setattr__(self, "widths", ())
         elif self.virtual_stages > 1:
             raise ConfigError(
-                f"{widths} differ and virtual_stages is {self.virtual_stages}",
-                hint="interleaved stages need equal widths: set dp instead of widths",
+                f"{widths} differ, but virtual_stages is {self.virtual_stages}",
+                hint="virtual_stages above 1 needs equal widths: set dp instead of widths",
             )
         return self
 
@@ -121,10 +121,11 @@ class Parallelism:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of every stage. Raises ConfigError if stages differ."""
+        """Number of replicas of every stage. Raises ConfigError if stages have different numbers of
+        replicas."""
         if self.widths:
             raise ConfigError(
-                f"this needs equal widths, but widths are {', '.join(map(str, self.widths))}",
+                f"widths {', '.join(map(str, self.widths))} differ, but must be equal here",
                 hint="set dp instead of widths",
             )
         return self.dp * self.cp
@@ -164,7 +165,7 @@ class Parallelism:
 
     def check_micro_batches(self, total: int) -> None:
         """Raise ConfigError if a replica would run none of the `total` micro-batches of a step.
-        Also raise ConfigError if virtual stages cannot run `total` micro-batches."""
+        With virtual stages, also raise ConfigError if `total` is not a multiple of dp x pp."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
@@ -174,9 +175,9 @@ class Parallelism:
         turn = self.dp * self.pp
         if self.virtual_stages > 1 and total % turn:
             raise ConfigError(
-                f"a step has {total} micro-batches, which do not suit {self.pp} stages of"
-                f" {self.virtual_stages} virtual stages each with dp {self.dp}",
-                hint=f"with virtual_stages above 1, use a multiple of dp x pp = {turn}",
+                f"a step has {total} micro-batches, but with virtual_stages"
+                f" {self.virtual_stages} the number must be a multiple of dp x pp = {turn}",
+                hint=f"use a multiple of {turn} micro-batches, or set virtual_stages = 1",
             )
 
     def __str__(self) -> str:
@@ -196,8 +197,9 @@ class Parallelism:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Return the pipeline groups: every path that micro-batches take through the stages. There
-        is a separate path for each context-parallel and each tensor-parallel rank."""
+        """Return the pipeline groups: for every path that micro-batches take through the stages,
+        the ranks on the path. There is a separate path for each context-parallel and each
+        tensor-parallel rank."""
         turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
         def passed(way: int, context: int, tensor: int) -> list[int]:
@@ -230,8 +232,8 @@ class Parallelism:
         inner = self.stages if self.virtual_stages == 1 else self.stages[1:-1]
         if len(self.stages) != count or sum(self.stages) != layers or min(inner) < 1:
             raise ConfigError(
-                f"stages {', '.join(map(str, self.stages))} are {len(self.stages)} stages of"
-                f" {sum(self.stages)} layers in all, but {count} stages of {layers} are needed",
+                f"stages {', '.join(map(str, self.stages))} divide {sum(self.stages)} layers among"
+                f" {len(self.stages)} stages, but {layers} layers and {count} stages are needed",
                 hint="give one number per stage, each at least 1, adding up to the model's layers",
             )
         return self.stages
@@ -256,14 +258,15 @@ def balanced(
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
     """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
-    sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: the weights of
-    the code before the first layer and after the last layer. `fits(stage, begin, stop)` returns
-    whether layers [begin, stop) fit in the stage's memory. If some layers fit, fewer layers must
-    fit, too. Returns the number of layers of each stage, or None if no division fits.
+    sum of the `weights` of the stage's layers (FLOPs), divided by the stage's speed. `ends`: the
+    weights of the code before the first layer and after the last layer. `fits(stage, begin, stop)`
+    returns whether layers [begin, stop) fit in the stage's memory. If a range of layers fits, each
+    smaller range in it must fit, too. Returns the number of layers of each stage, or None if no
+    division fits.
 
     The result is exact. It is found by dynamic programming over stages and layers. The search
     leaves out stages that are slower than a bound, and raises the bound until there is a solution.
-    If stages of equal size are as fast, the result has stages of equal size."""
+    If an even division is as fast as the best division, the even division is returned."""
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 

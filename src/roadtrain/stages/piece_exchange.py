@@ -1,10 +1,10 @@
-"""exchange(): ranks announce the pieces that they have and the pieces that they need, and send
+"""exchange(): ranks tell each other which pieces they have and which pieces they need, and send the
 pieces to each other.
 
 An exchange takes place when blocks move between stages after a step. It also takes place when a job
-starts on hosts with separate disks. It needs memory for one piece, whatever the size of the model.
-A rank sends pieces while it receives pieces, so every rank must exhaust its iterator before it
-communicates with other ranks again.
+starts on hosts with separate disks. An exchange needs memory for one piece only, whatever the size
+of the model. A rank sends pieces while it receives pieces, so every rank must exhaust its iterator
+before it communicates with other ranks again.
 
 Assumes: the pieces of a rank do not change during the exchange. Does NOT forward received pieces:
 if two ranks need the same elements, the source sends these elements to each of them.
@@ -33,14 +33,15 @@ def exchange(
     *,
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
-    """Iterate over the pieces of `requested`, cut into pieces of at most `most_elements`. If this
-    rank has a piece, the piece is read locally. Otherwise the nearest rank that has the piece sends
-    it (`ControlLinks.distance`). Collective: when the function returns, the ranks have agreed on a
-    plan, and every rank must exhaust its iterator.
+    """Return an iterator over the elements of `requested`, in pieces of at most `most_elements`
+    elements. If this rank has a piece, the piece is read locally. Otherwise the nearest rank that
+    has the piece sends the piece (`ControlLinks.distance`). Collective: the call only makes all
+    ranks agree on a plan. The pieces are sent while the ranks iterate, so every rank must exhaust
+    its iterator.
 
-    Raises GoneError for elements that no rank has, DeadlineError and LostError. If a rank cannot
-    read a piece that it has to send, this rank raises the error at the end of its iteration. The
-    receivers of the piece raise a LostError with the same message."""
+    Raises GoneError if no rank has some of the elements, and DeadlineError or LostError if a rank
+    is missing. If a rank cannot read a piece that it has to send, this rank raises the error at the
+    end of its iteration. The receivers of the piece raise a LostError with the same message."""
     mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
     every = control.gather(mine, "the pieces that each rank has and needs")
     lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]
@@ -53,8 +54,9 @@ def exchange(
 def _carry_out(
     plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
 ) -> Iterator[Piece]:
-    """Run this rank's transfers in the order of the plan, and yield the pieces for this rank. Read
-    errors are raised at the end, because other ranks wait for the remaining pieces of this rank."""
+    """Run this rank's transfers in the order of the plan, and yield the pieces that this rank
+    needs. If this rank cannot read a piece, the error is raised at the end, because other ranks
+    wait for the other pieces of this rank."""
     wrong: RoadtrainError | None = None
     for transfer in plan:
         extent = transfer.extent

@@ -1,4 +1,4 @@
-"""Pieces: the common form of a stage's parameters and optimizer state, wherever these are stored.
+"""Pieces: the common format of a stage's parameters and optimizer state, wherever they are stored.
 
 A piece is a contiguous run of one parameter's elements, under the parameter's name in the whole
 model. Pieces do not depend on stages, data-parallel ranks or placements. So stages, ranks and
@@ -51,8 +51,8 @@ class Piece:
         for key, array in self.arrays.items():
             if array.shape != (self.extent.numel,) or array.dtype != torch.float32:
                 raise StoreError(
-                    f"{key} of {self.extent.name!r} is {array.dtype} {tuple(array.shape)}, but its"
-                    f" extent needs {self.extent.numel} elements of torch.float32"
+                    f"array {key!r} of parameter {self.extent.name!r} is {array.dtype}"
+                    f" {tuple(array.shape)}, but must be torch.float32 ({self.extent.numel},)"
                 )
 
     def has_state(self, rule: Rule) -> bool:
@@ -61,7 +61,7 @@ class Piece:
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
-                f"the saved state of {self.extent.name!r} is {', '.join(sorted(found))}, but"
+                f"the saved state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
                 f" {rule.name} keeps {', '.join(sorted(kept)) or 'none'}",
                 hint="continue with the optimizer that wrote the state",
             )
@@ -79,7 +79,7 @@ class PieceSource(Protocol):
     """A provider of pieces: a stage's optimizer, a snapshot, another rank."""
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this source has. They do not overlap."""
+        """Return the extents that this source has. The extents do not overlap."""
 
     def piece(self, extent: Extent) -> Piece:
         """Return a copy of the values and state of an extent. The extent must lie inside one of

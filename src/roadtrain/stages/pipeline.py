@@ -1,10 +1,10 @@
 """Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
 backwards of the rank's segments, in the order of `protocol.pipeline`. The segments compute with
-tensors that the neighbouring stages send.
+tensors that the neighboring stages send.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
-and gradients are summed over a stage's ranks. So all gradients have the correct weights, also if
-stages have different widths. Does NOT update parameters.
+and gradients are summed over a stage's ranks. So the sum is the gradient of the mean loss of the
+step, also if stages have different widths. Does NOT update parameters.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
-        """Run this rank's micro-batches forward only. Returns and raises as `step` does."""
+        """Run only the forwards of this rank's micro-batches. Returns the sum of this rank's losses
+        as `step` does, and raises the same errors."""
         machine, total = StageStateMachine(self.shape), 0.0
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
@@ -116,8 +117,9 @@ class Pipeline:
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs that the state machine starts. Each run (the forward or backward of a
-        micro-batch) is yielded when its inputs have arrived."""
+        """Yield the runs of the step, in the order of the state machine. A run is the forward or
+        the backward of one micro-batch through one segment. Each run is yielded when its inputs
+        have arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -165,8 +167,8 @@ class Pipeline:
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Copy the outputs of `run` into the buffers of `part`: the next part of the model, if this
-        rank has it."""
+        """Copy `tensors`, the outputs of `run`, into the input buffers of segment `part`. Used if
+        the segment that needs the outputs is on this rank."""
         buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):

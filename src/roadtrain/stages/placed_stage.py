@@ -4,15 +4,16 @@ memory, or on servers that all ranks of the stage share.
     placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
     stage_optimizer = PlacedStage(placed)
 
-Servers average gradients over their workers. A stage needs the sum, so its gradients are multiplied
-by the number of ranks. Gradients are sent after each backward; updates begin in `step`.
+Servers average gradients over their workers. A stage needs the sum, so the gradients are multiplied
+by the number of the stage's ranks. Gradients are sent after each backward; updates begin in `step`.
 
 Note "store commits": the store commits each step independently of the job's snapshots, so the store
-may be ahead of or behind the last snapshot. `load` compares the store with the pieces that it
-loads. A store with the same values is kept; any other store is overwritten. If ranks share servers,
-the stage's first rank writes the values to the servers.
+may be ahead of or behind the last snapshot. `load` compares the values in the store with the
+pieces. If they differ, the store is overwritten. If ranks share servers, the stage's first rank
+writes the values to the servers.
 
-Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
+Assumes: nothing else takes steps with the placed optimizer. Does NOT fetch blocks (streaming/
+does).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class PlacedStage:
     """The StageOptimizer (stages/stage_optimizer.py) of a placed stage: a stage whose parameters
     and state are in files, on servers, or in host memory. `shared`: for each set of stages that
     share parameters with this stage, the names of these parameters and the group of their copies.
-    All of these stages must be placed. Raises ConfigError if a shared parameter is in a block."""
+    All of these stages must be placed. Raises ConfigError if a shared parameter is inside a
+    block."""
 
     def __init__(
         self,
@@ -65,8 +67,8 @@ class PlacedStage:
         self._copies = {name: root[name] for name in sorted(self._shared) if name in root}
         if absent := [n for n in self._shared if n in self._names and n not in root]:
             raise ConfigError(
-                f"{absent[0]!r} is shared by several stages, but lies in a block that is fetched",
-                hint="choose the blocks (blocks=...) so that shared parameters lie outside of them",
+                f"parameter {absent[0]!r} is shared by several stages, but is inside a block",
+                hint="choose blocks=... so that shared parameters are outside of all blocks",
             )
         placed.root_waits = True
         self._finished = False  # whether all gradients of the step have been sent
@@ -80,16 +82,17 @@ class PlacedStage:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. The parameters of each block are fetched when the block runs."""
+        """Begin a step. The parameters of each block are fetched when the block runs. Raises
+        LoopError if a previous backward was not followed by `step`."""
         if self._finished or any(p.grad is not None for p in self._parameters()):
             raise LoopError(
                 f"step {self.steps_done + 1} begins with gradients that no update has used",
-                hint="call step() once per step",
+                hint="call step() after the backwards of each step",
             )
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The stage's first rank returns the sum over all ranks of the stage.
-        All other ranks of the stage return 0."""
+        """Return the sum of the squares of the stage's summed gradients on the stage's first rank,
+        and 0 on the stage's other ranks."""
         self._finish_gradients()
         sums = self.placed.square_sums()
         if self.placed.group.rank:
@@ -97,7 +100,7 @@ class PlacedStage:
         return sum(value for index, value in sums.items() if self._counts(index))
 
     def step(self, scale: float = 1.0) -> None:
-        """See StageOptimizer."""
+        """Update the parameters with `scale` times the summed gradients. Clear the gradients."""
         self._finish_gradients()
         factor = for_mean(scale, self.width)
         for p in self._parameters():
@@ -108,17 +111,18 @@ class PlacedStage:
         self._finished = False
 
     def abandon(self) -> None:
-        """See StageOptimizer. Steps that the store has committed stay committed."""
+        """Drop all pending work after an error, without waiting. Steps that the store has committed
+        stay committed."""
         self.placed.abandon()
         with contextlib.suppress(RoadtrainError, RuntimeError):
             self.placed.close()
 
     def settle(self) -> None:
-        """See StageOptimizer."""
+        """Wait until the store has committed the previous step."""
         self.placed.flush()
 
     def close(self) -> None:
-        """See StageOptimizer."""
+        """Wait for pending work, and close the placed optimizer."""
         self.placed.close()
 
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
@@ -164,22 +168,23 @@ class PlacedStage:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Every rank can read all of the store, so each rank provides an equal
-        share. Waits for the commit of the previous step. All ranks must call this method, because
-        all of them take part in the commit."""
+        """Return the extents that this rank provides: an equal share of each parameter, because
+        every rank can read the whole store. Waits for the commit of the previous step. All ranks
+        must call this method, because all ranks take part in the commit."""
         self.placed.flush()
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
     def needed(self) -> list[Extent]:
-        """See StageOptimizer. Only the stage's first rank needs extents, because this rank writes
-        to the servers for all ranks."""
+        """Return the extents that `load` must receive on this rank. Only the stage's first rank
+        needs extents, because it writes to the store for all ranks."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Call `extents` first."""
+        """Return a copy of the values and state of an extent. Before the first call, call
+        `extents`, which waits for the commit of the previous step."""
         spec = self.placed.params[self._names[extent.name]]
         rule = self.placed.rules[spec.group] if spec.trainable else None
         whats = {VALUE: MASTER} | {key: key for key in (rule.arrays if rule else ())}
@@ -208,9 +213,11 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and the note "store commits" of the module. Raises StaleError if the
-        servers that ranks share hold other values of the same step, StoreError if a piece is
-        missing, and LoopError if the store cannot be overwritten."""
+        """Replace the store's values and state by those of `pieces`, unless they are equal (see the
+        module's Note "store commits"). steps_done: the number of steps that the job has taken with
+        these values. Raises StaleError if the servers that ranks share hold other values of the
+        same step, StoreError if a piece is missing, and LoopError if the store cannot be
+        overwritten."""
         placed = self.placed
         placed.flush()
         self._record = None
@@ -252,9 +259,9 @@ class PlacedStage:
 
 
 class StagedPieces:
-    """Values and state that arrive as pieces in any order, and are collected until a store loads
-    the values and the state. They are kept in a scratch file (storage/scratch.py), so that a stage
-    larger than memory can be loaded.
+    """Values and optimizer state that arrive as pieces, in any order, before a store loads them
+    together. The pieces are kept in a scratch file (storage/scratch.py), so that a stage larger
+    than memory can be loaded.
 
     `params`: the store's parameters. `rules`: one rule per parameter group. `where`: the directory
     of the scratch file."""
@@ -290,7 +297,8 @@ class StagedPieces:
             self._scratch.write(values.view(np.uint8).data, self._at[index, key] + 4 * start)
 
     def check(self, who: str) -> None:
-        """Raise StoreError if a part of a parameter was not received."""
+        """Raise StoreError if some elements of a parameter were not received. who: the subject of
+        the error's message."""
         needed = [Extent(spec.name, 0, spec.numel) for spec in self._params]
         check_covered(self._received, needed, who)
 
@@ -319,8 +327,9 @@ class StagedPieces:
 
 
 def for_mean(scale: float, width: int) -> float:
-    """Return a float that gives exactly `scale` when it is divided by `width`. If there is no such
-    float, round `scale` to fp32 first. The product of the rounded `scale` and `width` is exact."""
+    """Return a factor for gradients whose sum the servers will divide by `width`, so that both
+    together multiply the gradients by `scale`. If no factor gives exactly `scale`, `scale` is first
+    rounded to fp32, because the product of an fp32 number and `width` is exact."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width
@@ -334,5 +343,5 @@ def _widen(values: np.ndarray[Any, Any], spec: ParamSpec, into: np.ndarray[Any, 
     else:
         raise ConfigError(
             f"frozen parameter {spec.name!r} is {spec.dtype}, which fp32 cannot represent exactly",
-            hint="register it as a buffer",
+            hint="register the parameter as a buffer",
         )

@@ -1,14 +1,14 @@
-"""preflight(): test, before process groups are created, that every two hosts of every group can
+"""preflight(): test the networks before process groups are created. Every two hosts of a group must
 reach each other over the network that was chosen for the group. If two hosts cannot reach each
 other, every rank raises the same error within 30 s. The error names the host, the card and the
 reason (Rule 5).
 
-    choose networks -> open test ports -> test every link (probes.py) -> report to rank 0
-    rank 0: the first problem as one message, or the matrix (findings.py) -> verdict to all
+    every host: choose networks -> open test ports -> test its links (probes.py) -> report to rank 0
+    rank 0:     find the main problem, if any (findings.py) -> send the verdict to all ranks
 
 One rank per host runs the tests, while the other ranks of the host wait. Control messages go
 through the rendezvous store; tests use plain sockets that are bound to the cards. The command
-`roadtrain preflight` runs these tests without a training (training/preflight_command.py).
+`roadtrain preflight` runs only these tests (training/preflight_command.py).
 
 RDMA itself cannot be tested: an InfiniBand or RoCE card is tested through its IP address.
 """
@@ -53,11 +53,12 @@ def preflight(
     *,
     say: Callable[[str], None] = print,
 ) -> dict[str, GroupNetwork]:
-    """Choose and test the network of each group and of CONTROL. Collective.
+    """Choose and test the network of each group, and of CONTROL, the group of all ranks. Return the
+    networks by the name of the group. Collective.
 
     groups: all groups of the job, the same on every rank. hosts: the host of each rank, after
-    `override` has applied the user's statements. say: called on rank 0 with each line of the
-    matrix of results. Raises the same ConfigError or PeerError on every rank.
+    `override` has applied the user's statements. say: called on rank 0 with each line of the table
+    of results. Raises the same ConfigError or PeerError on every rank.
     """
     networks = choose_networks(groups, hosts)
     chosen, reports = [*networks.values()], dict[str, Report]()
