@@ -374,10 +374,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         raise ConfigError(
             "no formula gives the number of parameters of a"
             f" `{kind or 'model without model_type'}`",
-            hint=(
-                "`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
-                " MODULE:FUNCTION"
-            ),
+            hint="`pip install 'roadtrain[hf]'` to count the model's modules; or give --model"
+            " MODULE:FUNCTION",
         )
     if uncounted := next((key for key in _NEVER if config.get(key)), None):
         raise ConfigError(

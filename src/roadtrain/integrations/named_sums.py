@@ -108,10 +108,8 @@ class Exchange:
         if before is not None and (before.ticket is None or before.ticket.error is None):
             raise TwiceError(
                 f"{name!r} is already being summed",
-                hint=(
-                    "synchronize() its handle first; tensors that are summed at the same time need"
-                    " different names"
-                ),
+                hint="synchronize() its handle first; tensors that are summed at the same time need"
+                " different names",
             )
         if tensor.dtype in SUMMED and accumulate == (self.summation.rule == "accumulate"):
             if divisor != 1:

@@ -59,10 +59,8 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
         raise ConfigError(
             f"the store is at step {step}, but has no progress of a Trainer: it was trained by"
             " another program, or by an earlier version",
-            hint=(
-                "pass a checkpoint of this step as resume_from_checkpoint=DIR, or begin a new run"
-                " with the store's values by exporting them to a new store; nothing was changed"
-            ),
+            hint="pass a checkpoint of this step as resume_from_checkpoint=DIR, or begin a new run"
+            " with the store's values by exporting them to a new store; nothing was changed",
         )
     if not hasattr(trainer, "_run_epoch"):
         raise ConfigError(

@@ -79,19 +79,15 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
                 else f"{diff} is {theirs.get(diff, 'absent')} in the store, but"
                 f" {ours.get(diff, 'absent')} in the model"
             ),
-            hint=(
-                "name another store directory, or use the same model, blocks and error feedback as"
-                " before"
-            ),
+            hint="name another store directory, or use the same model, blocks and error feedback as"
+            " before",
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
             f"{where}: the store holds state of {[g.rule for g in held.groups]}, but the parameter"
             f" groups of the optimizer need {[g.rule for g in store_plan.groups]}",
-            hint=(
-                "use the same optimizer and parameter groups, or export the weights and start with"
-                " an empty store"
-            ),
+            hint="use the same optimizer and parameter groups, or export the weights and start with"
+            " an empty store",
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(

@@ -52,9 +52,8 @@ def fitted(job: Job, tokens: Tokens) -> Job:
     places = getattr(config, "max_position_embeddings", None) or job.data.seq_len
     if config.vocab_size < tokens.vocab_size or places < job.data.seq_len:
         raise ConfigError(
-            f"the model has a vocabulary of {config.vocab_size} and {places} positions, "
-            f"but the data needs a vocabulary of {tokens.vocab_size} and {job.data.seq_len}"
-            " positions",
+            f"the model has a vocabulary of {config.vocab_size} and {places} positions, but the"
+            f" data needs a vocabulary of {tokens.vocab_size} and {job.data.seq_len} positions",
             hint="raise model.config.vocab_size or max_position_embeddings, or lower data.seq_len",
         )
     return job

@@ -37,10 +37,9 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
     needed = [Extent(param.name, 0, param.numel) for param in snapshot.params]
     if absent := uncovered([reader.extents()], needed):
         raise GoneError(
-            f"the snapshot of step {snapshot.step} in {folder} was written by"
-            f" {len(snapshot.ranks)} ranks, but only the parts of ranks"
-            f" {', '.join(map(str, sorted(reader.parts)))} are there, and parameter"
-            f" {absent[0].name!r} is incomplete",
+            f"the snapshot of step {snapshot.step} in {folder} was written by {len(snapshot.ranks)}"
+            f" ranks, but only the parts of ranks {', '.join(map(str, sorted(reader.parts)))} are"
+            f" there, and parameter {absent[0].name!r} is incomplete",
             hint="copy the snapshots of all hosts into one directory",
         )
     items: list[Item] = []

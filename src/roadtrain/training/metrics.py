@@ -56,10 +56,8 @@ class Metrics:
             raise DamagedError(
                 f"{path}: {done} steps are committed, but the lines of the last steps are missing"
                 f" or unreadable: the last intact line is of step {steps[-1] if steps else 0}",
-                hint=(
-                    "the store is not affected: restore the file from a copy, or move it away, and"
-                    " the next step starts a new file"
-                ),
+                hint="the store is not affected: restore the file from a copy, or move it away, and"
+                " the next step starts a new file",
             )
         self._nbytes = sum(nbytes for _, nbytes in kept)
         with typed_errors(path, "opening"):

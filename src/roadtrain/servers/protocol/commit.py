@@ -61,11 +61,9 @@ class Diverged:
         return DivergedError(
             f"{first} and {second} wrote different bytes for {chunk} in step {self.step}: the step"
             " is not committed",
-            hint=(
-                "run the same command to resume from the step before. If this happens again, the"
-                " memory or CPU of a server is failing, or the servers have different kinds of CPUs"
-                " and the optimizer has no compiled rule"
-            ),
+            hint="run the same command to resume from the step before. If this happens again, the"
+            " memory or CPU of a server is failing, or the servers have different kinds of CPUs"
+            " and the optimizer has no compiled rule",
         )
 
 

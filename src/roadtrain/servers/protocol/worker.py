@@ -224,10 +224,8 @@ class WorkerStateMachine:
             raise LoopError(
                 f"block '{self.table.blocks[block].name}' got a gradient in step {self.open_step}"
                 " after its update had begun",
-                hint=(
-                    "set place(..., backwards_per_step=N) to the number of backward passes before"
-                    " each step()"
-                ),
+                hint="set place(..., backwards_per_step=N) to the number of backward passes before"
+                " each step()",
             )
 
     def committed_before_end(self, step: int) -> int:
