@@ -214,7 +214,7 @@ CASES = [
     pytest.param("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}, id="narrowing"),
     pytest.param("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}, id="interleaved", marks=REST),
     pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {}, id="stages of two"),
-    pytest.param("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}, id="widening", marks=REST),
+    pytest.param("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}, id="widening"),
     pytest.param("llama", Parallelism(dp=2), 4, {"overlap": False}, id="replicas, no overlap"),
     pytest.param("llama", Parallelism(pp=2, tp=2), 4, {}, id="split stages, llama", marks=REST),
     pytest.param("gpt2", Parallelism(pp=2, tp=2), 4, {}, id="split stages, gpt2"),

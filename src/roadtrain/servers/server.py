@@ -67,7 +67,7 @@ class ServerConfig:
     meta: StoreMeta  # metadata of the whole store
     rules: Sequence[Rule]
     tier: FileTier | None  # the server's files; None if all records are only in memory
-    budgets: RecordBudgets  # of this server alone
+    budgets: RecordBudgets  # buffers of this server; its sets of chunks name those of all servers
     report: Callable[[str], None]
     workers: int = 1
     local: int = 1  # workers per host whose gradients are summed first; negative if relays sum them
