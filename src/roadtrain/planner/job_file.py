@@ -86,7 +86,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         )
     if path.suffix != ".json":
         raise ConfigError(
-            f"{model} is only the shape of a model, which cannot be run",
+            f"{model} is the name of a shape: a model cannot be run from its shape",
             hint="give --model config.json, the config of a model",
         )
     tree = tomllib.loads(text)

@@ -53,9 +53,9 @@ COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if it
-    can run the plan. `cluster`: The plan's cluster, or None if the plan's machines were written by
-    hand."""
+    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if
+    `roadtrain launch` can run the plan. `cluster`: The plan's cluster, or None if the plan's
+    machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "a plan with a placement for each stage can only be simulated"

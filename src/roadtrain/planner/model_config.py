@@ -375,7 +375,7 @@ def _blocks(
         parts: The blocks of the model.
         whole: The counts of a forward pass.
         half: The counts of a forward pass with half as many tokens as `whole`, or None for images.
-        experts: The experts of each block.
+        experts: The sizes of the experts of each block, by the name of the block.
         times: The number of tokens of a sample divided by the number of tokens in `whole`.
         text: The config object (of transformers) of the text model.
     """

@@ -11,8 +11,8 @@ comments, since no plan needs it.
 
 Values that could not be measured are listed; a default is assumed for them when the file is read.
 With --hosts, the listening hosts and the links between all hosts, in both directions, are measured
-too (probe_links.py). If a host is lost during the measurement, it is listed and the rest is
-written.
+too (probe_links.py). If a host is lost during the measurement, the host is listed as lost, and the
+values of the other hosts are written.
 """
 
 from __future__ import annotations

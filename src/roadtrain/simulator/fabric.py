@@ -244,9 +244,9 @@ class Fabric:
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """Cost of sending a block's gradient from every device to the summation. The placement
-        decides where gradients are summed, for example in a ring of the devices or at the server.
-        If host memory holds the sum, the cost includes moving the sum to host memory."""
+        """Cost of summing a block's gradient, including the transfer from every device. The
+        placement decides where gradients are summed, for example in a ring of the devices or at the
+        server. If host memory holds the sum, the cost includes moving the sum to host memory."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:

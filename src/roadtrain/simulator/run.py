@@ -34,9 +34,9 @@ class Result:
     `differ`: the difference in seconds between the last two simulated steps. `estimated`: whether
     the step is estimated from shorter steps, because its micro-batches never repeat exactly.
     `busy`: for each resource or lane, the fraction of the time in which it is busy. `stages`:
-    (pipeline stage or server, kind of work) -> the total seconds and the total work of these tasks.
-    `peaks`: for each memory, the most bytes that it holds. `bytes`: for each resource, the bytes
-    that use it."""
+    (pipeline stage or server, kind of work) -> the total seconds and the total work of the tasks
+    that do this work there. `peaks`: for each memory, the most bytes that it holds. `bytes`: for
+    each resource, the bytes that use it."""
 
     plan: Plan
     seconds: float
@@ -77,14 +77,14 @@ def simulate(
     """Simulate steps of a plan until two consecutive steps take the same time, and return the
     result.
 
-    If a step has many micro-batches, only some are simulated, and the time and traffic of the
-    others are added. If micro-batches never repeat exactly, a very long step is estimated from two
-    shorter steps (see MANY). If `traced` is true, all micro-batches are simulated, and the result
-    has a trace of all tasks. If `apart` is true, or if the plan has `widths`, each data-parallel
-    rank is simulated separately, and all traffic of a host shares the host's network cards.
-    Otherwise the ranks of a stage are simulated as one rank on the host with the least resources.
-    Raises ConfigError for a plan that is impossible on this cluster. If `checked` is true, raises
-    BudgetError for a plan that does not fit into memory."""
+    If a step has many micro-batches, only some of them are simulated, and the time and traffic of
+    the other micro-batches are added. If micro-batches never repeat exactly, a very long step is
+    estimated from two shorter steps (see MANY). If `traced` is true, all micro-batches are
+    simulated, and the result has a trace of all tasks. If `apart` is true, or if the plan has
+    `widths`, each data-parallel rank is simulated separately, and all traffic of a host shares the
+    host's network cards. Otherwise the ranks of a stage are simulated as one rank on the host with
+    the least resources. Raises ConfigError for a plan that is impossible on this cluster. If
+    `checked` is true, raises BudgetError for a plan that does not fit into memory."""
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:

@@ -39,8 +39,8 @@ class Scene:
     """A plan that is laid out on a cluster. `needs`: the bytes that the plan needs of every memory.
     `build` creates the stages on their hosts, the server, and the links between stages. If `apart`
     is true, or if the plan has `widths`, each replica of a stage is simulated separately. Otherwise
-    all replicas of a stage are simulated as one. Raises ConfigError for a plan that is impossible
-    on this cluster.
+    all replicas of a stage are simulated as one replica. Raises ConfigError for a plan that is
+    impossible on this cluster.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, but there are {len(slots)}",
+                f"{parallelism} needs {parallelism.devices} devices, but the cluster has"
+                f" {len(slots)}",
                 hint="choose a smaller parallelism, or add hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
@@ -305,8 +306,8 @@ class Scene:
             raise ConfigError(
                 f"tensor-parallel groups of {tp} devices cannot be placed on hosts with {fewest}"
                 " devices",
-                hint="choose a tp that divides the number of devices per host, or is a multiple of"
-                " it",
+                hint="choose a tp that divides the number of devices per host, or a multiple of"
+                " this number",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:

@@ -115,7 +115,7 @@ class SimulatedServer:
     @cached_property
     def machine(self) -> ServerStateMachine:
         """The server's state machine. It is created on first use, in the first step.
-        `SimulatedStage.bound`, which is called before, does not need a state machine."""
+        `SimulatedStage.bound`, which is called earlier, does not need a state machine."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
         # the first chunks stay in memory, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)

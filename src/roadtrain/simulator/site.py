@@ -23,8 +23,8 @@ BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host, which stands for all hosts of its kind. Only one device of the
-    host has resources, because all devices of the host do the same work."""
+    """The resources of one host, which stands for all hosts of its kind. Of the host's devices,
+    only one is modeled, because all devices of the host do the same work."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class SwitchResources:
 
     def latency(self, rate: float) -> float:
         """Return the one-way latency in seconds over links of `rate` bytes/s. Each switch that is a
-        machine adds the time for receiving a batch of packets, because it forwards packets in
-        batches."""
+        machine adds the time for receiving a batch of packets, because such a switch forwards
+        packets in batches."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
         batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
@@ -219,7 +219,7 @@ class FlowGroup:
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
-        """Return the CPU time that is needed for a byte that enters or leaves the host `crossings`
+        """Return the use of the host's CPUs for a byte that enters or leaves the host `crossings`
         times. Return an empty list if devices other than CPUs compute."""
         if self.site.cores is None or not self.touch:
             return []

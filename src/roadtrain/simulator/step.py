@@ -1,8 +1,8 @@
 """Simulate the workers of one pipeline stage with the state machines of real workers.
 
-    StageStateMachine    decides which micro-batch runs next, forward or backward Prefetcher
-    pulls the parameters of blocks before they are needed RelayStateMachine    passes messages on if
-    a processor on the network card runs a relay
+    StageStateMachine    decides which micro-batch runs next, forward or backward
+    Prefetcher           pulls the parameters of blocks before they are needed
+    RelayStateMachine    passes messages on, if a processor on the network card runs a relay
 
 simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
 
@@ -56,7 +56,7 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the simulated fan-in end between switches and the stage's server; None if no
+        """`end`: the simulated fan-in between the switches and the stage's server; None if no
         switches send to the server. `rank`: the position of this replica; None if all replicas are
         simulated as one."""
         plan, device = fabric.plan, fabric.site.host.device
