@@ -492,7 +492,7 @@ def test_what_was_assumed_is_said() -> None:
                 "vocab_size": 51865,
                 "architectures": ["WhisperForConditionalGeneration"],
             },
-            "takes input_features",
+            "of a `whisper` is input_features",
         ),
     ],
 )
