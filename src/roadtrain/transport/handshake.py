@@ -249,8 +249,9 @@ def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the client a verdict that refuses the connection, with `error` as the reason. The client
-    then raises an AuthError or BusyError if `error` is of this class, and a WireError otherwise."""
+    """Send the client a verdict that refuses the connection, with `error` as the reason. If `error`
+    is an AuthError or a BusyError, the client raises an error of the same class. Otherwise the
+    client raises a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -294,8 +295,8 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
-            f" ({ours.language.hex()[:8]}): it is another version of roadtrain, or a server of"
-            " another kind",
+            f" ({ours.language.hex()[:8]}): the peer is another version of roadtrain, or a server"
+            " of another kind",
             hint="install the same version of roadtrain on both sides, and check that the address"
             " is that of the intended server",
         )
@@ -370,8 +371,8 @@ def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> 
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """Convert any error to a PeerError with the name of the peer in the message. The result for a
-    PeerError is an error of the same class."""
+    """Convert any error to a PeerError with the name of the peer in the message. If `error` is
+    already a PeerError, the result has the same class as `error`."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):

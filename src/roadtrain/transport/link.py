@@ -193,10 +193,14 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
         )
     if head.header_nbytes > MAX_HEADER:
         raise WireError(
-            f"a header of {head.header_nbytes} bytes exceeds the limit of {MAX_HEADER} bytes"
+            f"the peer sent a frame whose header of {head.header_nbytes} bytes exceeds the limit of"
+            f" {MAX_HEADER} bytes"
         )
     if head.nbytes > limit:
-        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit} bytes")
+        raise WireError(
+            f"the peer sent a frame whose payload of {head.nbytes} bytes exceeds the limit of"
+            f" {limit} bytes"
+        )
     return head
 
 

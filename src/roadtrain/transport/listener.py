@@ -106,7 +106,7 @@ class _PartialLink:
 
 
 class Listener:
-    """A listener on the socket `sock`. The listener closes the socket when it is closed. `address`:
+    """A listener on the socket `sock`. `close` of the listener also closes the socket. `address`:
     the address on which the socket listens, with the actual port (not 0).
 
     Invariants, under `_lock`: a connection is in `_pending` from the time at which the connection

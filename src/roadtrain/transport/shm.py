@@ -262,7 +262,7 @@ class _Ring:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
             raise WireError(
-                f"the counters of a ring are damaged: the result is {used} used bytes of a ring of"
+                f"the counters of a ring are damaged: they imply {used} used bytes of a ring of"
                 f" {RING_BYTES}"
             )
         return used

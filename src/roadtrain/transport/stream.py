@@ -14,8 +14,8 @@ channels are received concurrently.
 End: a side that closes the link sends a goodbye on every channel. The goodbye contains the number
 of frames that this side has sent. The other side delivers all these frames and then hangs up. Until
 the other side hangs up, or until no byte leaves for `close_s` seconds, the closing side reads and
-discards frames. Otherwise it would close a socket with unread bytes, and this would reset the
-connection before the other side has read everything.
+discards frames. If this side closed a socket with unread bytes, the connection would be reset
+before the other side has read everything.
 
 Other modules open the connections, authenticate the peer and provide the channels.
 """
