@@ -420,7 +420,7 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends = Ends(kind, folder, frame_limit=MIB)
     with pytest.raises(WireError, match=rf"{MIB + 1} bytes exceeds the limit of {MIB}"):
         ends.a.send(1, b"", [memoryview(bytes(MIB)), memoryview(b"x")])
-    with pytest.raises(WireError, match="header of 65537 bytes exceeds 65536"):
+    with pytest.raises(WireError, match="header of 65537 bytes exceeds the limit of 65536"):
         ends.a.send(1, bytes(65537))
     ends.a.send(2, bytes(65536), [memoryview(bytes(MIB))])
     assert len(ends.got_b.wait_frames(1)[0][2]) == MIB
@@ -515,7 +515,7 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
         connect(listener.address, Recorder(), options, hello=b"1")
     with pytest.raises(WireError, match="the server failed"):
         connect(listener.address, Recorder(), options, hello=b"2")
-    with pytest.raises(WireError, match="65537 bytes, at most 65536"):
+    with pytest.raises(WireError, match="65537 bytes, but at most 65536"):
         connect(listener.address, Recorder(), options, hello=bytes(65537))
     with pytest.raises(BusyError, match="busy with another start"):
         connect(listener.address, Recorder(), options, hello=b"3")
@@ -658,7 +658,7 @@ def wait_report(reports: list[str], word: str) -> None:
 @pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
-    words = "token does not match" if token else "this side has no token, the peer has one"
+    words = "token does not match" if token else "this side has no token, but the peer has one"
     with pytest.raises(AuthError, match=words):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")
@@ -697,7 +697,7 @@ def test_no_link_of_too_many_connections_before_the_token_is_proven(server, numb
     handshake.receive(sock, handshake.GREETING.size + SUM.size, until, "")
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, f"connection {number} of {connections}, at most 64 allowed")
+    wait_report(reports, f"connection {number} of {connections} of a link is invalid")
 
 
 def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
@@ -707,7 +707,7 @@ def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
     handshake.receive(sock, handshake.GREETING.size + SUM.size, time.monotonic() + WAIT_S, "")
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, "hello has 65537 bytes, at most 65536 are allowed")
+    wait_report(reports, "hello message has 65537 bytes, but at most 65536 are allowed")
 
 
 def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
@@ -717,7 +717,7 @@ def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
     handshake.client_greet(sock, ours, TOKEN, b"jello", time.monotonic() + WAIT_S)
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, "hello does not match its checksum")
+    wait_report(reports, "hello message does not match its checksum")
 
 
 def test_a_connection_of_a_number_that_came_before_is_refused(server):
@@ -727,7 +727,7 @@ def test_a_connection_of_a_number_that_came_before_is_refused(server):
     for sock in socks:
         ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
         handshake.client_greet(sock, ours, TOKEN, b"", until)
-    wait_report(reports, "connection 0 was opened twice")
+    wait_report(reports, "opened connection 0 of the link twice")
     for sock in socks:
         sock.close()
 
@@ -772,7 +772,7 @@ def test_garbage_gets_no_answer(server):
     with contextlib.suppress(ConnectionResetError):
         assert sock.recv(100) == b""
     sock.close()
-    wait_report(reports, "the client is not roadtrain: its first bytes are b'GET / HTTP")
+    wait_report(reports, "the client is not a roadtrain process: its first bytes are b'GET / HTTP")
 
 
 def test_who_drips_is_cut_off_at_the_deadline():
@@ -794,7 +794,7 @@ def test_a_link_whose_other_connections_never_come_is_given_up():
         handshake.client_greet(sock, ours, TOKEN, b"", deadline)
         assert sock.recv(1) == b""
         sock.close()
-        wait_report(reports, "arrived in time")
+        wait_report(reports, "arrived before the deadline")
 
 
 def test_many_strangers_do_not_keep_a_friend_out(server):
@@ -810,15 +810,17 @@ def test_another_version_is_named_on_both_sides(server):
     listener, reports = server
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))._replace(version=9)
     sock = stranger(listener)
-    with pytest.raises(WireError, match="has protocol version 2, this side has 9"):
+    with pytest.raises(WireError, match="has protocol version 2, but this side has 9"):
         handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + 5)
     sock.close()
-    wait_report(reports, "version 9, this side has 2")
+    wait_report(reports, "version 9, but this side has 2")
 
 
 def test_checksums_must_be_the_same_on_both_sides(server):
     listener, reports = server
-    with pytest.raises(WireError, match="checksums are off here and on there"):
+    with pytest.raises(
+        WireError, match="this side has checksums off, but the peer has checksums on"
+    ):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=TOKEN, checksums=False))
     wait_report(reports, "checksums")
 
@@ -851,7 +853,11 @@ SPOILED = {
     "a cut header": (pack_head(Head(0, 1, 10, 0, 0, 0)) + b"abc", LostError, "3 of 10"),
     "no goodbye": (b"", LostError, "without a goodbye"),
     "another magic": (b"GET " + bytes(HEAD_NBYTES), WireError, "begins with b'GET '"),
-    "another version": (b"RTfr\7" + bytes(HEAD_NBYTES), WireError, "version 7, this side has 2"),
+    "another version": (
+        b"RTfr\7" + bytes(HEAD_NBYTES),
+        WireError,
+        "version 7, but this side has 2",
+    ),
     "an unknown flag": (pack_head(Head(8, 1, 0, 0, 0, 0)), WireError, "flags 0x8"),
     "a checksum not agreed": (pack_head(Head(1, 1, 0, 0, 0, 0)), WireError, "checksums are off"),
     "a huge payload": (
@@ -862,12 +868,12 @@ SPOILED = {
     "a huge header": (
         pack_head(Head(0, 1, 1 << 31, 0, 0, 0)),
         WireError,
-        f"{1 << 31} bytes exceeds {64 * KIB}",
+        f"{1 << 31} bytes exceeds the limit of {64 * KIB}",
     ),
     "a frame left out": (
         pack_head(Head(0, 1, 0, 0, 1, 0)),
         WireError,
-        "frame 0 is missing before frame 1",
+        "frame 1 has arrived, but frame 0 is missing",
     ),
     "a frame twice": (
         2 * pack_head(Head(0, 1, 0, 0, 0, 0)),
@@ -877,7 +883,7 @@ SPOILED = {
     "a goodbye too early": (
         pack_head(Head(2, 0, 0, 0, 7, 0)),
         WireError,
-        "counts 7 frames, 0 arrived",
+        "7 frames were sent, but 0 frames arrived",
     ),
     "a goodbye with a payload": (
         pack_head(Head(2, 0, 0, 9, 0, 0)),
@@ -1207,7 +1213,7 @@ def test_a_verdict_is_short_and_plain():
         return judged(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
 
     long = unproven(bytes(handshake.MAX_TEXT + 1))
-    assert isinstance(long, WireError) and "2049 bytes, at most 2048 are allowed" in str(long)
+    assert isinstance(long, WireError) and "2049 bytes, but at most 2048 are allowed" in str(long)
     shown = str(unproven(b"\x1b[2Jno\x07 token\xff"))
     assert "[2Jno token" in shown and shown.replace("\n", "").isprintable()
 
@@ -1255,7 +1261,7 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
     assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)  # so that it can say so
     sock.close()
-    wait_report(reports, "the peer has protocol version 1, this side has 2")
+    wait_report(reports, "the peer has protocol version 1, but this side has 2")
     old = socket.create_server(("127.0.0.1", 0))
 
     def first_edition() -> None:
@@ -1268,7 +1274,7 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
 
     thread = threading.Thread(target=first_edition)
     thread.start()
-    with pytest.raises(WireError, match="has protocol version 1, this side has 2"):
+    with pytest.raises(WireError, match="has protocol version 1, but this side has 2"):
         tcp.connect(old.getsockname(), Recorder(), tcp.TcpOptions(token=TOKEN))
     thread.join()
     old.close()
@@ -1449,7 +1455,7 @@ def test_what_cannot_be_asked_for(folder):
     with pytest.raises(ConfigError, match="needs a token"):
         tcp.listen(("0.0.0.0", 0), accept)
     for token in (b"", b"fifteen bytes.."):
-        with pytest.raises(ConfigError, match=f"must have at least 16 bytes, has {len(token)}"):
+        with pytest.raises(ConfigError, match=f"must have at least 16 bytes, but has {len(token)}"):
             tcp.TcpOptions(token=token)
     with pytest.raises(ConfigError, match="`connections` cannot be 0"):
         tcp.TcpOptions(connections=0)

@@ -183,7 +183,7 @@ def test_a_plan_is_verified(files, capsys):
         (
             '[servers]\naddresses = ["HOST:PORT"]',
             {"rate": "100Gbit/s"},
-            "12.50 GB/s cannot be emulated here, at most 500 MB/s",
+            "12.50 GB/s cannot be emulated on this machine: the maximum is 500 MB/s",
         ),
         ('[servers]\naddresses = ["HOST:PORT"]\nreplicas = 2', {}, "without compression"),
     ],

@@ -96,7 +96,7 @@ def test_a_short_token_is_refused_wherever_it_is_named(tmp_path, capsys):
     ):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
-        assert "must have 16 to 4096 bytes, has 15" in said and "umask 077" in said
+        assert "must have 16 to 4096 bytes, but has 15" in said and "umask 077" in said
 
 
 def test_a_new_token_is_its_owners(tmp_path):

@@ -492,7 +492,7 @@ def test_what_was_assumed_is_said() -> None:
                 "vocab_size": 51865,
                 "architectures": ["WhisperForConditionalGeneration"],
             },
-            "takes input_features",
+            "of a `whisper` is input_features",
         ),
     ],
 )
@@ -505,7 +505,7 @@ def test_what_is_not_understood_is_refused(config: dict[str, Any], said: str) ->
 def test_samples_longer_than_the_model() -> None:
     with pytest.raises(ConfigError, match="have 2048 tokens, but the model supports at most 1024"):
         shape_of_config({"model_type": "gpt2", **PUBLISHED["gpt2"][1]}, seq_len=2048)
-    with pytest.raises(ConfigError, match="whose samples have no length"):
+    with pytest.raises(ConfigError, match="so a number of tokens cannot be set"):
         found("vit-base", 12)
 
 

@@ -127,7 +127,9 @@ def test_what_cannot_be_a_link_is_one_sentence(install) -> None:
         plugins.link_options("toi")
     with pytest.raises(ConfigError, match="`gone` is toy_link:Gone of toy_link, which cannot be"):
         plugins.link_options("gone")
-    with pytest.raises(ConfigError, match="`none` is toy_link:TURNED of toy_link: not a subclass"):
+    with pytest.raises(
+        ConfigError, match="`none` is toy_link:TURNED of toy_link, but is not a subclass"
+    ):
         plugins.link_options("none")
 
 

@@ -101,7 +101,7 @@ def test_a_server_for_each_directory_of_the_hosts_that_serve() -> None:
 def test_without_ssds_a_store_is_in_memory() -> None:
     found = hosts(machines_of(plan("server"), cluster()))["spare"]
     assert found.servers == (ServerPlace("/dev/shm/roadtrain-spare", 7000),)
-    with pytest.raises(ConfigError, match="2 SSDs of host 'spare' need 2 directories"):
+    with pytest.raises(ConfigError, match=r"2 SSD\(s\) of host 'spare' have no directory"):
         machines_of(plan("server"), cluster(spare={"ssds": [SSDS]}))
 
 

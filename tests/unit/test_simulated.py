@@ -633,7 +633,7 @@ def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
 
 
 def test_more_devices_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="needs 32 devices, but there are 4"):
+    with pytest.raises(ConfigError, match="needs 32 devices, but the cluster has 4"):
         simulate(Plan(placement("ddp"), Parallelism(dp=32)), cluster(4), lump(1e6), WHOLE)
 
 

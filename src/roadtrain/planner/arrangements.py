@@ -1,12 +1,12 @@
 """Try other orders of a cluster's hosts than the order in the cluster file, and try subsets of the
 hosts. This helps on clusters whose hosts with devices differ.
 
-Ranks are numbered host by host. So the order decides which hosts are neighbors in a pipeline, and
-which hosts form a data-parallel group. A host with a slow network card or device often does the
-least harm at an end of the pipeline, or if it is not used. Hosts of the same kind stay together.
-Kinds that differ only in their names and addresses are treated as equal. At most MOST arrangements
-are tried. If there are at most FEW kinds, all orders are tried. If there are more, only orders that
-move unusual kinds to an end are tried. Pure; does not score arrangements.
+Ranks are numbered host by host. Therefore the order of the hosts decides which hosts are neighbors
+in a pipeline, and which hosts form a data-parallel group. A host with a slow network card or device
+often costs the least time at an end of the pipeline, or if the host is not used. Hosts of the same
+kind stay together. Kinds that differ only in their names and addresses are treated as equal. At
+most MOST arrangements are tried. If there are at most FEW kinds, all orders are tried. If there are
+more kinds, only orders that move unusual kinds to an end are tried.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Arrangement:
 
     @property
     def whole(self) -> Cluster:
-        """The cluster with all hosts. The unused hosts come after the hosts that compute, and
-        therefore get no rank."""
+        """The cluster with all hosts. The unused hosts come after the hosts that compute, so no
+        rank of the plan is placed on an unused host."""
         hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
         return self.cluster.model_copy(update={"hosts": hosts})
 
     @property
     def text(self) -> str:
-        """A description of the order and of the unused hosts, for the user."""
+        """A text for the user that lists the hosts in their order, and the unused hosts."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
         without = ", ".join(host.name for host in self.left_out)
         return order + (f", without {without}" if without else "")
@@ -50,7 +50,8 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Arranged:
-    """The best arrangement, its search result, and the number of arrangements that were tried."""
+    """The best arrangement, the search result for this arrangement, and the number of arrangements
+    that were tried."""
 
     arrangement: Arrangement
     answer: SearchResult
@@ -106,8 +107,9 @@ def _likeness(host: Host) -> Hashable:
 
 
 def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Return True if `seen` already has an equal order. Two orders are equal if their hosts differ
-    only in names and addresses. Add the order to `seen`."""
+    """Return True if `seen` already has an order that is equal to `order`; otherwise add `order` to
+    `seen` and return False. Two orders are equal if their hosts differ only in names and
+    addresses."""
     signature = tuple(_likeness(host) for host in order)
     repeated = signature in seen
     seen.add(signature)

@@ -2,11 +2,11 @@
 the simulation.
 
 Without options, one worker runs on this host, with its state in memory or in files. The steps show
-at which rates this host computes and updates. These rates are written to the cluster file, which
-lists them as measured. With `--lab`, the cluster of the file is emulated (calibrate_lab.py). The
-emulated workers have the speed of this machine and not of the devices in the file. So the result is
-written to another file, which is NAME.lab.toml or the file of `--out`. The figures of a user's GPUs
-are overwritten only on request.
+at which rates this host computes and updates. The rates are written to the cluster file and marked
+as measured. With `--lab`, the cluster of the file is emulated (calibrate_lab.py). The emulated
+workers have the speed of this machine and not the speed of the devices in the file. Therefore the
+rates are written to a new file (NAME.lab.toml, or the file given with `--out`), so that they do not
+replace the rates of a user's GPUs.
 
 The job runs in temporary directories. The medians of the job's measured stage times are printed
 beside the stage times of the simulated plan.
@@ -36,9 +36,10 @@ ROUNDS, CLOSE = 12, 1e-3  # most iterations of fit_rates, and its relative toler
 
 
 def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
-    """Return the job with temporary directories instead of the job's own directories, which are not
-    touched. Each temporary directory is beside the directory that it replaces, and so on the same
-    device. The temporary directories are removed when `stack` exits."""
+    """Return the job with temporary directories in place of the job's own directories, so that the
+    run does not change the job's files. Each temporary directory is beside the directory that it
+    replaces, and therefore on the same device. The temporary directories are removed when `stack`
+    exits."""
 
     def beside(path: str) -> str:
         home = Path(path).absolute()
@@ -54,10 +55,10 @@ def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
 
 def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
     """Return the cluster with new rates for computing and for updating. The rates are fitted by
-    iteration, until a simulated step takes as long as the measured steps. It would be wrong to
-    divide the measured work by the measured seconds. Computing and updating slow each other down on
-    the same CPUs, and the simulation models this effect. So the effect would count twice, and the
-    rates would be too low."""
+    iteration, until a simulated step takes as long as the measured steps. The measured work divided
+    by the measured seconds would be a wrong rate. Computing and updating slow each other down on
+    the same CPUs. The measured seconds include this effect, and the simulation adds the effect too.
+    So the effect would count twice, and the rates would be too low."""
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
@@ -89,8 +90,8 @@ def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Clust
 
 
 def stages_of(result: Result) -> dict[str, float]:
-    """Return the simulated seconds per step of each stage in SHOWN. The stage Wait is the time in
-    which the worker does not compute."""
+    """Return the simulated seconds per step for each kind of work in SHOWN, such as "Forward".
+    "Wait" is the time in which the worker does not compute."""
     sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
     return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 
@@ -138,8 +139,8 @@ def command(
     check_file(Path(target))
     if steps < 1 or not cluster.workers:
         raise ConfigError(
-            f"--steps is {steps}, and {cluster.name} has {len(cluster.workers)} kind(s) of hosts"
-            " with a device, but both numbers must be at least 1",
+            "calibrate needs at least 1 step and 1 kind of hosts with a device, but --steps is"
+            f" {steps} and {cluster.name} has {len(cluster.workers)} such kind(s)",
             hint="give --steps 1 or more; `roadtrain probe` writes a cluster file with devices",
         )
     job = load_job(job_file)
@@ -152,7 +153,8 @@ def command(
         or (job.servers.addresses and not lab)
     ):
         raise ConfigError(
-            "calibrate runs one worker with its state on this host and without compression",
+            "this job cannot be calibrated: calibrate runs one worker, with its state on this host"
+            " and without compression",
             hint="remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
             " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1",
         )

@@ -2,9 +2,9 @@
 
 Each host is a network namespace with the rate of the host's network card. The SSDs of a worker are
 small files, used as throttled loop devices. Hosts without devices run `roadtrain serve` with the
-state in memory. A worker is a process that uses a share of this machine's CPUs. Needs root. Does
-not emulate devices, latency, or SSDs whose reads and writes share one rate. The cluster that
-`steps_in_lab` returns has only the emulated properties.
+state in memory. A worker is a process that uses a share of this machine's CPUs. Needs root. The lab
+does not emulate devices, latency, or SSDs whose reads and writes share one rate. `steps_in_lab`
+returns the cluster as it was emulated, without these properties.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
 
 
 def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
-    """Return the kind of the hosts with workers and the kind of the hosts with servers. The second
-    kind is None if the job does not use servers. Raises ConfigError if the lab cannot emulate the
-    job's hosts."""
+    """Return two kinds of hosts: the kind of the hosts with workers, and the kind of the hosts with
+    servers. The kind of the hosts with servers is None if the job does not use servers. Raises
+    ConfigError if the lab cannot emulate the job's hosts."""
     store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
     server = cluster.spares[0] if addresses and cluster.spares else None
     many = worker.count * worker.devices
@@ -135,16 +135,15 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
             f"the lab cannot emulate a job with {len(addresses)} server(s) on {cluster.name}, which"
             f" has {len(cluster.workers)} kind(s) of hosts with devices ({many} device(s) of the"
             f" first kind) and {len(cluster.spares)} kind(s) without devices",
-            hint=(
-                "the lab emulates one kind of hosts with one device each: a single host if the job"
-                " has no servers, else any number"
-            ),
+            hint="the lab emulates one kind of hosts with one device each: a single host if the job"
+            " has no servers, else any number",
         )
     if (server is not None and server.ssds) or (store.files and len(worker.ssds) != 1):
         raise ConfigError(
             f"the lab cannot emulate {kinds[0]} kind(s) of SSDs in worker hosts and"
-            f" {sum(kinds[1:])} in server hosts",
-            hint="a worker with a store on files needs 1 kind of SSDs, and a server needs none",
+            f" {sum(kinds[1:])} kind(s) of SSDs in server hosts",
+            hint="a worker with a store on files needs exactly 1 kind of SSDs, and a server must"
+            " have no SSDs",
         )
     cards = () if server is None else cluster.common([worker, server])
     rates = [(card.total, CARD_MOST) for card in cards]
@@ -153,7 +152,8 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
         rates += [(ssd.count * ssd.read, real.read), (ssd.count * ssd.write, real.write)]
     if beyond := next((pair for pair in rates if pair[0] > pair[1]), None):
         raise ConfigError(
-            f"{show_rate(beyond[0])} cannot be emulated here, at most {show_rate(beyond[1])} can",
+            f"a card or SSD with {show_rate(beyond[0])} cannot be emulated on this machine: the"
+            f" maximum is {show_rate(beyond[1])}",
             hint="use slower cards or SSDs in the cluster file, or a run.dir on a faster device",
         )
     return worker, server
@@ -161,8 +161,9 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
-    """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ... The stores
-    are in memory, and the token is in the directory `home`. Yield the addresses of the servers."""
+    """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ... The servers
+    keep their stores in memory. Their token is written to a file in the directory `home`. Yield the
+    addresses of the servers. `words`: more arguments for `roadtrain serve`."""
     write_token(home / "token")
     with ExitStack() as stack:
         where = []

@@ -39,7 +39,8 @@ WARM = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one worker. Times are medians over the measured steps, in seconds."""
+    """The measurements of one worker. All times are in seconds, as medians over the measured
+    steps."""
 
     step_s: float  # a step
     compute_s: float  # a step without waiting
@@ -52,7 +53,7 @@ class Measured:
 
 
 def plan_of(training: PlacedJob) -> Plan:
-    """Return a plan for the simulator that describes the job and its workers."""
+    """Return a plan that describes the placed job and its workers, for a simulation of the job."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
     servers = [] if job.servers.addresses else optimizer.session.servers.running
@@ -124,7 +125,7 @@ def measure(job: Job, steps: int) -> Measured:
 
 def served(job: Job) -> dict[str, float]:
     """Ask the job's servers how long they have worked since they started. Return the seconds for
-    each stage, such as Read, averaged over the servers. Raises PeerError."""
+    each kind of work, such as "Read", as the mean over the servers. Raises PeerError."""
     if not job.servers.addresses:
         return {}
     servers = servers_of(job)

@@ -1,7 +1,8 @@
 """Generate the plans to try on a cluster: all combinations of placements, parallelisms, batches,
 options and stage sizes.
 
-Lossy or delayed options are candidates only on request (Rule 2). Pure; does not rate plans.
+Lossy or delayed options are candidates only on request (Rule 2). search.py finds the best of the
+generated plans.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Undivided = defaultdict[str, Counter[int]]
 
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
-    """Yield the text of each reason and the number of combinations that are not tried for this
+    """Yield pairs: a text with a reason, and the number of combinations that are not tried for this
     reason. If the batch is the reason, the text names the nearest possible batches."""
     for why, numbers in undivided.items():
         reason = why.format(", ".join(map(str, sorted(numbers))))
@@ -81,7 +82,7 @@ def candidates(
         cluster: The cluster.
         model: The shape of the model.
         batch: The samples of a step. If None, one large number of micro-batches is tried.
-        placements: The names of the placements to try. If empty, all are tried.
+        placements: The names of the placements to try. If empty, all placements are tried.
         late: If True, also yield plans with staleness 1.
         headroom: The fraction of memory that stays free.
         left_out: Function that is called with the name of a placement, the reason why some
@@ -104,7 +105,8 @@ def candidates(
 
 
 def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
-    """Add to `undivided` why this parallelism cannot divide the batch into micro-batches."""
+    """Add to `undivided` the reason why this parallelism cannot divide the batch into
+    micro-batches."""
     if parallelism.widths:
         widest = max(parallelism.widths)
         few = "the batch has fewer samples than the {} replicas of the widest stage"
@@ -119,17 +121,17 @@ def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) 
 
 
 def window_for(cluster: Cluster) -> int:
-    """Return how many packets may be in flight. The result is the largest power of two up to WINDOW
-    for which every switch that sums has enough slots. If the switches have fewer slots than the
-    smallest of WINDOWS, return the smallest of WINDOWS."""
+    """Return the number of packets that may be in flight. The result is a power of two: the largest
+    that exceeds neither WINDOW nor the number of slots of any switch that sums. If a switch has
+    fewer slots than the smallest of WINDOWS, the result is the smallest of WINDOWS."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
 
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
-    """Yield the plan with each option of its placement, with and without activation checkpointing.
-    If `late` is True, also yield these plans with staleness 1."""
+    """Yield variants of the plan: each option of the plan's placement, with and without activation
+    checkpointing. If `late` is True, also yield variants with staleness 1."""
     for again in (False, True):
         for choice in options(plan.changed(activation_checkpointing=again)):
             yield choice
@@ -153,7 +155,7 @@ def parallelisms(
         total: The number of devices of the cluster.
         inside: The number of devices of the smallest host.
         place: The placement.
-        undivided: Receives the reasons why other parallelisms are not tried.
+        undivided: A mapping to which the reasons are added why other parallelisms are not tried.
     """
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
     # placements that can spread experts and parts of a sequence over devices
@@ -183,9 +185,9 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). The
-    fastest network cards of all hosts of a stage are at the same switch. If all hosts of the
-    cluster are at the same switch, yield nothing."""
+    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). All
+    hosts of a stage are connected to the same switch with their fastest network cards. If all hosts
+    of the cluster are connected to the same switch, yield nothing."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -235,8 +237,8 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
-    """Return the index in `model.blocks` of each layer. Also return two sums of FLOPs: of the
-    blocks before the first layer, and of the blocks after the last layer."""
+    """Return the index in `model.blocks` of each layer. Also return two sums: the FLOPs of all
+    blocks before the first layer, and the FLOPs of all blocks after the last layer."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
     before = sum(block.flops for block in model.blocks[:first])
@@ -245,8 +247,8 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
     """Distribute the layers over the pipeline stages, so that faster stages get more layers. A
-    stage is as fast as its slowest device. Return the number of layers of each stage, or () if the
-    layers should be distributed evenly."""
+    stage is as fast as its slowest device. Return the number of layers of each stage, or () for an
+    even distribution."""
     pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
@@ -273,7 +275,8 @@ def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[flo
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
     """Return the number of layers of each stage such that a pipeline fits into device memory. If
-    several such divisions exist, return the fastest. If none exists, return None."""
+    several such divisions exist, return the fastest division. If no such division exists, return
+    None."""
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
@@ -318,7 +321,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each exact option of its placement. An exact option is not lossy."""
+    """Yield the plan with each option of its placement that is not lossy."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)

@@ -1,5 +1,5 @@
 """Write a plan as a job file that the user completes (`roadtrain plan --job-file`), and run real
-steps of a plan (`--verify`). Does not import torch itself."""
+steps of a plan (`--verify`). Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from roadtrain.storage.direct import replace_file
 
 
 def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
-    """Return the text of the job file with which `roadtrain train` runs the plan, or None if
-    `roadtrain train` cannot run the plan. `cluster`: The cluster whose switches the job names."""
+    """Return the text of a job file with which `roadtrain train` runs the plan, or None if
+    `roadtrain train` cannot run the plan. `cluster`: The plan's cluster. If switches sum gradients,
+    the job file names switches of this cluster."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         **step_keys(plan),
@@ -66,9 +67,9 @@ def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
     """Run real steps of the plan on this host, or in the lab if `lab` is True. Compare the real
-    steps with simulated steps, as `roadtrain calibrate` does, and return the exit code of that
-    command. Raises ConfigError if the plan cannot run on this host or in the lab. Raises other
-    RoadtrainErrors if a step fails."""
+    steps with simulated steps, as `roadtrain calibrate` does, and return the exit code of
+    `roadtrain calibrate`. Raises ConfigError if the plan cannot run on this host or in the lab.
+    Raises other RoadtrainErrors if a step fails."""
     text = job_text(plan)
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     served, many = lab and plan.placement.name == "server", plan.parallelism.devices
@@ -85,7 +86,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         )
     if path.suffix != ".json":
         raise ConfigError(
-            f"{model} is only the shape of a model, which cannot be run",
+            f"{model} is the name of a shape: a model cannot be run from its shape",
             hint="give --model config.json, the config of a model",
         )
     tree = tomllib.loads(text)

@@ -1,8 +1,8 @@
 """Derive the keys of a job file that make the job train as a plan says, on the plan's machines.
 
 The result is a nested table that has only the keys that the plan decides. Other settings of the job
-(clipping, dtype, learning rate) stay unchanged. Does not resolve contradictions between job and
-plan.
+(clipping, dtype, learning rate) stay unchanged. If the job contradicts the plan, `contradicted`
+returns a text that says so.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def stated_degrees(job: Job) -> dict[str, Any]:
 
 
 def contradicted(plan: Plan, job: Job) -> str:
-    """Return a text on the first key of [parallelism] in which the job and the plan differ, or ""
-    if they agree."""
+    """Return a sentence with the first key of [parallelism] for which the job and the plan have
+    different values, or "" if there is no such key."""
     ranks = plan.parallelism
     for name, stated in stated_degrees(job).items():
         if stated in (None, []) or isinstance(stated, str):
@@ -83,9 +83,9 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
     degrees of the plan.
 
     Args:
-        plan_file: The plan. It must have machines.
-        job: The job. Its run.dir is part of the names of directories, and its servers.relay is
-            kept.
+        plan_file: The plan, which must have machines.
+        job: The job. The name of its run.dir becomes part of the names of directories. If the job
+            sets servers.relay, the result has the same value.
         addresses: The address of each host, by the host's name in the plan.
 
     Raises:
@@ -117,7 +117,8 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
 
 
 def step_keys(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the keys that define a step of a job without pipeline stages."""
+    """Return the job keys that define a training step (micro-batches, delay, compression), for a
+    job without pipeline stages."""
     late = {"delay": plan.staleness} if plan.staleness else {}
     kept = {} if plan.keep is None else {"compress": {"keep": plan.keep}}
     return {"optimizer": {"accumulate": plan.num_microbatches, **late}, **kept}
@@ -172,7 +173,8 @@ def _servers(
         if ports.keys() != tree.switches.keys():
             ours, planned = (", ".join(sorted(names)) or "none" for names in (ports, tree.switches))
             raise ConfigError(
-                f"the machines run the switches {ours}, but the plan's cluster has {planned}",
+                f"the machines run the switches {ours}, but the plan's cluster has the"
+                f" switches {planned}",
                 hint="set machines.hosts.switch to the name of a switch of the cluster file",
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
@@ -180,9 +182,10 @@ def _servers(
 
 
 def relay_of(job: Job, machines: Machines) -> str:
-    """Return the host memory of a relay, as a text such as "4GiB". The default is enough for most
-    models. If the shape of the job's model is known and a relay needs more, return more. If the
-    shape is unknown and the default is too small, the relay reports the lack of memory."""
+    """Return the amount of host memory for a relay, as a text such as "4GiB". The result is the
+    default, which is enough for most models. If the shape of the job's model is known and a relay
+    needs more memory than the default, the result is larger. If the shape is unknown and the
+    default is too small, the relay itself reports the lack of memory."""
     shape = shape_of(job)
     if shape is None:
         return switches.RELAY
@@ -203,9 +206,9 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Return the [store] keys of a plan on one host, with the directories for the state of the run.
-    State in memory is kept in files in /dev/shm, where a restarted worker finds the state. If the
-    cluster names no directories, return no keys, so that the job's directories are used.
+    """Return the [store] keys of a job for a plan on one host: the directories for the state of the
+    run. State in memory is kept in files in /dev/shm, where a restarted worker finds the state. If
+    the cluster names no directories, return no keys, so that the job's directories are used.
     """
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     run = machines.stores_of or run
@@ -225,8 +228,8 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
 
 
 def batch_of_job(job: Job) -> int | None:
-    """Return the number of samples of a step if a single process trains the job. Return None if the
-    job file does not set a batch."""
+    """Return the number of samples of a step, for a job that a single process trains. Return None
+    if the job file does not set a batch."""
     stated = {"batch_size"} & job.data.model_fields_set | (
         {"accumulate"} & job.optimizer.model_fields_set
     )

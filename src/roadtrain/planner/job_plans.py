@@ -2,8 +2,8 @@
 
 An adapted plan has the job's dtype, clipping, compression, delay and degrees of [parallelism]. A
 plan is refused, with a reason, if it cannot have these settings or if `train` would refuse the job.
-Streamed blocks are recomputed in backward, as in streaming/block_stream.py. Does not search, and
-does not import torch itself.
+In an adapted plan, streamed blocks are recomputed in backward, because streaming/block_stream.py
+does so. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from roadtrain.stages.networks import ETHERNET, KINDS
 
 def shape_of_job(job: Job) -> ModelShape:
     """Return the shape of the job's model. Raises ConfigError if the model's config does not define
-    its size."""
+    the size of the model."""
     length, config = job.data.seq_len, job.model.config
     build = importlib.import_module("roadtrain.training.build")  # imports torch
     if job.model.pretrained:
@@ -76,8 +76,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Return the reason why a data-parallel group of the plan cannot span the group's hosts, or
-        "" if every group can. `train` makes the same check when ranks connect."""
+        """Return the reason why the hosts of some data-parallel group cannot exchange gradients, or
+        "" if the hosts of every group can. `train` makes the same check when ranks connect."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -119,16 +119,20 @@ class JobPlans:
         own, found = self.job.servers, keys.get("servers.addresses", [])
         if own.addresses not in ([], found):
             raise ConfigError(
-                f"the job sets servers.addresses, but the plan has {len(found)} servers"
+                "the job sets servers.addresses, but not to the addresses of the plan's"
+                f" {len(found)} server(s)"
             )
         if plan.placement.fans_in and (own.ca or own.cert or own.key):
-            raise ConfigError("switches cannot be combined with TLS (servers.ca, cert, key)")
+            raise ConfigError(
+                "the plan sums gradients in switches, which do not support TLS, but the job sets"
+                " servers.ca, servers.cert or servers.key"
+            )
         options = importlib.import_module("roadtrain.training.job_options")  # imports torch
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
-        """Return the plan with the `widths` and `stages` of the job's [parallelism], where the job
-        sets them. `widths` is ignored if it does not fit the plan's numbers of stages and
+        """Return the plan with `widths` and `stages` from the job's [parallelism], if the job sets
+        these keys. Ignore `widths` if it does not fit the plan's number of stages or number of
         devices."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
@@ -146,8 +150,8 @@ class JobPlans:
         return plan
 
     def _refused(self, plan: Plan) -> str:
-        """Return a sentence on a setting of the job that the plan does not support, or "" if the
-        plan supports all settings."""
+        """Return a sentence that names a setting of the job that the plan does not support, or ""
+        if the plan supports all settings of the job."""
         job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
@@ -197,8 +201,9 @@ COMPARED: Mapping[str, Callable[[Plan], Any]] = {
 
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """Return a text that lists the numbers in which the plan differs from the job. These
-    differences may make the plan's predictions wrong. Return "" if there are no differences."""
+    """Return a text that lists settings, such as the bytes of a parameter, for which the plan was
+    made with other values than the job has. Such differences may make the plan's predictions wrong.
+    Return "" if there are no differences."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
@@ -210,7 +215,8 @@ def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def refusal(check: Callable[..., object], *args: Any) -> str:
-    """Return the first line of the ConfigError that `check` raises, or "" if it raises none."""
+    """Call `check(*args)`. Return the first line of the ConfigError that `check` raises, or "" if
+    `check` raises no ConfigError."""
     try:
         check(*args)
     except ConfigError as error:
@@ -219,8 +225,8 @@ def refusal(check: Callable[..., object], *args: Any) -> str:
 
 
 def _fabric(host: Host) -> str:
-    """Return the name of the network to which the host's fastest kind of card belongs. Ranks use
-    the same name when they connect."""
+    """Return a name for the network of the host's fastest kind of network card. Ranks compare these
+    names when they connect, to find out whether their hosts can communicate."""
     card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
     if card is None or card.kind == ETHERNET:
         return ETHERNET

@@ -6,12 +6,12 @@ plan's simulation. The placement of the plan decides which processes there are b
                                   store in memory if the machine has no SSDs
     smartnic                      a server with its store in memory on each host that computes
     summation, parameter-server   a reducer on each host without devices that has a network card
-    optimizer-node                in addition, the switches, each on its own machine
-    zero1, files                  none
-    zero-offload                  none; the state of the only worker is in files in memory
+    optimizer-node                besides the servers, the switches, each on its own machine
+    zero1, files                  no other processes
+    zero-offload                  no other processes; the state of the only worker is in files in
+                                  memory
 
-The simulator uses the same layout (simulator/scene.py). Does not depend on a job, and does not
-depend on the program that starts the processes.
+The simulator assigns processes to machines in the same way (simulator/scene.py).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if it
-    can run the plan. `cluster`: The plan's cluster, or None if the plan's machines were written by
-    hand."""
+    """Return one sentence with the reason why `roadtrain launch` cannot run the plan, or "" if
+    `roadtrain launch` can run the plan. `cluster`: The plan's cluster, or None if the plan's
+    machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "a plan with a placement for each stage can only be simulated"
@@ -81,9 +81,8 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
 
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
-    """Return the reason why the simulation of a plan does not apply, or "" if the simulation
-    applies. The simulation assumes that all hosts run the same number of workers. Machines that
-    were written by hand are not checked."""
+    """Return the reason why a real run would differ from the simulation of the plan, or "" if it
+    would not differ. The simulation assumes that all hosts run the same number of workers."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -111,7 +110,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
         if machine.name in hosts:
             raise ConfigError(
                 f"2 machines of the cluster are called {machine.name!r}",
-                hint="the machines of [[hosts]] with a count are NAME0, NAME1, ...: rename a host",
+                hint="the machines of a [[hosts]] entry with a count are called NAME0, NAME1, ...;"
+                " rename one of the [[hosts]]",
             )
         hosts[machine.name] = machine
 
@@ -138,8 +138,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
 
 
 def predicted_of(result: Result) -> Predicted:
-    """Return the step time and the stage times of a simulated plan. The stage Wait is the part of a
-    step in which a pipeline stage does not compute."""
+    """Return the predicted seconds of a step, and for each pipeline stage the predicted seconds of
+    each kind of work. "Wait" is the time in which the pipeline stage does not compute."""
     stages: dict[str, dict[str, float]] = {}
     for (where, name), (seconds, _) in result.stages.items():
         if where.startswith("stage") and name in COMPARED and seconds:
@@ -155,8 +155,7 @@ def directories_of(host: Host, machine: str) -> list[str]:
     ConfigError if an SSD has no directory."""
     if lacking := sum(ssd.count for ssd in host.ssds if not ssd.directories):
         raise ConfigError(
-            f"{lacking} SSDs of host {host.name!r} need {lacking} directories to store data, but"
-            " have 0",
+            f"{lacking} SSD(s) of host {host.name!r} have no directory in which data can be stored",
             hint="set `directories` of these `ssds` in the cluster file",
         )
     return [d.replace("{host}", machine) for ssd in host.ssds for d in ssd.directories]
@@ -188,8 +187,8 @@ def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Yield each machine of a kind of host, together with the kind. Each machine has the name that
-    plans use."""
+    """Yield a pair for each machine of a kind of host: the machine, with its name in plans, and the
+    kind (`host`)."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""
@@ -221,14 +220,14 @@ def _servers(host: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple
 
 
 def _snapshot(machine: PlanHost, kind: Host, run: str) -> str:
-    """Return the directory to which a store in memory is copied, or "" if the host's SSDs have no
-    directory."""
+    """Return a directory on an SSD for snapshots of a store in memory, or "" if the host has no SSD
+    with a directory."""
     found = [d.replace("{host}", machine.name) for ssd in kind.ssds for d in ssd.directories]
     return f"{store_in(found[0], machine.name, run)}.snapshot" if found else ""
 
 
 def _port(ports: Counter[str], machine: PlanHost) -> int:
-    """Return the next free port at the machine's address."""
+    """Return the next port that no process of the plan uses at the machine's address."""
     key = machine.address or machine.name
     ports[key] += 1
     return PORT + ports[key] - 1

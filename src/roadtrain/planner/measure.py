@@ -27,8 +27,9 @@ from roadtrain.streaming.split import Split, split
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of one forward pass, per sample and block. The keys "before" and "after" stand for
-    the parts of the root block that run before the first block and after the last block.
+    """The counts of one forward pass, per sample. Each mapping has one number for each block, by
+    the block's name. The keys "before" and "after" stand for the parts of the root block that run
+    before the first block and after the last block.
     """
 
     flops: Mapping[str, float]
@@ -42,9 +43,9 @@ class Counts:
         self, parts: Split, shape: Callable[[str, str, int], BlockShape]
     ) -> tuple[BlockShape, ...]:
         """Return the shapes of the part before the first block, of the blocks, and of the part
-        after the last block. `shape`: Function that returns the shape of a part. Its arguments are
-        the name of the part, the key of the part in these counts, and the part's number of
-        parameters."""
+        after the last block. `shape`: Function that returns the shape of a part. The function gets
+        three arguments: the name of the part, the key of the part in these counts, and the number
+        of parameters of the part."""
         root, before = self._root(parts)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
@@ -77,7 +78,7 @@ def count_forward(
 
     Args:
         model: The model.
-        parts: The blocks of the model.
+        parts: The division of the model into blocks.
         args: The arguments of the model.
         kwargs: The keyword arguments of the model.
         samples: The number of samples in the arguments.
@@ -111,7 +112,7 @@ def count_forward(
 
 class _Counter:
     """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: The
-    width and the number of tokens of the activations between blocks."""
+    width of the activations between blocks, and the number of tokens of these activations."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         self.samples, self.sized = samples, sized
@@ -174,7 +175,7 @@ def shape_of(
         args: The arguments of the model, a batch.
         samples: The number of samples in the batch.
         blocks: The names of the blocks, as in place().
-        name: The name of the shape. If "", it is the name of the model's class.
+        name: The name of the shape. If "", the name of the model's class is used.
 
     Raises ModelError if the forward pass fails.
     """

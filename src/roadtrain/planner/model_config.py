@@ -1,16 +1,17 @@
 """Compute the shape of a model from its Hugging Face config. Builds the model on the device `meta`
 and counts, without downloading or initializing anything.
 
-Each parameter of the modules is counted once, also if it is tied. FLOPs and activations are
-measured in two forward passes on `meta`. The second pass has half as many tokens. The counts for
-any number of tokens are computed from these two passes. The scores of attention grow with the
-square of the number of tokens (fused kernels do not keep them). All other counts are proportional
-to the number of tokens. Experts are not run, because it is unknown which tokens each expert gets.
-The cost of experts per token is computed from their weights.
+Each parameter of the modules is counted once, even if several modules share the parameter. FLOPs
+and activations are measured in two forward passes on `meta`. The second pass has half as many
+tokens. The counts for any number of tokens are computed from these two passes. The scores of
+attention grow with the square of the number of tokens (fused kernels do not keep them). All other
+counts are proportional to the number of tokens. Experts are not run, because it is unknown which
+tokens each expert gets. The FLOPs of experts per token are computed from the number of their
+weights.
 
-Assumes that the model takes token ids or images. Does not guess: it refuses a model type that
-transformers does not know, a config without a key that determines the size, and a model whose
-forward pass needs real data.
+Assumes that the model takes token ids or images. Instead of guessing, raises ConfigError for a
+model type that transformers does not know, for a config without a key that determines the size, and
+for a model whose forward pass needs real data.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def shape_of_config(
         config: The content of config.json.
         seq_len: The number of tokens of a sample. If None, a default is used (`chosen_length`), and
             a note of the shape reports the default.
-        name: The name of the shape. If "", it is the model type.
+        name: The name of the shape. If "", the model type is used.
 
     Raises ConfigError if transformers is not installed or does not know the model, if a key that
     determines the size is missing, or if the forward pass cannot run without data.
@@ -112,12 +113,14 @@ def shape_of_config(
             whole, half = (_count_tokens(kind, model, parts, n) for n in (ran, ran // 2))
         else:
             raise ConfigError(
-                f"a `{kind}` takes {model.main_input_name}, but must take token ids or images",
+                f"the input of a `{kind}` is {model.main_input_name}, but only models of token ids"
+                " or of images are supported",
                 hint=OWN,
             )
     if half is None and seq_len is not None:
         raise ConfigError(
-            f"a `{kind}` takes images, whose samples have no length", hint="omit --seq-len"
+            f"the input of a `{kind}` is an image, so a number of tokens cannot be set",
+            hint="omit --seq-len",
         )
     blocks = _blocks(parts, whole, half, experts, tokens / ran, text)
     idle = [i for i, part in enumerate(parts.blocks, 1) if not blocks[i].flops]
@@ -187,7 +190,7 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
         if what in SIZES and hasattr(text, what) and not optional:
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(sorted(names))}",
-                hint="a Hugging Face config.json of the model has them",
+                hint="give the Hugging Face config.json of the model, which has these keys",
             )
         if isinstance(getattr(text, what, None), int):
             guessed[what] = getattr(text, what)
@@ -266,9 +269,9 @@ def _skip_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each module that contains all experts of its layer, with the number of experts. The
-    number is taken from the shapes of the matrices. If the shapes do not show the number, it is
-    0."""
+    """Yield pairs: a module that contains all experts of a layer, and the number of experts. The
+    number is taken from the shapes of the matrices, or is 0 if the shapes do not show the
+    number."""
     inside = set[int]()
     for module in block.modules():
         title = type(module).__name__.lower()
@@ -298,8 +301,9 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
     if not 0 < active <= count:
         raise ConfigError(
-            f"a block of this `{kind}` has {count or 'an unknown number of'} experts, and a token"
-            f" uses {active or 'an unknown number'} of them",
+            f"the number of experts that a token uses is missing or wrong: a block of this `{kind}`"
+            f" has {count or 'an unknown number of'} experts, and a token uses"
+            f" {active or 'an unknown number'}",
             hint=f"set {ACTIVE[0]}; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]
@@ -370,10 +374,10 @@ def _blocks(
     Args:
         parts: The blocks of the model.
         whole: The counts of a forward pass.
-        half: The counts of a forward pass with half as many tokens, or None for images.
-        experts: The experts of each block.
+        half: The counts of a forward pass with half as many tokens as `whole`, or None for images.
+        experts: The sizes of the experts of each block, by the name of the block.
         times: The number of tokens of a sample divided by the number of tokens in `whole`.
-        text: The config of the text model.
+        text: The config object (of transformers) of the text model.
     """
     heads = getattr(text, "num_attention_heads", None) or 0
     heads = heads if isinstance(heads, int) else 0
@@ -383,8 +387,9 @@ def _blocks(
         kv = latent + (getattr(text, "qk_rope_head_dim", None) or 0)
 
     def grown(of: str, key: str) -> tuple[float, float]:
-        """Return the two parts of a count of a sample. The first part is proportional to the number
-        of tokens t, and the second part is proportional to t^2."""
+        """Return two numbers whose sum is the count of a complete sample. The first number grows in
+        proportion to the number of tokens, and the second number in proportion to the square of the
+        number of tokens. `of`: the name of an attribute of Counts. `key`: the name of a block."""
         found = getattr(whole, of).get(key, 0.0)
         square = 0.0
         if half is not None:

@@ -1,6 +1,5 @@
-"""Render a plan as one HTML page with the report, the timeline of a step, the memory of each place,
-and the trade-off between time and cost. `page.html.j2` is the template. Does not simulate or
-search.
+"""Render a plan as one HTML page with the report, the timeline of a step, the use of each memory,
+and the trade-off between time and cost. `page.html.j2` is the template.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OTHER_COLOR = "#888"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a chart. `words`: The text of the bar."""
+    """A bar of a chart. `words`: The text on the bar."""
 
     share: float  # length, relative to the axis
     words: str
@@ -43,8 +42,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A row of the timeline, with all tasks of one kind of work (such as Forward) in one place
-    (such as a device)."""
+    """A row of the timeline. The row has a bar for each task of one kind of work (such as
+    "Forward") of one pipeline stage or server."""
 
     name: str
     color: str
@@ -95,8 +94,8 @@ def page(title: str, report: str, traced: Result | None, front: Sequence[Point])
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
-    """Return the tasks in the last `seconds` of a trace, with one row for each place and kind of
-    work."""
+    """Return the rows of a timeline that shows the last `seconds` seconds of a trace. There is one
+    row for each pair of a place (a pipeline stage or server) and a kind of work."""
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]

@@ -1,5 +1,6 @@
-"""Report the answer of a search as text and JSON: the pick, why it is best, what would make it
-faster, and why other plans lost. If no plan fits, report the least change that would help."""
+"""Report the result of a search as text and JSON: the best plan, why this plan is best, what would
+make the plan faster, and why other plans lost. If no plan fits, report the smallest change that
+would help."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
 def answer_text(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> str:
-    """Return the text of the report: the pick, why it is best, what would make it faster and why
-    other plans lost."""
+    """Return the text of the report: the best plan, why this plan is best, what would make the plan
+    faster, and why other plans lost."""
     pick = answer.pick
     if pick is None:
         return no_plan_text(answer, cluster, model, of)
@@ -128,8 +129,9 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 
 
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
-    """Return lines for the user on the figures that the goal needs but the cluster file lacks. Each
-    line has the value that is used instead: 0 for a price, or the idle power for a peak power."""
+    """Return lines for the user that list values that the cluster file lacks but the goal needs.
+    Each line has the value that is used instead: 0 for a missing price, or the idle power for a
+    missing peak power."""
     if goal == "cost":
         free = (host.name for host in cluster.hosts if not host.price_per_hour)
         return [f"hosts.{name}.price_per_hour 0" for name in free]
@@ -171,9 +173,9 @@ def _fate(family: Family, pick: Found | None) -> str:
 
 
 def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Return a text that explains why no plan fits. If memory is the reason, the text has the least
-    change that would help, with the needed and the available bytes. Otherwise the text has the most
-    common reason and says what to do."""
+    """Return a text that explains why no plan fits. If memory is the reason, the text states the
+    smallest change that would help, with the needed and the available bytes. Otherwise the text
+    states the most common reason, and what to do."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]
@@ -194,7 +196,7 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
 def answer_json(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> dict[str, Any]:
-    """Return the answer as plain data for JSON, with a schema version."""
+    """Return the result of a search as plain data for JSON, with a schema version."""
 
     def as_tree(found: Found | None) -> dict[str, Any] | None:
         if found is None:

@@ -1,8 +1,9 @@
 """`roadtrain probe`: measure this host and write a cluster.toml, in under a minute.
 
 These values are measured: memory bandwidth; the speed of AdamW updates and of gradient sums on all
-CPUs; the rates of reads, of writes, and of both at once in each storage directory; matrix products
-and copies of the first device. A machine without devices computes on its CPUs, as device `cpu`.
+CPUs; in each storage directory, the rates of reads, of writes, and of simultaneous reads and
+writes; the rates of matrix products and copies on the first device. A machine without devices
+computes on its CPUs, as device `cpu`.
 
 These values are read from the system: the size of memory, network cards with their nominal rates,
 and the topology of devices, cards and disks (sums/host_topology.py). The topology is written as
@@ -10,8 +11,8 @@ comments, since no plan needs it.
 
 Values that could not be measured are listed; a default is assumed for them when the file is read.
 With --hosts, the listening hosts and the links between all hosts, in both directions, are measured
-too (probe_links.py). If a host is lost during the measurement, it is listed and the rest is
-written.
+too (probe_links.py). If a host is lost during the measurement, the host is listed as lost, and the
+values of the other hosts are written.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def _fp32(n: int) -> np.ndarray:
 def processors(threads: int) -> dict[str, float]:
     """Measure the CPUs with this number of threads. Return three rates in bytes/s.
 
-    `memory_rate` is the rate of a copy in memory. The rate counts the bytes read and the bytes
-    written. `updates` is the rate of AdamW with a bf16 gradient and a bf16 copy of the result. Each
-    parameter counts as 28 bytes. `sums` is the rate at which BUFFERS bf16 gradients are summed. The
-    rate counts the bytes of the gradients.
+    `memory_rate`: the rate of a copy in memory; the bytes that are read and the bytes that are
+    written both count. `updates`: the rate of AdamW with a bf16 gradient and a bf16 copy of the
+    parameter; each parameter counts as 28 bytes. `sums`: the rate of summing BUFFERS gradients in
+    bf16; the bytes of all these gradients count.
     """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
@@ -113,7 +114,8 @@ def processors(threads: int) -> dict[str, float]:
 def products(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
 ) -> dict[int, float]:
-    """Return for each size the FLOP/s of a product of two square matrices of this size."""
+    """Return the FLOP/s of a product of two square matrices, by the number of rows. Large sizes may
+    be missing, because no further size is measured after a product that took over 0.1 s."""
     out: dict[int, float] = {}
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -147,23 +149,25 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
-    """Return two rates of a device in bytes/s. The first is the rate of copies between pinned host
-    memory and the device, in the slower direction. The second is the bandwidth of the device's
-    memory, counting the bytes read and written."""
+    """Return two rates of a device in bytes/s: the rate of copies between pinned host memory and
+    the device, in the slower direction, and the bandwidth of the device's memory. The bandwidth
+    counts the bytes that are read and the bytes that are written."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
 
 
 def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
-    """Return the rate in bytes/s of the slowest copy from the first device to another device, as
-    collectives wait for the slowest copy. Only one copy runs at a time."""
+    """Return the rate in bytes/s of the slowest copy from the first device to any other device. The
+    copies are measured one after the other. The slowest copy counts, because collectives wait for
+    it."""
     source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
     return min(_copy(source, target) for target in targets)
 
 
 def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
-    """Measure this host and return a report on it. `dirs`: The storage directories to measure."""
+    """Measure this host, and return a report with the measured values. `dirs`: The storage
+    directories to measure. `threads`: The number of threads for measurements of the CPUs."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     ssds, uplink = _ssds(dirs, missing)
     rates, whole = processors(threads), psutil.virtual_memory().total
@@ -225,7 +229,8 @@ def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
     """Measure the SSDs of these directories. Return the `ssds` entries for the cluster file, and
-    the total rate of the SSDs in bytes/s. Add to `missing` what could not be measured."""
+    the total rate of the SSDs in bytes/s. Add the names of values that could not be measured to
+    `missing`."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -289,8 +294,8 @@ def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOption
 
 
 def comment(words: str) -> str:
-    """Return the text without control characters and line breaks, so that it fits into a
-    comment."""
+    """Return the text without control characters and line breaks, so that the text can be written
+    as a comment of a TOML file."""
     return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
 

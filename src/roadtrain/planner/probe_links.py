@@ -8,9 +8,9 @@ The rate of a link is measured by sending frames over one TCP connection, for at
 seconds and at most FRAMES frames. The latency is half of the shortest of PINGS round-trip times. A
 listening host sends its frames over the connection of the request, so the probing host needs no
 open port. A listener that other machines can reach requires the token (Rule 8). There are three
-requests. They ask a listening host for a description of itself, for the rate and latency of its
-link to a third host, and for those of its link to the probing host. Every wait has a timeout (Rule
-5).
+kinds of requests. DESCRIBE asks a listening host for a description of this host. MEASURE asks for
+the rate and latency of the link from the listening host to a third host. BACK asks for the rate and
+latency of the link from the listening host to the probing host. Every wait has a timeout (Rule 5).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pair = tuple[str, str]  # sender and receiver of a link
 
 
 class ProbeReport(msgspec.Struct, omit_defaults=True):
-    """The answer of a host to a request."""
+    """The answer of a listening host to a request of a probing host."""
 
     tree: dict[str, Any] = {}  # the content of a cluster.toml with this host
     missing: list[str] = []  # the values that could not be measured
@@ -72,7 +72,7 @@ class LinkEnd:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != FLOOD or nbytes > MIB:
-            allowed = f"{MIB if kind == FLOOD else 0} are allowed"
+            allowed = f"but at most {MIB if kind == FLOOD else 0} are allowed"
             raise WireError(f"a frame of kind {kind} has {nbytes} bytes of payload, {allowed}")
         return self._scratch[:nbytes]
 
@@ -86,7 +86,7 @@ class LinkEnd:
                 target=self._answer, args=(kind, header), name="probe", daemon=True
             ).start()
         elif kind != FLOOD:
-            raise WireError(f"a probe received a frame of kind {kind}, which it does not know")
+            raise WireError(f"a probe received a frame of the unknown kind {kind}")
 
     def _answer(self, kind: int, header: bytes) -> None:
         assert self.describe is not None
@@ -105,8 +105,8 @@ class LinkEnd:
         self.answers.put(error)
 
     def receive(self, what: str) -> bytes:
-        """Wait for the next answer and return it. `what`: A text that names the request in error
-        messages. Raises DeadlineError and LostError."""
+        """Wait for the next answer of the other host and return its bytes. `what`: A name of the
+        request for error messages. Raises DeadlineError and LostError."""
         try:
             answer = self.answers.get(timeout=WAIT_S)
         except queue.Empty:
@@ -118,7 +118,7 @@ class LinkEnd:
         return answer[1]
 
     def measured(self) -> tuple[float, float]:
-        """Measure the link from this host to the other end. Return the rate in bytes/s and the
+        """Measure the link from this host to the other host. Return the rate in bytes/s and the
         latency in seconds. Raises PeerError."""
         trips = []
         for _ in range(PINGS):
@@ -130,7 +130,7 @@ class LinkEnd:
         begin = time.perf_counter()
         while time.perf_counter() < begin + FLOOD_S and count < FRAMES:
             if not room.acquire(timeout=WAIT_S):
-                raise DeadlineError(f"{self.link.peer} received nothing for {WAIT_S:.0f} s")
+                raise DeadlineError(f"{self.link.peer} accepted no data for {WAIT_S:.0f} s")
             self.link.send(FLOOD, b"", [frame], room.release)
             count += 1
         self.link.send(PING, b"")  # answered after all frames have arrived
@@ -162,10 +162,10 @@ def measure(address: str, options: TcpOptions) -> tuple[float, float]:
 
 
 def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
-    """Request a report from the host that listens at `address`, and return it. `kind`: DESCRIBE for
-    a description of the listening host, MEASURE for a measurement of the link from the listening
-    host to the host at address `words`, or BACK for one of the link from the listening host to this
-    host. Raises PeerError."""
+    """Request a report from the host that listens at `address`, and return the report. `kind`:
+    DESCRIBE for a description of the listening host, MEASURE for the rate and latency of the link
+    from the listening host to the host at the address `words`, or BACK for the rate and latency of
+    the link from the listening host to this host. Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
@@ -181,8 +181,9 @@ def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport
 
 
 def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
-    """Start to answer the requests of other hosts at `address`. Return the listener. Raises
-    ConfigError."""
+    """Listen at `address`, and answer the requests of other hosts in the background. Return the
+    listener. `describe`: Function that returns a report on this host. Raises ConfigError if this
+    host cannot listen at `address`."""
 
     def accept(link: Link, hello: bytes) -> LinkEnd:
         end = LinkEnd(options, describe)
@@ -193,7 +194,8 @@ def listening(address: str, options: TcpOptions, describe: Describe) -> Listener
 
 
 def serve(address: str, options: TcpOptions, describe: Describe) -> None:
-    """Answer the requests of other hosts until this process is interrupted. Raises ConfigError."""
+    """Answer the requests of other hosts at `address` until this process is interrupted. Raises
+    ConfigError if this host cannot listen at `address`."""
     listener = listening(address, options, describe)
     try:
         print("probe: listening at {}:{}".format(*listener.address), flush=True)
@@ -208,8 +210,9 @@ def matrix(
     """Measure the links between all hosts, one link at a time. A lost host is not contacted again.
 
     Returns:
-        The rate and the latency of each link by (sender, receiver), and a line with the reason for
-        each link that was not measured. The name of this host is "here".
+        A mapping from (sender, receiver) to the rate in bytes/s and the latency in seconds of the
+        link, and a list of texts. Each text states why a link was not measured. The name of this
+        host is "here".
     """
     found, missing, lost = dict[Pair, tuple[float, float]](), list[str](), set[str]()
     for source, target in permutations(("here", *hosts), 2):

@@ -1,5 +1,6 @@
-"""Kinds of resources of a cluster, such as network or SSDs. `scaled` returns clusters in which one
-kind is faster or slower; `busy_share` returns how busy a kind is."""
+"""Kinds of resources of a cluster, such as network or SSDs. `scaled` returns clusters in which all
+resources of one kind are faster or slower. `busy_share` returns how busy the resources of a kind
+are."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """Return for each kind of resource a cluster in which this kind is `factor` times as fast. A
-    kind that the cluster does not have is omitted."""
+    """Return a cluster for each kind of resource, by the name of the kind. In this cluster, all
+    resources of the kind are `factor` times as fast. Kinds that `cluster` does not have are
+    omitted."""
     absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
     if not any(host.ssds for host in cluster.hosts):
         absent |= {"SSDs", "SSD uplink"}
@@ -68,7 +70,8 @@ def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float)
 
 
 def busy_share(result: Result, name: str) -> float:
-    """Return an upper bound of the fraction of a step in which the kind `name` is busy."""
+    """Return an upper bound of the fraction of a step in which resources of the kind `name` are
+    busy."""
     # the simulation may count communication between devices of a host as work of the device
     ranks = result.plan.parallelism
     if name not in ENDS or (name == "device links" and ranks.devices > ranks.dp):

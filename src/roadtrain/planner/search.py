@@ -3,12 +3,12 @@
 A candidate that does not fit into memory is refused. For each other candidate, a formula gives a
 lower bound of the score: the time that each resource needs for its work at its rate, without
 waiting. The candidates are simulated in the order of their bounds, until no bound is better than
-the best simulated score. So the pick is the candidate with the best simulated score, although few
-candidates are simulated.
+the best simulated score. So the search finds the candidate with the best simulated score, although
+only few candidates are simulated.
 
 Lossy or delayed options are candidates only on request (Rule 2). If no batch is given, a search
 with many micro-batches per step finds the best possible score per sample. Then the smallest batch
-whose score is close to that score is chosen. Pure.
+whose score is close to the best possible score is chosen.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Family:
         refused: For each reason, the number of candidates that were refused.
         hints: For each reason that has a hint, a text that says what to change.
         left_out: For each reason, the number of combinations that are not tried.
-        nearest: A pair (need, plan). Among the plans that do not fit into memory, the plan comes
-            closest to fitting. The need exceeds the available memory more than the plan's other
-            needs do.
+        nearest: A pair (need, plan), or None. `plan`: among the plans that do not fit into memory,
+            the plan that exceeds a memory the least. `need`: the bytes that this plan needs of the
+            memory that it exceeds the most.
         best: The simulated candidate with the best score.
     """
 
@@ -97,7 +97,7 @@ class Family:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The answer of a search."""
+    """The result of a search."""
 
     pick: Found | None  # the best plan; None if no plan fits
     runner_up: Found | None  # the best plan with another placement or parallelism than the pick
@@ -134,14 +134,14 @@ def search(
     fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Search for the best plan. If no plan fits, the answer has no pick, and the families of the
-    answer have the reasons.
+    """Search for the best plan. If no plan fits, `pick` of the result is None, and `families` has
+    the reasons.
 
     Args:
         cluster: The cluster.
         model: The shape of the model.
         constants: The constants of the simulator.
-        explain: If True, also fill in `gains` and `flips` of the answer, which takes more
+        explain: If True, also fill in `gains` and `flips` of the result, which takes more
             simulations.
         fitted: Function that returns the plan to try for a candidate, or the reason why the
             candidate is refused.
@@ -160,10 +160,14 @@ def search(
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
     ):
-        raise ConfigError("the goal is cost, but no host has a price", hint="set `price_per_hour`")
+        raise ConfigError(
+            "the goal is cost, but no host has a price",
+            hint="set `price_per_hour` of hosts in the cluster file",
+        )
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
         raise ConfigError(
-            "the goal is energy, but no device has a power draw", hint="set `peak_watts` of devices"
+            "the goal is energy, but no device has a power draw",
+            hint="set `peak_watts` of devices in the cluster file",
         )
     searcher = _Search(cluster, model, constants, settings, fitted)
     if batch is not None:
@@ -185,7 +189,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Search:
-    """A search with the arguments of `search`. The methods are its steps."""
+    """The arguments of one call of `search`, with methods for the steps of the search."""
 
     cluster: Cluster
     model: ModelShape
@@ -200,7 +204,7 @@ class _Search:
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """Simulate a plan. If `cluster` is None, simulate the plan on the cluster of the search."""
+        """Simulate a plan on `cluster`. If `cluster` is None, use the cluster of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
         return Found(plan, result, worth[self.options.goal] / plan.samples)
@@ -234,9 +238,9 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Find the smallest batch that is nearly as good as a very large batch. With this batch,
-        the parallelism of the best plan has a score within CLOSE of the best score. Return the
-        batch and that score."""
+        """Return the smallest batch that is nearly as good as the very large batch of the plan
+        `best`, and the score with the smallest batch. With this batch and the parallelism of
+        `best`, the score must be within CLOSE of the score of `best`."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -259,8 +263,8 @@ class _Search:
         return best.plan.samples, best.score
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
-        """Generate all candidates. Return the families by placement. Also return the candidates
-        that fit into memory, each with a first bound."""
+        """Generate all candidates. Return the families by the name of the placement, and a list of
+        the candidates that fit into memory, each with a first lower bound of its score."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -312,9 +316,9 @@ class _Search:
                 yield made
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
-        """Return the plan's scene. If the plan fits into memory only with other sizes of pipeline
-        stages, the scene has those sizes. If the plan does not fit at all, return None and add the
-        reason to `family`."""
+        """Return the scene of a plan. If the plan fits into memory only with other numbers of
+        layers per pipeline stage, the scene has these other numbers. If the plan does not fit at
+        all, return None and add the reason to `family`."""
         try:
             scene = self.scene(plan)
             self._check_networks(scene)
@@ -336,8 +340,8 @@ class _Search:
         return None
 
     def _check_networks(self, scene: Scene) -> None:
-        """Raise ConfigError if hosts of the plan cannot reach each other, or if hosts that the plan
-        uses for summing have nothing to sum."""
+        """Raise ConfigError if hosts of the plan cannot reach each other, or if the plan sums
+        between hosts but uses only one host."""
         ranks = scene.plan.parallelism
         key = scene.plan.placement, ranks.replicas_of, ranks.tp
         if key not in self.networks:
@@ -350,8 +354,8 @@ class _Search:
             raise why
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
-        """Return a lower bound of the score that considers only computing. `passes`: A cache of the
-        seconds per micro-batch."""
+        """Return a lower bound of the score that considers only computing. `passes`: A cache with
+        the least seconds of a micro-batch, to which this method adds."""
         if self.options.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
@@ -383,9 +387,9 @@ class _Search:
     def _simulated_in_order(
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> list[Found]:
-        """Simulate plans as long as the next bound is better than the best simulated score. Return
-        the simulated plans, best first. The plans that were not simulated count as pruned and stay
-        in `waiting`."""
+        """Simulate plans in the order of their bounds, until the bound of the next plan is no
+        better than the best simulated score. Return the simulated plans, best first. Plans that
+        were not simulated are counted as pruned and stay in `waiting`."""
         found: list[Found] = []
         best = float("inf")
         for least, scene in self._in_order(waiting, families):
@@ -425,8 +429,9 @@ class _Search:
         return dict(sorted(gains.items(), key=lambda pair: -pair[1]))
 
     def _score_with(self, found: Found, name: str, other: Cluster) -> float:
-        """Return the plan's score on the cluster `other`, in which the kind of resource `name` has
-        another rate. If the plan hardly uses this kind, return the score without a simulation."""
+        """Return the plan's score on the cluster `other`, in which all resources of the kind `name`
+        have other rates. If the plan hardly uses these resources, do not simulate the plan again,
+        and return the score that the plan already has."""
         if busy_share(found.result, name) < LITTLE:
             return found.score
         return self.simulated(found.plan, other).score
@@ -459,10 +464,10 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 
 def _turns(plan: Plan) -> float:
-    """Return a lower bound of the time of a step. The unit is the time that one micro-batch takes
-    through the whole model. A pipeline stage starts when the first micro-batch has passed all
-    earlier stages. The best division of the model therefore gives later stages less work: the share
-    of a stage takes (1 - 1 / num_microbatches) times as long as the share of the previous stage.
+    """Return a lower bound of the time of a step, as a multiple of the time that one micro-batch
+    takes through the whole model. A pipeline stage starts when the first micro-batch has passed all
+    earlier stages. Therefore the best division of the model gives later stages less work: each
+    stage takes (1 - 1 / num_microbatches) times as long as the previous stage.
     """
     if widths := plan.parallelism.widths:
         return max(1.0, plan.num_microbatches / sum(widths))  # shared by all devices
@@ -471,7 +476,7 @@ def _turns(plan: Plan) -> float:
 
 
 def _over(need: Need) -> float:
-    """Return the needed bytes divided by the available bytes."""
+    """Return the bytes that a plan needs of a memory, divided by the available bytes."""
     return need.nbytes / max(need.room, 1.0)
 
 
@@ -492,16 +497,16 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Return the plan that is closest to fitting into memory, with the need of this plan that
-    exceeds the memory the most. Return None if no plan was refused for its memory."""
+    """Return a pair (need, plan). `plan`: among the plans that do not fit into memory, the plan
+    that exceeds a memory the least. `need`: the bytes that this plan needs of the memory that it
+    exceeds the most. Return None if no plan was refused because of memory."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
-    """Return the most common reason why placements have no plan, and what to change. Return None if
-    there
-    is no such reason, or if a plan would fit with more memory."""
+    """Return the most common reason why candidates were refused, and a hint that says what to
+    change. Return None if no candidate was refused, or if a plan would fit with more memory."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

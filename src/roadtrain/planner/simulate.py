@@ -2,8 +2,8 @@
 of a plan on a cluster. The cluster need not exist.
 
 The simulation runs the state machines of real processes on a virtual clock (simulator/). torch is
-imported only when a model's modules are counted. The trace can be opened in ui.perfetto.dev and has
-the stage names of a real run's metrics.
+imported only if the shape of the model has to be counted from its modules. The trace can be opened
+in ui.perfetto.dev. Kinds of work have the same names in the trace as in the metrics of a real run.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
 
 
 def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
-    """Return the shape of a Hugging Face config, counted from the modules of its model
-    (model_config.py). Imports torch."""
+    """Return the shape of the model that a Hugging Face config describes, counted from the model's
+    modules (model_config.py). `more`: keyword arguments of shape_of_config. Imports torch."""
     counting = importlib.import_module("roadtrain.planner.model_config")
     counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
@@ -125,7 +125,7 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
             raise ConfigError(
                 f"the cluster's {cluster.device_count} devices are not divisible by tp x pp x cp ="
                 f" {ranks}",
-                hint="choose other degrees, or set dp",
+                hint="choose other values of tp, pp and cp, or set dp",
             )
         parallelism["dp"] = max(1, cluster.device_count // ranks)
     return make_plan({**tree, "parallelism": parallelism})
@@ -134,8 +134,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """Return all values that a prediction assumes, by name. Each item is the value as a number
-    (rates are in bytes/s) and the same value as a text for the user."""
+    """Return all values that a prediction assumes, by name. Each value is a pair: a number (rates
+    are in bytes/s), and the same number as a text for the user."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
@@ -177,9 +177,10 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Return lines for the user on effects that the prediction leaves out. There is only one such
-    effect: if embeddings are tied, the last stage of a pipeline has a copy of the first stage's
-    embeddings, and the two stages exchange the gradients of the embeddings."""
+    """Return lines for the user that list effects that the prediction leaves out. Only tied
+    embeddings have such an effect: the last stage of a pipeline has a copy of the first stage's
+    embeddings, and the two stages exchange the gradients of the embeddings. In all other cases, the
+    list is empty."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:
@@ -283,8 +284,8 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """Return the assumptions as plain data. The result has three keys: `assumed` lists the assumed
-    keys of the cluster file, `assumed_values` has all assumed values by name, and `notes` lists the
+    """Return the assumptions as plain data for JSON. The result has three keys. `assumed`: the
+    assumed keys of the cluster file. `assumed_values`: all assumed values, by name. `notes`: the
     notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
@@ -296,8 +297,9 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Return the trace of a result for Perfetto, with times in microseconds. The trace has a
-    process per pipeline stage or server, a thread per kind of work, and counters of memory."""
+    """Return the trace of a result for Perfetto, with times in microseconds. In the trace, each
+    pipeline stage or server is shown as a process, each kind of work as a thread, and each memory
+    as a counter."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}

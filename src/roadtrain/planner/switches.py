@@ -1,5 +1,5 @@
 """Describe the switches that sum gradients in a plan: as a tree, as lines of a report, as keys of a
-job, and as commands that start the switches. Does not model the cost of switches."""
+job, and as commands that start the switches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RELAY = "4GiB"  # memory of a relay, the process that communicates for the worke
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Return the hosts that compute. A kind of host with several machines has one item per
-    machine."""
+    """Return the hosts that compute, with one item per machine. (A Host of the cluster may stand
+    for several machines.)"""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
@@ -36,8 +36,8 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Return lines for the user on the switches that sum and the number format of gradients in
-    packets (Rule 2)."""
+    """Return lines for the user that name the switches that sum, and the number format of gradients
+    in packets (Rule 2)."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []
@@ -58,8 +58,8 @@ def job_keys(
     plan: Plan, cluster: Cluster, address: Callable[[str], str] = _address
 ) -> dict[str, Any]:
     """Return the [servers] keys of a job whose gradients are summed by switches. `address`:
-    Function that returns the address of a switch. The default returns the switch's name with a
-    placeholder for the port."""
+    Function that returns the address of a switch with a given name. The default function returns
+    NAME:PORT, where the user has to replace PORT."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return {}
@@ -72,8 +72,9 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the `switches` entries of a job. The `workers` of an entry are numbers of hosts,
-    because one relay stands for all workers of a host."""
+    """Return the entries of the job key `switches`. In an entry, `workers` has numbers of hosts
+    instead of numbers of workers, because the relay of a host sends for all workers of this
+    host."""
     if not tree.parents:
         return [address(tree.root)]
     return [

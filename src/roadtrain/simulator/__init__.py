@@ -5,5 +5,5 @@ resources, memory, energy and cost.
 A simulation gives the same floats every time, and runs the same state machines as real processes
 (Rule 7). Read `run.py` first, then `scene.py` (which lays a plan out on a cluster), `step.py` and
 `simulated_server.py` (which drive the state machines), `fabric.py` (which computes the costs of
-actions) and `engine.py` (the clock).
+transfers and updates) and `engine.py` (the clock).
 """

@@ -24,15 +24,16 @@ OF_A_CARD = ("out", "in")
 
 
 class SharedHost:
-    """The resources of one host, each created once."""
+    """The resources of one host. Each resource is created on first use, and exists only once."""
 
     def __init__(self, engine: Engine, host: Host, name: str, constants: Constants) -> None:
         self.engine, self.host, self.name, self.constants = engine, host, name, constants
         self.resources: dict[str, Resource] = {}
 
     def site(self, nic: Nic | None, rank: str) -> Site:
-        """Return the site of a rank: the device resources belong to this rank only, and all ranks
-        of the host share the others. `nic` is the network card that the rank's group uses."""
+        """Return the site (the resources) of a rank. The rank has its own device resources, and
+        shares all other resources with all ranks of the host. `nic`: the network card that the
+        rank's group uses. `rank`: the name of the rank."""
 
         def resource(what: str, capacity: float) -> Resource:
             if what in OF_A_DEVICE:
@@ -77,8 +78,8 @@ class SwitchLinks:
 
 
 class RankFabric(Fabric):
-    """The costs of the actions of one replica. `across`: for each link between switches, the number
-    of pairs of ranks that communicate over the link."""
+    """The costs of transfers, updates, reads and writes of one replica. `across`: for each link
+    between switches, the number of pairs of ranks that communicate over the link."""
 
     def __init__(
         self,
@@ -92,9 +93,11 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resource uses of a collective per byte, as in Fabric, but count only what this
-        replica uses. A ring crosses a host's network card once for all ranks of the host. If all
-        pairs of ranks exchange data, only the data for other hosts crosses the card."""
+        """Return the resources that one byte of a collective uses, in both directions. Count only
+        the traffic of this replica. `ring`: the fraction of the byte that each device sends to the
+        next device; this traffic crosses a host's network card once for all ranks of the host.
+        `exchanged`: the fraction that each device sends to all other devices together; of this
+        traffic, only the data for other hosts crosses the card."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
@@ -111,8 +114,9 @@ class RankFabric(Fabric):
 
 @dataclass(frozen=True)
 class StagePush:
-    """A replica's push of a chunk's gradient. `then` is called when the gradients of all replicas
-    are summed. `lane`: the replica's lane for pushes; None if it has no lane for pushes."""
+    """A replica's push of a chunk's gradient. `then`: function that is called when the gradients of
+    all replicas are summed. `lane`: the queue in which the replica's pushes run one at a time, or
+    None if pushes run concurrently."""
 
     cost: Cost
     then: Then
@@ -121,9 +125,10 @@ class StagePush:
 
 @dataclass
 class ReplicaExchange:
-    """The exchange of gradients between the replicas of one stage. If `collective` is true, all
-    transfers start when the last replica is ready. Otherwise each replica pushes its gradient as
-    soon as this replica is ready, and the sum is complete when the last push has arrived."""
+    """The exchange of gradients between the replicas of one stage. If `collective` is true, the
+    transfers of all replicas start when the last replica is ready. Otherwise each replica starts
+    its transfer as soon as its own gradient is ready, and the sum is complete when the last
+    gradient has arrived."""
 
     engine: Engine
     where: str
@@ -151,8 +156,9 @@ class ReplicaExchange:
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
 
     def _add(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
-        """Add a push. If this push completes the gradient, return all pushes of the gradient.
-        Otherwise return None."""
+        """Add a replica's push of a gradient. If the pushes of all `partners` replicas have now
+        been added, return these pushes; otherwise return None. `at`: the key that identifies the
+        gradient's chunk and round."""
         every, of = self.arrived.setdefault(at, ([], partners))
         assert of == partners, "replicas push in different rounds"
         every.append(pushed)

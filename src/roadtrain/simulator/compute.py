@@ -1,11 +1,11 @@
-"""Model how long a device computes. The times are from a table of measurements, from a curve of
-efficiency by size, or from a constant efficiency.
+"""Model how long a device computes. The times come from a table of measurements, from a curve
+(efficiency as a function of a block's size), or from a constant efficiency.
 
 A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds. The constant `half` is
 the number of FLOPs at which a block reaches half of the efficiency; a block of n experts on a
 device adds n times `half`. The forward takes at least as long as moving its data through the
-device's memory, and at least as long as launching its kernels. `Constants` are a few figures per
-kind of hardware; config/fitted.toml has fitted values and their sources.
+device's memory, and at least as long as launching its kernels. `Constants` has these figures for a
+kind of hardware. The file config/fitted.toml has fitted values and states the source of each value.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ LAUNCH_S = 1e-5
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Measurements on one kind of host. `table` and `touch` mean the same as in `Constants`. If
-    `touch` is 0.0, the value of `touch` in `Constants` applies."""
+    """Measurements on one kind of host. `table`: (kind of block, number of samples) -> the measured
+    seconds of the block's forward on one device. `touch`: CPU seconds per byte that enters or
+    leaves the host. If `touch` is 0.0, `Constants.touch` applies instead."""
 
     table: Mapping[tuple[str, int], float]
     touch: float = 0.0
@@ -38,13 +39,24 @@ class HostTimes:
 class Constants:
     """Figures of a kind of hardware.
 
-    `efficiency`: fraction of the device's peak that large blocks reach. `half`: FLOPs of a block
-    that reaches half of this efficiency. `attention`: efficiency of attention relative to other
-    FLOPs. `launch`: seconds that launching a block's kernels takes; no block takes less.
-    `network`: fraction of a network card's rate that is available to data. `tax`: fraction of the
-    time of a transfer in which the transfer keeps the devices from computing. `fixed`: additional
-    seconds per step. `traffic`: bytes that a forward moves through device memory for each byte that
-    it saves for backward; the time of moving them is added to the time of computing."""
+    Attributes:
+        efficiency: The fraction of the device's peak FLOP/s that large blocks reach.
+        half: The FLOPs of a block that reaches half of this efficiency.
+        launch: The seconds that launching a block's kernels takes. No block takes less time.
+        attention: The efficiency of attention divided by the efficiency of other FLOPs.
+        network: The fraction of a network card's rate that is available to data.
+        tax: The fraction of a transfer's time in which the devices cannot compute because they work
+            on the transfer.
+        fixed: Additional seconds per step.
+        traffic: The bytes that a forward moves through device memory for each byte that the forward
+            saves for backward. The time for moving these bytes is added to the time of computing.
+        source: A text that names the source of the figures.
+        touch: CPU seconds per byte that enters or leaves a host whose CPUs compute.
+        backward: The seconds of a backward divided by the seconds of a forward.
+        table: (kind of block, number of samples) -> the measured seconds of the block's forward on
+            one device.
+        hosts: Name of a host -> the measurements on this host.
+    """
 
     efficiency: float = 0.5
     half: float = 0.0
@@ -55,18 +67,14 @@ class Constants:
     fixed: float = 0.0
     traffic: float = 0.0
     source: str = "assumed"
-    # CPU seconds per byte that enters or leaves a host whose CPUs compute
     touch: float = 0.0
-    # the seconds of a backward divided by those of a forward
     backward: float = 2.0
-    # (kind of block, samples) -> measured seconds of its forward on one device
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    # name of a host -> measurements on it
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
-        """Return these constants together with the measurements on the hosts of this name. Without
-        such measurements, return these constants."""
+        """Return a copy of these constants to which the measurements on hosts of this name are
+        added. If there are no such measurements, return these constants unchanged."""
         own = self.hosts.get(name)
         if own is None:
             return self
@@ -98,9 +106,10 @@ class Constants:
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Return the measured seconds of the forward of this kind of block on one device. They are
-        scaled from the measurement with the nearest number of samples. Return None if this kind of
-        block was not measured."""
+        """Return the seconds of the forward of this kind of block on one device, for a micro-batch
+        of `samples` samples. Of the measurements, use the one with the nearest number of samples,
+        and scale its seconds in proportion to the samples. Return None if this kind of block was
+        not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -114,7 +123,8 @@ class Constants:
 
     @property
     def from_what(self) -> str:
-        """A description, for people to read, of the source from which computing times are taken."""
+        """A text for the user that names the source of computing times, such as "a measured
+        table"."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
@@ -122,9 +132,9 @@ class Constants:
 
 def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
     """Return the least number of bytes that a block's forward moves through a device's memory: the
-    table rows that it looks up, its input, the data that it saves for backward, and 2 bytes for
-    each weight that it multiplies. The weights of experts are not counted, because a forward may
-    use only some of the experts."""
+    table rows that the forward looks up, the block's input, the data that are saved for backward,
+    and 2 bytes for each weight that the forward multiplies. The weights of experts are not counted,
+    because a forward may use only some of the experts."""
     weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
     activations = (block.touched + block.input + block.saved) * samples
     return (2 * max(0.0, weights) + activations) / ranks
@@ -135,7 +145,10 @@ def constants(name: str) -> Constants:
     no constants of this name."""
     fitted = _fitted()
     if name not in fitted:
-        raise ConfigError(f"no constants are called {name!r}", hint=f"one of {', '.join(fitted)}")
+        raise ConfigError(
+            f"config/fitted.toml has no constants with the name {name!r}",
+            hint=f"choose one of {', '.join(fitted)}",
+        )
     return fitted[name]
 
 

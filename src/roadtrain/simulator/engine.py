@@ -63,14 +63,14 @@ class Cost(NamedTuple):
 
     @property
     def of_bytes(self) -> Cost:
-        """This cost, if its work is bytes. Bytes that use no resource take no time, so only the
-        latency of such a cost remains."""
+        """The same cost, for work that is measured in bytes: bytes that use no resource take no
+        time, so a cost without resources keeps only its latency."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
-    """Combine simultaneous transfers of equal work into a single transfer. The slowest transfer
-    sets its pace."""
+    """Return the cost of a single transfer that stands for simultaneous transfers of equal work.
+    The single transfer takes as long as the slowest of the simultaneous transfers."""
     uses: dict[Resource, float] = defaultdict(float)
     for cost in costs:
         for resource, weight in cost.uses:
@@ -79,8 +79,8 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 class Lane:
-    """A queue that runs one task at a time. `busy`: the total seconds of all tasks of the lane that
-    have ended."""
+    """A queue that runs one task at a time. `busy`: the total seconds of the tasks of this lane
+    that have ended."""
 
     __slots__ = ("busy", "name", "running", "waiting")
 
@@ -132,9 +132,9 @@ class Pool:
 
 
 class Engine:
-    """The virtual clock with its resources, lanes and tasks. `check` asserts the invariants: no
-    resource is used beyond its capacity, and the running task of each lane has begun but has not
-    ended."""
+    """A virtual clock, with the resources, lanes and tasks of a simulation. `check` asserts two
+    invariants: no resource is used beyond its capacity, and the running task of each lane has begun
+    but has not ended."""
 
     def __init__(self, traced: bool = False) -> None:
         self.now = 0.0
@@ -182,8 +182,10 @@ class Engine:
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Create a task. It begins when all tasks in `after` have ended and the lane `lane` is
-        free. `then` is called when the task ends, and may create further tasks."""
+        """Create a task. The task begins when all tasks in `after` have ended and `lane` is free.
+        `stage`: the kind of work, such as "Push". `then`: function that is called when the task
+        ends; it may create further tasks. `where`: the name of the pipeline stage or server that
+        does the work."""
         self.created += 1
         used = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in used if use[0].capacity < float("inf")]
@@ -256,9 +258,9 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Run until no event is left. If `until` is given, stop when `until()` returns true after
-        an event. Raises LoopError if tasks remain that can never begin, or if `until()` never
-        returns true (Rule 5)."""
+        """Run the simulation until no event is left. If `until` is given, stop as soon as `until()`
+        returns true after an event. Raises LoopError if tasks remain that can never begin, or if
+        `until()` never returns true (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -303,9 +305,9 @@ class Engine:
                 heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
-        """Return the tasks whose rates may change, and the resources that determine these rates.
-        They are connected, directly or through other tasks, to a resource whose use changed since
-        the last call."""
+        """Return the tasks whose rates may have to change, and the resources that determine the
+        rates of these tasks. A rate may have to change if the use of a resource has changed since
+        the last call, and the task shares this resource directly or through other tasks."""
         tasks: dict[Task, None] = {}
         resources, front = dict.fromkeys(self._dirty), list(self._dirty)
         self._dirty = {}
@@ -321,7 +323,8 @@ class Engine:
         return tasks, resources
 
     def used(self, resource: Resource) -> float:
-        """Return how much of a resource all tasks have used so far."""
+        """Return the total amount of a resource that all tasks have used so far, such as bytes of a
+        link."""
         return resource.used + sum(
             (task.work - task.left + task.rate * (self.now - task.since)) * w
             for task, w in resource.running.items()
@@ -337,9 +340,10 @@ class Engine:
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Return weighted max-min fair rates. All rates grow equally until a task reaches its
-    `max_rate` or a resource is full. Then the rate of this task is final, or the rates of all tasks
-    that use this resource are final. The rates of all other tasks continue to grow.
+    """Return the rate of each task, by weighted max-min fairness. All rates grow equally until a
+    task reaches its `max_rate` or a resource is full. If a task has reached its `max_rate`, the
+    rate of this task is final. If a resource is full, the rates of all tasks that use this resource
+    are final. The rates of all other tasks continue to grow.
 
     Capacities, weights and rates may differ by orders of magnitude. Two measures keep small weights
     from being lost to rounding. First, resources that become full at nearly the same rate count as

@@ -1,5 +1,5 @@
-"""Compute the costs of the actions of a step on a cluster: the traffic of each placement, for one
-block at a time.
+"""Compute the costs of the transfers, updates, reads and writes of a step on a cluster, for one
+block at a time. The placement decides which resources each of them uses.
 
 Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
 to a server counts `hosts` times at the server. The traffic of collectives is computed in closed
@@ -7,8 +7,8 @@ form. With n ranks and M bytes, each direction of a network card carries 2 (n - 
 ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches
 (fan_in_costs.py), and (1 + (n - 2) x) M for the summation service (x is computed by
 sums/protocol/shares.py). A server's card carries n M. A transfer uses all resources on its path at
-once, because the data are sent in pieces. The slowest resource sets the pace of the transfer. The
-latency of a collective is the sum of the latencies of all steps of its algorithm.
+once, because the data are sent in pieces. So the slowest resource determines the rate of the
+transfer. The latency of a collective is the sum of the latencies of all steps of its algorithm.
 """
 
 from __future__ import annotations
@@ -39,34 +39,35 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     if place.served and not cluster.spares:
         raise ConfigError(
             f"placement {place.name} needs a host without devices, but the cluster has none",
-            hint="add one to the cluster, or choose a placement on the workers' hosts",
+            hint="add a host without devices, or choose a placement on the workers' hosts",
         )
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums on hosts without devices, but the cluster has none"
-            " with a network card",
-            hint="add a host without devices, or choose placement summation",
+            f"placement {place.name} sums on hosts without devices, but no such host of the"
+            " cluster has a network card",
+            hint="add a host that has a network card and no devices, or choose placement summation",
         )
     if place.sum == "switch":
         _check_switches(place, cluster, hosts)
     for host in {host.name: host for host in hosts}.values():
         if place.sum == "relay" and not any(nic.relay for nic in host.nics):
             raise ConfigError(
-                f"placement {place.name} needs a relay on a card of each host, host {host.name}"
-                " has no card with a processor",
-                hint="set `relay = true` for a card, or choose placement zero-offload",
+                f"placement {place.name} needs a relay on a network card of each host, but host"
+                f" {host.name} has no card with a processor",
+                hint="set `relay = true` for a network card of the host, or choose placement"
+                " zero-offload",
             )
         if rests and not host.ssds:
             raise ConfigError(
-                f"placement {place.name} keeps data on SSDs, but host {host.name} has none",
-                hint="add `ssds` to it, or choose a placement in memory",
+                f"placement {place.name} keeps data on SSDs, but host {host.name} has no SSDs",
+                hint="add `ssds` to the host, or choose a placement in memory",
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
                 f"placement {place.name} updates in the SSDs, but the SSDs of host {host.name}"
                 " have no processor",
-                hint="set `updates` for them, or choose placement files",
+                hint="set `updates` of these `ssds`, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
@@ -74,7 +75,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             raise ConfigError(
                 f"placement {place.name} keeps data on SSDs, but the SSDs of host {host.name}"
                 " have no `capacity`",
-                hint="set it in the cluster file",
+                hint="set the `capacity` of these `ssds` in the cluster file",
             )
 
 
@@ -90,12 +91,13 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 
 class Fabric:
-    """The costs of the actions of one stage's workers and of the server. `params` is the number of
-    a block's parameters on one device (1 / tp of the block). A cost is the cost of one device, or
-    of one host if the docstring says so.
+    """The costs of the transfers, updates, reads and writes of one stage's workers and of the
+    server. In all methods, `params` is the number of a block's parameters on one device: the
+    parameters of the block divided by tp. A method returns the cost for one device, or the cost for
+    one host if its docstring says so.
 
     Attributes:
-        fan_in: The costs of packets through switches that sum; None without such switches.
+        fan_in: The costs of packets through switches that sum; None if no switch sums.
         sums: The simulated summation service; None if the placement does not use it.
     """
 
@@ -118,10 +120,10 @@ class Fabric:
     # the network
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the resources that a collective uses per byte, in both directions. `ring`: the
+        """Return the resources that one byte of a collective uses, in both directions. `ring`: the
         fraction of the byte that each device sends to the next device. `exchanged`: the fraction
-        that each device sends to all other devices together. In this class, all ranks of a host
-        together send both fractions over the host's network card once."""
+        that each device sends to all other devices together. Both fractions cross a host's network
+        card once for all ranks of the host together."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -131,16 +133,17 @@ class Fabric:
 
     @property
     def gathers(self) -> bool:
-        """Whether each device updates a part of the parameters, and the next forward gathers the
-        parts of all devices."""
+        """Whether each device updates only a part of the parameters, so that the next forward has
+        to gather the parts of all devices."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
-        """Return the resource uses per byte, and the latency, of `passes` passes around a ring. If
-        CPUs compute, `exchanges` of these passes are exchanges instead: each rank sends each part
-        directly to the rank that needs the part (stages/data_group.py)."""
+        """Return the resource uses per byte, and the latency in seconds, of a collective that
+        passes data around a ring of all ranks `passes` times. `exchanges`: if CPUs compute, the
+        number of these passes in which the ranks do not use the ring; instead, each rank sends each
+        part of the data directly to the rank that needs the part (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
@@ -154,10 +157,10 @@ class Fabric:
         )
 
     def tensor(self, nbytes: float) -> float:
-        """Return the seconds that a layer's forward or backward waits for the tensor-parallel
-        ranks, which sum `nbytes` of activations twice. The plan states which fraction of the sums
-        runs while the device computes (`hidden`); this fraction does not count. A ring that leaves
-        the host uses all of the host's network cards."""
+        """Return the seconds for which a layer's forward or backward waits while the
+        tensor-parallel ranks sum `nbytes` of activations twice. The fraction
+        `plan.framework.hidden` of this time is not included, because the device computes meanwhile.
+        A ring that leaves the host uses all of the host's network cards."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -167,23 +170,23 @@ class Fabric:
         return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
-        """Return the rate in bytes/s and the latency in seconds between the devices of `ranks`
-        consecutive ranks of the group."""
+        """Return the rate in bytes/s and the latency in seconds of transfers between the devices of
+        `ranks` consecutive ranks."""
         if ranks <= self.group.ranks:
             return self.site.fabric.capacity, INSIDE_S
         devices = self.group.ranks * self.group.tp
         return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
 
     def context(self, nbytes: float) -> float:
-        """Return the seconds in which keys and values are passed around the context-parallel ranks.
-        `nbytes`: the bytes of keys and values on each device."""
+        """Return the seconds in which the context-parallel ranks pass keys and values around a
+        ring. `nbytes`: the bytes of keys and values on each device."""
         c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
 
     def experts(self, nbytes: float) -> float:
-        """Return the seconds in which tokens are sent to their experts, and results are sent back.
-        `nbytes`: the bytes of the tokens on each device."""
+        """Return the seconds for sending tokens to the devices of their experts and sending the
+        results back. `nbytes`: the bytes of the tokens on each device."""
         e = self.plan.parallelism.ep
         rate, latency = self._side_by_side(e)
         return 2 * (e - 1) * (nbytes / e / rate + latency)
@@ -191,16 +194,17 @@ class Fabric:
     # actions
 
     def serve(self, params: float) -> Cost:
-        """Cost of sending parameters from the server to every device. With switches, the server
-        only copies the parameters to the fan-in end in its process, and this is the cost of the
-        copy."""
+        """Cost of sending parameters from the server to every device. If the server sends through
+        switches that sum, the result is only the cost of a copy in the server's memory.
+        (`fan_in.parameters` is the cost of the packets.)"""
         if self.fan_in is not None and self.server is not None:
             return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
-        """Cost of moving parameters to every device from the place where the placement keeps them.
-        If `kept` is true, the parameters are already in the memory of each host."""
+        """Cost of moving parameters to every device. The placement decides where the parameters
+        come from: other devices, host memory, SSDs or the server. If `kept` is true, the parameters
+        are already in the memory of each host."""
         place, group = self.plan.placement, self.group
         nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
@@ -240,8 +244,9 @@ class Fabric:
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """Cost of sending a block's gradient from every device to the place where it is summed. If
-        host memory holds the sum, the cost includes moving the sum to host memory."""
+        """Cost of summing a block's gradient, including the transfer from every device. The
+        placement decides where gradients are summed, for example in a ring of the devices or at the
+        server. If host memory holds the sum, the cost includes moving the sum to host memory."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
@@ -315,8 +320,8 @@ class Fabric:
         return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
-        """Cost of reading the state from the SSDs to the place where the update runs. If the
-        gradient is on SSDs, the cost includes reading the gradient."""
+        """Cost of reading the state that an update needs from the SSDs. If the gradient is on SSDs
+        too, the cost includes reading the gradient."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
@@ -354,26 +359,30 @@ class Fabric:
         return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
-        """Cost of reading parameters from the server's files into its memory."""
+        """Cost of reading parameters from files on SSDs into the memory of the server or host that
+        owns the files."""
         nbytes = params * self._own * self.plan.sizes.parameter_bytes
         return Cost(nbytes, self._state_site().reads())
 
     @property
     def depth(self) -> int:
-        """The number of reads that the SSDs process at once, and also the number of writes."""
+        """The maximum number of reads that the SSDs process at the same time. The same maximum
+        applies to writes."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """The fraction of the parameters that are in memory, in addition to the copy on files. A
-        server holds all parameters in memory if they fit into half of the memory. Otherwise it
-        holds no parameters in memory."""
+        """The fraction of the parameters that memory holds in addition to the copy in files. A
+        server with files holds all parameters in memory if they need at most half of the memory,
+        and no parameters in memory otherwise. In all other cases, the plan states the fraction
+        (`plan.memory.public`)."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
         return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
-        """Seconds in which devices cannot compute because they work on a transfer of this cost."""
+        """Seconds in which devices cannot compute because they work on a transfer with this
+        cost."""
         place = self.plan.placement
         alone = self.group.replicas == 1 or place.served
         if alone or not self.constants.tax or place.sum in ("relay", "server"):
@@ -384,8 +393,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """The seconds of each block's forward on a device, divided into four parts. Each part has one
-    element for each block."""
+    """The seconds of each block's forward on a device, as the sum of four times. Each attribute has
+    one of the four times: a sequence with one number for each block."""
 
     forward: Sequence[float]  # the device computes
     tensor: Sequence[float]  # tensor-parallel ranks sum activations

@@ -4,9 +4,10 @@ and the stage's server, through a tree of switches.
     down   parameters, to all workers;          the largest exponents of each block
     up     each worker's exponents;             each worker's gradient as integers
 
-Every link carries each of these streams once (Sun et al. (LuWu), section 3.1). Work is counted in
-bytes on the wire: complete packets with headers. `params` is the number of a chunk's parameters on
-one device.
+A block is a group of gradient elements that share an exponent. Every link carries each of these
+streams once (Sun et al. (LuWu), section 3.1). The work of a cost is the number of bytes on the
+wire, which are complete packets with headers. In all methods, `params` is the number of a chunk's
+parameters on one device.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ class FanInCosts:
 
     @property
     def acknowledged_s(self) -> float:
-        """Seconds from the arrival of a packet until its sender receives the packet's
-        acknowledgement."""
+        """Seconds from the arrival of a packet until the sender receives the acknowledgement."""
         return self.latency + self.switches.beat_s(self._rate)
 
     @property
@@ -51,20 +51,23 @@ class FanInCosts:
 
     @property
     def _rate(self) -> float:
-        """Rate in bytes/s of the slower of two network cards: a worker's and the server's."""
+        """Rate in bytes/s of the slower network card: either the worker's card or the server's
+        card."""
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
     def copy_out(self, params: float) -> Cost:
-        """Cost of copying parameters from the server to the fan-in end. Both are in one process."""
+        """Cost of copying parameters in the server's memory, from the server's state to the buffer
+        from which they are sent to the switches."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def copy_in(self, params: float) -> Cost:
-        """Cost of copying a sum from the fan-in end to the server."""
+        """Cost of copying a sum in the server's memory, from the buffer that received it from the
+        switches to the server's state."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
     def parameters(self, params: float) -> Cost:
-        """Cost of sending parameters to all workers and their devices."""
+        """Cost of sending parameters from the server to the devices of all workers."""
         group = self.group
         nbytes = params * self.sizes.parameter_bytes
         wire = self.switches.on_wire(nbytes)
@@ -81,7 +84,7 @@ class FanInCosts:
         return Cost(nbytes, [*ends, *group.inside(1.0), *group.to_device], self.message_s)
 
     def maxima(self, params: float) -> Cost:
-        """Cost of sending the largest exponents to all workers."""
+        """Cost of sending the largest exponent of each block of elements to all workers."""
         return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=False))
 
     def exponents(self, params: float) -> Cost:
@@ -98,8 +101,8 @@ class FanInCosts:
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
-        """Cost of a complete sum: sending the exponents, the largest exponents and the
-        gradients."""
+        """Cost of a complete sum: each worker sends its exponents, receives the largest exponents,
+        and sends its gradient."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
         uses = defaultdict[Resource, float](float)
@@ -109,16 +112,16 @@ class FanInCosts:
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:
-        """Cost of a complete sum without a server. The switches send the sum to all workers as
-        integers."""
+        """Cost of a complete sum in a placement without a server: the switches send the sum to all
+        workers, as integers."""
         group, up = self.group, self.sums(params)
         data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
         back = self._cost(up.work, [*self._path(up=False), *_times(group.to_device, data)])
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
-        """Return the number of bytes of the exponents: one byte per block of elements, or 0 if the
-        scale is fixed."""
+        """Return the number of bytes of the exponents: one byte for each group of elements that
+        share an exponent, or 0 if the scale of the integers is fixed."""
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
@@ -126,13 +129,15 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return the fraction of a byte that this task counts on a link, if all tasks of the stage
-        together send the byte over the link once."""
+        """Return the number of bytes that one task adds to the traffic of a link, for each byte of
+        a device. The byte crosses the link once for all workers together, so each task of the stage
+        adds only a fraction."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:
-        """Return the resources that a byte uses on its way to the server (`up`) or from the server.
-        The result includes the heartbeats that acknowledge the byte in the other direction."""
+        """Return the resources that a byte uses on its way to the server (if `up` is true) or from
+        the server. The result includes the heartbeats in the other direction, which acknowledge the
+        byte."""
         group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]

@@ -1,16 +1,17 @@
 """Compute in closed form how many bytes a plan needs of every memory, and whether the plan fits.
-The need is the sum of fixed buffers and of the bytes that each micro-batch adds.
+The bytes in a memory are the sum of fixed buffers and of the data of each micro-batch in flight.
 
 Device memory holds parameters, gradients, state, activations of micro-batches in flight and the
-logits of the loss. The sum of these is multiplied by `fragmentation`; then `context_bytes` is
-added. The placement decides whether a device holds all parameters of the stage, a part of them, or
-`slots` blocks. Tables and experts are spread over devices, so a device has a part of each. With
-activation checkpointing, the activations are the inputs of all blocks and all activations of one
-block. Hosts and SSDs hold the data that the placement stores there; files have two slots (Rule 3).
-If a host's CPUs compute, device memory is host memory, and the needs of all processes are added up.
-The mixed precision of Megatron is `zero1` with gradient_bytes = 4. It needs 2 + 4 bytes per
-parameter, and 12 more that are divided among the data-parallel ranks (Rajbhandari et al., 2020,
-section 5.1).
+logits of the loss. The total of these bytes is multiplied by `plan.framework.fragmentation`. Then
+`plan.framework.context_bytes` is added. The placement decides whether a device holds all parameters
+of the stage, a part of them, or `plan.memory.slots` blocks. Tables and experts are spread over
+devices, so each device holds a part of each table and only some experts. With activation
+checkpointing, a device holds the inputs of all blocks, and all activations of one block. Host
+memory and SSDs hold the data that the placement stores there. Files have two slots for all data
+that an update writes (Rule 3). If a host's CPUs compute, device memory is host memory, and the
+bytes of all processes on the host are added up. Megatron's mixed precision corresponds to placement
+`zero1` with gradient_bytes = 4: 2 + 4 bytes per parameter on each device, and 12 bytes per
+parameter that are divided among the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LARGEST = 1 / 3
 @dataclass(frozen=True)
 class Need:
     """The bytes that a plan needs of one memory. `where`: the name of the memory. `nbytes`: the
-    bytes that the plan needs. `room`: the bytes that are available. `share`: the fraction of the
-    memory that is available."""
+    bytes that the plan needs. `room`: the bytes of the memory that plans may use. `share`: `room`
+    divided by all bytes of the memory."""
 
     where: str
     nbytes: float
@@ -49,8 +50,7 @@ class Need:
 
     @property
     def lacking(self) -> float:
-        """The number of bytes that the memory lacks: with so many more bytes, the plan would
-        fit."""
+        """The number of bytes by which the memory is too small for the plan."""
         return (self.nbytes - self.room) / self.share
 
 
@@ -81,9 +81,9 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
-    """Return the bytes of activations that a micro-batch keeps on a device until its backward.
-    `parts`: the number of parts of the model to which `blocks` belong. With `plan.memory.offload`,
-    the result is 0, because activations are moved to the host."""
+    """Return the bytes of activations that a micro-batch keeps on a device until the backward.
+    `parts`: the number of virtual pipeline stages to which `blocks` belong. If
+    `plan.memory.offload` is true, the result is 0, because activations are moved to host memory."""
     if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
@@ -93,8 +93,8 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Return the bytes of a block's activations that one tensor-parallel rank keeps for each
-    sample."""
+    """Return the bytes of a block's activations that one tensor-parallel rank keeps until the
+    backward, for each sample."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:
@@ -106,8 +106,8 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
     """Return the bytes of activations that one tensor-parallel rank holds, if a block has `nbytes`
-    of activations. `whole`: the bytes that every rank holds; the ranks divide the rest. If the
-    ranks split the sequence, they divide all bytes."""
+    bytes of activations. Every rank holds `whole` of these bytes, and the ranks divide the other
+    bytes among themselves. With sequence parallelism, the ranks divide all bytes."""
     whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
@@ -115,8 +115,8 @@ def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """Return the bytes that the blocks need temporarily while they run, besides the activations
     that are kept for backward. A block that is recomputed needs all of its activations. The output
-    layer needs the logits of the loss. If tensor-parallel ranks keep only parts of a block's input,
-    the block needs its complete input."""
+    layer needs the logits of the loss. If each tensor-parallel rank keeps only a part of a block's
+    input, the complete input is needed temporarily."""
     tp, framework = plan.parallelism.tp, plan.framework
     split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
     inputs, own = max(split, default=0.0), 0.0
@@ -164,7 +164,8 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
-    """Return the largest number of bytes that a step needs on a device of a pipeline stage."""
+    """Return the largest number of bytes that a step needs at any time on a device of pipeline
+    stage `number`."""
     parallelism = plan.parallelism
     widths = parallelism.widths or (1,) * parallelism.pp
     virtual = parallelism.virtual_stages
@@ -183,8 +184,9 @@ def needs(
     sharing: Sequence[int] = (),
 ) -> list[Need]:
     """Return the bytes that the plan needs of the devices, hosts and SSDs of each stage, and of the
-    server. `hosts`: for each stage, a host with the least resources of all hosts of the stage.
-    `sharing`: for each stage, the number of stages that share a host."""
+    server. `hosts`: for each stage, the host with the least resources among the stage's hosts.
+    `sharing`: for each stage, the number of stages on the same host; empty if no stages share a
+    host."""
     out: list[Need] = []
     free, served = 1 - plan.headroom, 0
 
@@ -222,13 +224,15 @@ def shared_needs(
     hosts: Sequence[Host],
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
-    """Return the bytes that the plan needs of the memory of hosts whose CPUs run the model. The
-    result has one Need for each kind of host, for the host of this kind that needs the most bytes.
+    """Return the bytes that the plan needs in the memory of hosts whose CPUs run the model. The
+    result has one Need for each kind of host. If hosts of a kind need different numbers of bytes,
+    the Need has the largest number.
 
     Args:
         cuts: For each stage, its blocks.
         hosts: Every host with devices.
-        slots_of: For each stage and each of its devices, the index of the device's host.
+        slots_of: For each stage, a sequence with one number per device: the index in `hosts` of the
+            device's host.
     """
     used: dict[int, float] = {}
     for number, (blocks, slots) in enumerate(zip(cuts, slots_of, strict=True)):
@@ -275,7 +279,8 @@ def check(found: Sequence[Need], plan: Plan) -> None:
 
 
 def kept_free(plan: Plan) -> str:
-    """Describe, for messages, how much memory plans leave free."""
+    """Return a text for error messages that states which fractions of memory plans must leave
+    free."""
     return (
         f"{plan.headroom:.0%} of device and host memory is kept free, and {1 - USABLE:.0%} of host"
         " memory is the system's"

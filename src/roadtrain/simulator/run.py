@@ -28,14 +28,15 @@ Counts = dict[Any, float]
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a simulation: figures of one step in the steady state.
+    """The result of a simulation: figures of one step, after the first steps have passed and
+    consecutive steps are equal.
 
     `differ`: the difference in seconds between the last two simulated steps. `estimated`: whether
     the step is estimated from shorter steps, because its micro-batches never repeat exactly.
     `busy`: for each resource or lane, the fraction of the time in which it is busy. `stages`:
-    (where, stage) -> the total seconds and the total work of the tasks of this stage there.
-    `peaks`: for each memory, the most bytes that it holds. `bytes`: for each resource, the bytes
-    that use it."""
+    (pipeline stage or server, kind of work) -> the total seconds and the total work of the tasks
+    that do this work there. `peaks`: for each memory, the most bytes that it holds. `bytes`: for
+    each resource, the bytes that use it."""
 
     plan: Plan
     seconds: float
@@ -73,16 +74,17 @@ def simulate(
     checked: bool = True,
     apart: bool = False,
 ) -> Result:
-    """Simulate steps until two in a row take the same time.
+    """Simulate steps of a plan until two consecutive steps take the same time, and return the
+    result.
 
-    If a step has many micro-batches, only some are simulated, and the time and traffic of the
-    others are added. If micro-batches never repeat exactly, a very long step is estimated from two
-    shorter steps (see MANY). With `traced`, all micro-batches are simulated, and the result has a
-    trace of all tasks. With `apart`, or if the plan has `widths`, each data-parallel rank is
-    simulated separately, and all traffic of a host shares the host's network cards. Otherwise the
-    ranks of a stage are simulated as one rank on the host with the least resources. Raises
-    ConfigError for a plan that is impossible on this cluster. If `checked`, raises BudgetError for
-    a plan that does not fit into memory."""
+    If a step has many micro-batches, only some of them are simulated, and the time and traffic of
+    the other micro-batches are added. If micro-batches never repeat exactly, a very long step is
+    estimated from two shorter steps (see MANY). If `traced` is true, all micro-batches are
+    simulated, and the result has a trace of all tasks. If `apart` is true, or if the plan has
+    `widths`, each data-parallel rank is simulated separately, and all traffic of a host shares the
+    host's network cards. Otherwise the ranks of a stage are simulated as one rank on the host with
+    the least resources. Raises ConfigError for a plan that is impossible on this cluster. If
+    `checked` is true, raises BudgetError for a plan that does not fit into memory."""
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
@@ -123,9 +125,10 @@ def simulate(
 
 
 class _Steps:
-    """The simulated steps of a scene. `marks`: the counts (the clock, and the use of each resource
-    and lane) before the first step and after each step. `differ`: the difference in seconds between
-    the last two steps that `steady` simulated. `estimated`: as in Result."""
+    """The simulated steps of a scene. `marks`: a list with the state of all counters before the
+    first step and after each step. The counters are the clock, and the use of each resource and
+    lane. `differ`: the difference in seconds between the last two steps that `steady` simulated.
+    `estimated`: whether the counts were estimated from shorter steps."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks = scene, [_mark(scene.engine)]
@@ -145,9 +148,9 @@ class _Steps:
         return _less(self.marks[-1], self.marks[-2])
 
     def steady(self, num_microbatches: int) -> Counts:
-        """Simulate steps until two in a row are equal, and return the counts of the last step. If
-        no two steps in a row are equal, for example because steps alternate, return the mean counts
-        of several steps."""
+        """Simulate steps until two consecutive steps are equal, and return the counts of the last
+        step. If no two consecutive steps are equal, for example because steps alternate, return the
+        mean counts of several steps."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
             took.append(self.step(num_microbatches))
@@ -177,8 +180,9 @@ class _Steps:
 
     def counted(self, few: int, turn: int) -> Counts | None:
         """Return the counts of the plan's step, extrapolated from steps of `few`, `few + turn` and
-        `few + 2 * turn` micro-batches. Return None if the second difference between these steps is
-        not equal to the first."""
+        `few + 2 * turn` micro-batches. Return None if the counts do not grow linearly: the third
+        step must differ from the second step by the same counts as the second step from the
+        first."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]
@@ -190,8 +194,9 @@ class _Steps:
         return {key: n + more[key] * times for key, n in second.items()}
 
     def _same(self, a: Counts, b: Counts, whole: Counts) -> bool:
-        """Return whether two steps are equal. `whole`: the counts of all steps so far. The two
-        steps may differ in their use of a resource by a small fraction of its use in all steps."""
+        """Return whether the counts `a` and `b` of two steps are equal. The uses of a resource
+        count as equal if they differ by less than a small fraction of the use of this resource in
+        all steps so far (`whole`)."""
         return abs(a["seconds"] - b["seconds"]) <= SAME * b["seconds"] and all(
             abs(a[r] - b[r]) <= SAME * whole[r] for r in self.scene.engine.resources
         )

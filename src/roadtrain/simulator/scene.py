@@ -36,11 +36,11 @@ from roadtrain.switch.options import MOST_CHILDREN
 
 
 class Scene:
-    """A plan on a cluster. `needs`: the bytes that the plan needs of every memory. `build` creates
-    the stages on their hosts, the server, and the links between stages. If `apart` is true, or if
-    the plan has `widths`, each replica of a stage is simulated separately. Otherwise all replicas
-    of a stage are simulated as one. Raises ConfigError for a plan that is impossible on this
-    cluster.
+    """A plan that is laid out on a cluster. `needs`: the bytes that the plan needs of every memory.
+    `build` creates the stages on their hosts, the server, and the links between stages. If `apart`
+    is true, or if the plan has `widths`, each replica of a stage is simulated separately. Otherwise
+    all replicas of a stage are simulated as one replica. Raises ConfigError for a plan that is
+    impossible on this cluster.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} needs {parallelism.devices} devices, but there are {len(slots)}",
-                hint="use smaller groups, or more hosts",
+                f"{parallelism} needs {parallelism.devices} devices, but the cluster has"
+                f" {len(slots)}",
+                hint="choose a smaller parallelism, or add hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
         first = parallelism.first_ranks
@@ -103,20 +104,20 @@ class Scene:
         for switch in tree.switches.values():
             if 0 < switch.slots < window:
                 raise ConfigError(
-                    f"placement {name} has {window} packets in flight, switch {switch.name} has"
-                    f" {switch.slots} slots",
+                    f"placement {name} has {window} packets in flight, but switch {switch.name}"
+                    f" has {switch.slots} slots",
                     hint="use a smaller packets.window, or a switch with more slots",
                 )
             if (children := tree.children(switch.name)) > MOST_CHILDREN:
                 raise ConfigError(
-                    f"{children} hosts and switches send to switch {switch.name}, the maximum is"
-                    f" {MOST_CHILDREN}",
+                    f"{children} hosts and switches send to switch {switch.name}, but the maximum"
+                    f" is {MOST_CHILDREN}",
                     hint="add a level of switches",
                 )
         if self.plan.keep is not None:
             raise ConfigError(
                 f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends only a"
-                " part of their elements",
+                " part of each gradient",
                 hint="omit keep, or choose placement server",
             )
 
@@ -136,8 +137,8 @@ class Scene:
         sums = {place.sum for place in places if not place.served}
         if len(self.used_hosts) == 1 and sums & {"spares", "separate", "switch"}:
             raise ConfigError(
-                f"placement {places[0].name} sums between hosts, but all devices are on one",
-                hint="choose placement ddp, which does the same there",
+                f"placement {places[0].name} sums between hosts, but all devices are on one host",
+                hint="choose placement ddp, which sums inside a host",
             )
 
     @property
@@ -147,7 +148,8 @@ class Scene:
 
     def build(self, engine: Engine) -> None:
         """Create all resources, stages and links of a step. Raises ConfigError if hosts have no
-        network in common, or if a tensor group does not fit the hosts."""
+        network in common, or if the devices of a host cannot be divided into tensor-parallel
+        groups."""
         cluster = self.cluster
         self.engine = engine
         self.switches: dict[str, Resource] = {}  # resources of all switches that sum, by name
@@ -180,7 +182,8 @@ class Scene:
         return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
 
     def _server_nics(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
-        """Return the server's network cards over which hosts of the stage reach the server."""
+        """Return the network cards of the server `node` over which hosts of the stage reach the
+        server."""
         number, hosts = stage
         if (tree := self._tree(number)) is not None:
             assert tree.node is not None
@@ -202,9 +205,9 @@ class Scene:
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
-        """Create the fan-in end between a stage's switches and the stage's server. Return None if
-        the placement has no fan-in. `workers`: the number of workers for which the fan-in end
-        waits."""
+        """Create the simulated fan-in of a stage, which connects the stage's server with the
+        switches. Return None if the placement has no fan-in. `workers`: the number of workers whose
+        gradients are summed."""
         plan = self.plan.of_stage(stage)
         if not plan.placement.fans_in:
             return None
@@ -218,7 +221,7 @@ class Scene:
         return self.switches[name]
 
     def _build_stage(self, number: int) -> None:
-        """Create a stage whose workers are simulated as one."""
+        """Create pipeline stage `number`, whose workers are simulated as one worker."""
         plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
         parallelism, mine = plan.parallelism, self.groups_of[number]
         first = self.least[number]  # the host with the least resources sets the pace
@@ -251,7 +254,7 @@ class Scene:
         self._add(fabric, number, self._end(number, many))
 
     def _build_replicas(self, number: int) -> None:
-        """Create the replicas of a stage, each as a separate SimulatedStage."""
+        """Create the replicas of pipeline stage `number`, each as a separate SimulatedStage."""
         plan, slots = self.plan.of_stage(number), self.slots_of[number]
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
@@ -301,8 +304,10 @@ class Scene:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
         if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
             raise ConfigError(
-                f"a tensor group of {tp} does not fit hosts of {fewest} devices",
-                hint="tp must divide the devices of a host, or be a multiple of them",
+                f"tensor-parallel groups of {tp} devices cannot be placed on hosts with {fewest}"
+                " devices",
+                hint="choose a tp that divides the number of devices per host, or a multiple of"
+                " this number",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:
@@ -352,7 +357,7 @@ class Scene:
     ) -> Cost:
         """Return the cost of sending `nbytes` from each device of `sender` to `receiver`. If
         replicas are simulated separately, the result is the cost for all devices of the sending
-        replica together."""
+        replica together. `what`: the direction, FORWARD or BACKWARD."""
         if not self.apart:
             link = self.between.get((sender.number, receiver.number, what))
             return Cost(0.0) if link is None else Cost(nbytes, [(link[0], 1.0)], link[1])
@@ -395,7 +400,7 @@ class Scene:
         return found
 
     def _slot(self, stage: SimulatedStage) -> int:
-        """Return the index of the host of a replica's first device."""
+        """Return the index of the host that has the first device of a replica."""
         return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
 
     @property
@@ -403,8 +408,9 @@ class Scene:
         return self.plan.parallelism.tp * self.plan.parallelism.cp
 
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
-        """Return the network card that the ranks of `group` use on each host. Return an empty list
-        if there is a single host without network cards."""
+        """Return, for each host, the network card for the traffic of `group`: "dp" (parameters and
+        gradients of `stage`) or "pp" (activations between stages). Return an empty list if there is
+        a single host without network cards."""
         kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:
@@ -470,9 +476,9 @@ class Scene:
 
 
 def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
-    """Return the bytes that a device sends to a device of the next stage for a micro-batch. In the
-    backward, the same number of bytes comes back. `following`: the first block after the
-    boundary between the stages."""
+    """Return the bytes of activations that a device sends to a device of the next stage for each
+    micro-batch. In the backward, gradients of the same size are sent in the other direction.
+    `following`: the first block of the next stage."""
     samples = plan.micro_batch / plan.parallelism.cp
     if model.hidden:
         return plan.sizes.activation_bytes * model.hidden * model.tokens * samples

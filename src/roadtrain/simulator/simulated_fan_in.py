@@ -1,13 +1,13 @@
-"""Simulate the fan-in of one stage with the state machine of the fan-in end. This state machine
-decides when a chunk is sent to all workers, when workers may send a gradient, and which messages
-the server receives.
+"""Simulate the fan-in of one stage with the real state machine of the fan-in, which runs in the
+server's process. This state machine decides when a chunk is sent to all workers, when workers may
+send a gradient, and which messages the server receives.
 
     FanInStateMachine -> Up, Broadcast, Grant, SendMaxima, PushRound: each becomes messages and
     packet streams with the costs of fan_in_costs.py
 
-Each direction is one stream. The packets of a stream are sent in the order of their sequence
-numbers, and none is lost. If a worker is so late that the other workers continue without it, the
-late worker is served over TCP, as in a real run.
+Each direction (to the server, to the workers) is one stream. The packets of a stream are sent in
+the order of their sequence numbers, and no packet is lost. If a worker is so late that the other
+workers continue without it, the late worker is served over TCP, as in a real run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ PacketRun = list[Then]
 
 
 class NumberedStream:
-    """A stream that sends packets in the order of their sequence numbers. If later packets are
-    ready first, they wait for the earlier packets."""
+    """A stream that sends packets in the order of their sequence numbers. Packets that are ready
+    too early wait until all earlier packets are sent."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -57,7 +57,8 @@ class NumberedStream:
         self.runs: deque[PacketRun] = deque()
 
     def next(self) -> PacketRun:
-        """Reserve the next sequence numbers."""
+        """Reserve sequence numbers for a run of packets that will be sent after all earlier
+        runs."""
         self.runs.append([])
         return self.runs[-1]
 
@@ -72,8 +73,9 @@ class NumberedStream:
 
 
 class SimulatedFanIn:
-    """The fan-in end of one stage on the virtual clock. `blocks`: the division of the stage's
-    blocks into chunks."""
+    """The fan-in of one stage on the virtual clock, as seen from the server's process. `blocks`:
+    the division of the stage's blocks into chunks. A *member* of the fan-in is a link from one
+    worker, or the only link if all workers are simulated as one."""
 
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
@@ -97,7 +99,7 @@ class SimulatedFanIn:
         return self.machine.workers
 
     def join(self, member: SimulatedFanInLink) -> int:
-        """Add a member before the first step, and return its number."""
+        """Add the link of a member before the first step, and return the member's number."""
         self.members.append(member)
         return len(self.members) - 1
 
@@ -107,7 +109,9 @@ class SimulatedFanIn:
         self._send([replace(pull, worker=worker) for worker in self._workers(member)])
 
     def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Announce a gradient. `then` is called when the server has received the gradient."""
+        """Announce a gradient of the workers that `member` stands for. `fresh`: whether the
+        gradient is the chunk's first of the step. `then`: function that is called when the server
+        has received the gradient."""
         waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
         waiting[self._workers(member)[0]].append(then)
         self._send([Announce(chunk, fresh, worker) for worker in self._workers(member)])
@@ -120,22 +124,23 @@ class SimulatedFanIn:
         self._send([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
-        """Count the answer of one member's server to a pull. The pull is answered when the servers
-        of all members have answered."""
+        """Count an answer to the pull with this ticket. Each member has its own part of the
+        simulated server. The pull is answered once the parts of all members have answered."""
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
             self._handle(m.Pulled(ticket, 0))
 
     def _workers(self, member: int) -> range:
-        """Return the workers that a member represents."""
+        """Return the numbers of the workers that a member stands for."""
         if len(self.members) == self.workers:
             return range(member, member + 1)
         assert len(self.members) == 1
         return range(self.workers)
 
     def _send(self, events: Sequence[FanInEvent]) -> None:
-        """Send messages to the fan-in end, one message from each worker."""
+        """Send messages from workers to the fan-in in the server's process, one message from each
+        worker."""
 
         def arrived() -> None:
             # with a single member, all workers send at the same time, so none is late
@@ -180,9 +185,9 @@ class SimulatedFanIn:
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
-        """Send a message to each member's part of the server. Each part treats all members as a
-        single worker. A gradient that arrives from this worker is complete, so Close is not
-        sent."""
+        """Send a message to each member's part of the simulated server. The fan-in acts as a single
+        worker of the server. Each gradient of this single worker is already complete, so Close
+        messages are not sent."""
         if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
@@ -212,8 +217,8 @@ class SimulatedFanIn:
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
 
     def _granted(self, action: Grant) -> None:
-        """Let all workers send their exponents after they have received the grant. With a fixed
-        scale there are no exponents, and the stream of exponents costs nothing."""
+        """Send a grant to all workers. When the grant has arrived, all workers send their
+        exponents. With a fixed scale there are no exponents, and this stream takes no time."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
         arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
@@ -230,9 +235,9 @@ class SimulatedFanIn:
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
     def _push(self, action: PushRound) -> None:
-        """Give the sum to the server. The server receives the sum at once, because later actions
-        rely on this order. The buffer of the sum becomes free later, after the time that copying
-        the sum takes."""
+        """Give a sum to the server. The server receives the sum at once, because later actions
+        require that the server has the sum. The buffer of the sum becomes free after the time that
+        copying the sum takes."""
         announced = self.granted.pop((action.chunk, action.round))
         waiting = self.pushed[action.chunk]
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
@@ -255,8 +260,8 @@ class SimulatedFanIn:
     # actions that take time
 
     def _stream(self, stage: str, costs: Sequence[Cost], lane: Lane, then: Then) -> None:
-        """Send packets to or from all workers. `then` is called when the last packet has
-        arrived."""
+        """Send packets to or from all workers. `costs`: the cost for each member. `then`: function
+        that is called when the last packet has arrived."""
         cost = joined(costs)._replace(max_rate=costs[0].max_rate)
         if not cost.work:
             then()
@@ -276,12 +281,13 @@ class SimulatedFanIn:
 
 
 class SimulatedFanInLink:
-    """The link through switches to the server, from one worker or from all workers that are
+    """The link through switches to the server, either from one worker or from all workers that are
     simulated as one.
 
-    `end`: the fan-in end of the link. `server`: does this worker's part of the server's work.
-    `pulled`: called with the ticket of each answered pull. `settled`: called with the number of a
-    step when all updates that the step requested have reached the server.
+    `end`: the simulated fan-in that the link belongs to. `server`: the part of the simulated server
+    that does the work for this link. `pulled`: function that is called with the ticket of each
+    answered pull. `settled`: function that is called with the number of a step when the server has
+    received the requests for all updates of the step.
     """
 
     def __init__(
@@ -306,11 +312,12 @@ class SimulatedFanInLink:
         self.end.pull(self.number, pull)
 
     def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
-        """Push a gradient. `then` is called when the server has received the gradient."""
+        """Push a gradient of a chunk. `fresh`: whether the gradient is the chunk's first of the
+        step. `then`: function that is called when the server has received the gradient."""
         self._in_order(step, partial(self.end.announce, self.number, chunk, fresh, then))
 
     def close(self, step: int, chunk: int) -> None:
-        """Report that the chunk's gradient is complete."""
+        """Report that all gradients of a chunk in this step have been pushed."""
         self._in_order(step, partial(self.end.close, self.number, chunk, step))
 
     def ask_update(self, update: m.ApplyUpdate) -> None:

@@ -1,8 +1,9 @@
 """Simulate one stage's server with the state machines of real servers.
 
 ServerStateMachine returns the actions Answer, Hold, Read, Update, Write and Prepare. Each action
-becomes a task; fabric.py computes its cost. CommitStateMachine decides when a step is committed.
-Equal servers are simulated as one server. Gradients have no values: they are None.
+becomes a task on the virtual clock. fabric.py computes the cost of the task. CommitStateMachine
+decides when a step is committed. Equal servers are simulated as one server. The simulation computes
+no values: each gradient is None.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class BlockPieces:
         return (self.updated[block] + self.rows[block]) / self.pieces
 
     def state_of(self, chunk: int) -> float:
-        """Return how many of a chunk's parameters have state that an update reads and writes."""
+        """Return the number of a chunk's parameters whose state an update reads and writes."""
         block = chunk // self.pieces
         return (self.params[block] + self.rows[block]) / self.pieces
 
@@ -80,9 +81,9 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Return the number of table elements that the samples of a step use in this block, counted per
-    device (as `BlockPieces.updated` is). Tables are always divided among all devices, in every
-    placement."""
+    """Return the number of elements of this block's tables that the samples of a step use. The
+    number is counted per device, in the same way as `BlockPieces.updated`. In every placement,
+    tables are divided among all devices."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -90,8 +91,8 @@ def _rows(plan: Plan, block: BlockShape) -> float:
 
 
 class SimulatedServer:
-    """The server of one stage on the virtual clock. If replicas are simulated separately, it does
-    one replica's part of the server's work."""
+    """The server of one stage on the virtual clock. If replicas are simulated separately, each
+    replica has its own object, which does this replica's part of the server's work."""
 
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
@@ -113,8 +114,8 @@ class SimulatedServer:
 
     @cached_property
     def machine(self) -> ServerStateMachine:
-        """The server's state machine. It is created in the first step and not before, because
-        `SimulatedStage.bound` does not need a state machine."""
+        """The server's state machine. It is created on first use, in the first step.
+        `SimulatedStage.bound`, which is called earlier, does not need a state machine."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
         # the first chunks stay in memory, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)
@@ -137,7 +138,7 @@ class SimulatedServer:
 
     @property
     def ended(self) -> int:
-        """The last step that has ended."""
+        """The number of the last step that has ended."""
         return self.commits.ended
 
     @property
@@ -147,7 +148,7 @@ class SimulatedServer:
 
     def handle(self, event: m.Event) -> None:
         """Pass an event to the server's state machine. If the state machine is still handling
-        earlier events, the new event waits for its turn."""
+        earlier events, handle the new event after these events."""
         self.inbox.append(event)
         if self.busy:
             return
@@ -158,7 +159,7 @@ class SimulatedServer:
         self.busy = False
 
     def end_step(self, step: int) -> None:
-        """End a step. All updates of the step must have been requested before."""
+        """End a step. The caller must have requested all updates of the step before this call."""
         self._send(self.commits.end_step(step))
         self._send(self.commits.blob(step, None))
 
@@ -187,7 +188,9 @@ class SimulatedServer:
             case m.Send(message):
                 self._reply(message)
             case _:
-                raise AssertionError(f"unexpected action with one worker: {action}")
+                raise AssertionError(
+                    f"the server's state machine returned an unexpected action: {action}"
+                )
 
     def _reply(self, message: m.ServerMessage) -> None:
         match message:
@@ -239,8 +242,8 @@ class SimulatedServer:
         )
 
     def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
-        """Run a task when the queue of the SSDs admits the task. A task that uses no SSD runs at
-        once."""
+        """Run a task with this cost when the queue of the SSDs admits the task. A task that uses no
+        SSD runs at once. `priority`: the kind of access, such as READ_STATE."""
         if not cost.uses:
             self._cost(stage, cost, then)
             return

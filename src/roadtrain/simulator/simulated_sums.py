@@ -1,8 +1,10 @@
-"""Simulate the summation service with its real state machines. The state machine of the membership
-decides which host sums how much. The state machines of the reducers decide when a sum is complete.
+"""Simulate the summation service with its real state machines. The membership's state machine
+decides which fraction of the data each host sums. The reducers' state machines decide when a sum is
+complete.
 
-In the simulation, a chunk is a single part. The traffic on the links is computed in closed form as
-if many small parts were in flight (sums/protocol/shares.py). Equal hosts send at the same time.
+In the simulation, each chunk is summed as a single part. The traffic on the links is computed in
+closed form as if many small parts were in flight (sums/protocol/shares.py). Equal hosts send at the
+same time.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class SimulatedSums:
         self._agree(self.coordinator.remove(reducer))
 
     def pushed(self, tensor: int, elements: int) -> list[PartRound]:
-        """Deliver the parts of all worker hosts for the tensor's next round, and return the
-        completed rounds."""
+        """Deliver the next gradient of a tensor from all worker hosts to the reducer. Return the
+        rounds of summation that are now complete."""
         number = self.rounds[tensor] = self.rounds.get(tensor, 0) + 1
         [reducer] = self.map.reducers(tensor, 1, number)
         machine = self.reducers.setdefault(reducer, ReducerStateMachine(self.workers))
@@ -57,8 +59,8 @@ class SimulatedSums:
         return [done for done in rounds if done is not None]
 
     def _agree(self, actions: Sequence[MembershipAction]) -> None:
-        """Deliver the coordinator's messages to every worker, and deliver the workers' answers to
-        the coordinator. End when no message is left."""
+        """Deliver the coordinator's messages to all workers and the workers' answers to the
+        coordinator, until no message is left."""
         rounds = {tensor: (number, True) for tensor, number in self.rounds.items()}
         queue = deque(actions)
         while queue:
@@ -72,7 +74,7 @@ class SimulatedSums:
 
     def _exchange(self) -> float:
         """Return the number of bytes that the first host's network card carries in each direction
-        when the hosts sum one byte."""
+        for each byte of a gradient that the hosts sum."""
         spares, shares = list(self.map.spares.values()), list(self.map.shares.values())
         return busiest(self.rates, spares, shares) * self.rates[0]
 

@@ -23,8 +23,8 @@ BEAT_S = 0.01
 
 
 class Site:
-    """The resources of one host. The host represents all hosts of its kind. There are resources for
-    one device only, because all devices of the host do the same."""
+    """The resources of one host, which stands for all hosts of its kind. Of the host's devices,
+    only one is modeled, because all devices of the host do the same work."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """If `resource` is None, this site creates its own resources. If sites share resources,
-        `resource` is a function that returns the resource with a given name and capacity."""
+        """`resource`: a function that returns the resource with a given name and capacity, for
+        sites that share resources. If None, this site creates its own resources."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -69,8 +69,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the resources that reading a byte from the SSDs uses. The byte is read to host
-        memory or, if `beside`, to the processors in the SSDs."""
+        """Return the resources that reading a byte from the SSDs uses. The byte is read into host
+        memory. If `beside` is true, the byte is read by the processors in the SSDs instead."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -83,9 +83,10 @@ class SwitchResources:
     """The resources of the switches of one tree. `packets`: the plan's settings for packets.
 
     Upwards, each link carries one sum; downwards, each link carries one copy of the parameters. A
-    switch without a `rate` is a switch of the network, through which the packets pass anyway. A
-    switch with a `rate` is a machine beside the network: it receives the packets of each child over
-    its own network card. It also sends a copy to each child, unless the network makes the copies.
+    switch without a `rate` is a switch of the network itself, so its sums and copies cause no
+    additional traffic. A switch with a `rate` is a machine that is attached to the network. The
+    packets of all children arrive over the network card of this machine. The machine also sends a
+    copy of each packet to each child, unless the network makes the copies.
     """
 
     def __init__(
@@ -127,22 +128,25 @@ class SwitchResources:
         return int(-(-nbytes // self.packets.payload))
 
     def latency(self, rate: float) -> float:
-        """Return the one-way latency in seconds over links of `rate` bytes/s. A switch on a machine
-        adds the time in which it receives a batch of packets."""
+        """Return the one-way latency in seconds over links of `rate` bytes/s. Each switch that is a
+        machine adds the time for receiving a batch of packets, because such a switch forwards
+        packets in batches."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
         batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
-        """Return the seconds from one heartbeat to the next. A heartbeat is sent when a quarter of
-        a window has arrived, and after BEAT_S seconds at the latest. No heartbeat is sent before at
-        least one packet has arrived."""
+        """Return the seconds from one heartbeat (an acknowledgement of packets) to the next. A
+        heartbeat is sent when a quarter of a window has arrived, and after BEAT_S seconds at the
+        latest, but not before at least one packet has arrived. `rate`: the rate of the packets in
+        bytes/s."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
-        """Return the highest rate in bytes/s on the wire that a window of packets allows. The
-        window only advances when a heartbeat acknowledges packets. `rate`: the rate of the network
-        cards in bytes/s."""
+        """Return the highest rate, in bytes/s on the wire, at which packets can be sent. The rate
+        is limited because at most a window of packets may be unacknowledged, and the window
+        advances only when a heartbeat acknowledges packets. `rate`: the rate of the network cards
+        in bytes/s."""
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
@@ -157,20 +161,22 @@ class FlowGroup:
     """The data-parallel ranks of one pipeline stage, which all have the same parameters.
 
     Attributes:
-        site: The host of the ranks.
-        server: The server that keeps the stage's state; None if no server keeps it.
+        site: The resources of the host of the ranks.
+        server: The resources of the server that keeps the stage's state; None if no server keeps
+            the state.
         hosts: Number of hosts of the group.
-        ranks: Number of ranks on each host. If hosts differ, this is the number on the host with
-            the most ranks.
+        ranks: Number of ranks on each host; if hosts differ, the number on the host with the most
+            ranks.
         tp: Number of devices that each rank has on its host.
         replicas: Number of ranks of the group on all hosts together.
-        beside: Number of ranks of the group on the site's host, including ranks that are simulated
-            by other tasks.
-        server_share: If the server does work once for all hosts, the fraction of this work that the
-            tasks of this group count.
+        beside: Number of ranks of the stage on the site's host. If ranks are simulated separately,
+            the ranks of other FlowGroups are included.
+        server_share: The fraction of the server's work for the stage that the tasks of this group
+            simulate; less than 1 if ranks are simulated separately.
         touch: CPU seconds per byte that enters or leaves a host.
-        rates: The usable rate of each host's network card.
-        switches: The switches that sum the gradients of the hosts, if any do.
+        rates: The usable rate of each host's network card in bytes/s.
+        switches: The resources of the switches that sum the gradients of the hosts; None if no
+            switch sums.
     """
 
     site: Site
@@ -195,25 +201,26 @@ class FlowGroup:
 
     @property
     def card(self) -> float:
-        """The number of bytes that cross the host's network card in one task of this group. It is
-        given for each byte that the host sends once for all of its ranks."""
+        """The number of bytes that one task of this group sends over the host's network card, for
+        each byte of a device that the host sends once for all of its ranks."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:
-        """Return how many bytes cross the server's network card in one task, for each byte that
-        each host sends to the server or receives from the server. If `once` is true, switches sum
-        the bytes of all hosts on the way to the server, and copy a byte from the server to all
-        hosts."""
+        """Return the number of bytes that cross the server's network card in one task, for each
+        byte that each host sends to the server or receives from the server. If `once` is true,
+        switches sum the bytes of all hosts, or copy the server's byte to all hosts, so a single
+        byte crosses the card for all hosts together."""
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
-        """Return the resource uses of a byte that the group's ranks on this host exchange. Return
-        an empty list if there is a single rank."""
+        """Return the resource uses of a byte that the ranks on this host exchange with each other.
+        `weight`: the amount of the resource per byte. Return an empty list if there is a single
+        rank."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
-        """Return the use of CPUs for a byte that enters or leaves the host `crossings` times.
-        Return an empty list if devices other than CPUs compute."""
+        """Return the use of the host's CPUs for a byte that enters or leaves the host `crossings`
+        times. Return an empty list if devices other than CPUs compute."""
         if self.site.cores is None or not self.touch:
             return []
         return [(self.site.cores, crossings * self.touch)]

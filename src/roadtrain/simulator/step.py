@@ -2,14 +2,14 @@
 
     StageStateMachine    decides which micro-batch runs next, forward or backward
     Prefetcher           pulls the parameters of blocks before they are needed
-    RelayStateMachine    passes messages on, if a network card communicates for the worker
+    RelayStateMachine    passes messages on, if a processor on the network card runs a relay
 
 simulated_sums.py simulates sums; simulated_server.py simulates updates and commits.
 
-Equal workers are simulated as one worker. Usually, each block of a forward or backward is a task.
+Equal workers are simulated as one worker. Usually, the forward or backward of each block is a task.
 If all parameters stay on the device, a forward or backward is a single task for all blocks. There
 are two exceptions: the first forward and the last backward of a step, and forwards or backwards
-that need table rows from other devices. Gradients have no values: they are None.
+that need table rows from other devices. The simulation computes no values: each gradient is None.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from roadtrain.stages.protocol.pipeline import (
 
 
 class SimulatedStage:
-    """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. `send`
-    is called after each run (the forward or backward of a micro-batch), to send the run's output.
-    Its arguments are the stage and the run."""
+    """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. A
+    *run* is the forward or backward of a micro-batch. `send`: function that is called with this
+    stage and the run after each run, to send the output of the run."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the simulated fan-in end between switches and the stage's server; None if no
+        """`end`: the simulated fan-in between the switches and the stage's server; None if no
         switches send to the server. `rank`: the position of this replica; None if all replicas are
         simulated as one."""
         plan, device = fabric.plan, fabric.site.host.device
@@ -141,9 +141,9 @@ class SimulatedStage:
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> float:
-        """Return a lower bound for the seconds of a step. Neither the computing of the device nor
-        the traffic of any resource (its bytes divided by its capacity) can take less time. The
-        largest of these times is the bound."""
+        """Return a lower bound for the seconds of a step. A step takes at least as long as the
+        device computes. It also takes at least as long as each resource needs for its traffic
+        (bytes divided by capacity). The largest of these times is the bound."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -170,9 +170,9 @@ class SimulatedStage:
         return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Return the least number of parameters that a forward or backward through all parts
-        fetches, except the first forward of the step. The largest `stay` blocks of each part may
-        still be on the device, so they do not count."""
+        """Return the least number of parameters that each forward or backward through all parts of
+        the model fetches, after the first forward of the step. The largest `stay` blocks of each
+        part may still be on the device, so the parameters of these blocks are not counted."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
@@ -197,13 +197,13 @@ class SimulatedStage:
 
     @property
     def first_s(self) -> float:
-        """Seconds in which the stage computes the forward and backward of a micro-batch through the
-        first of its parts of the model."""
+        """Seconds in which the stage computes the forward and backward of a micro-batch through
+        only one part of the model: the first part that the stage has."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:
-        """Add the memory that is in use throughout a step to the memory that is held. Activations
-        are added and removed while the step runs."""
+        """Record the memory that is in use throughout a step. (The memory of activations is
+        recorded while the step runs.)"""
         plan, group, framework = self.plan, self.fabric.group, self.plan.framework
         held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
         self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
@@ -238,9 +238,10 @@ class SimulatedStage:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Return the seconds of a block's forward or backward. With activation checkpointing, a
-        backward includes a second forward, except in the output layer. With context parallelism, a
-        backward passes keys and values around the ranks again, together with their gradients."""
+        """Return the seconds of a block's forward (if `what` is FORWARD) or backward. With
+        activation checkpointing, a backward includes a second forward, except in the output layer.
+        With context parallelism, a backward passes keys and values around the ranks again, together
+        with their gradients."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
@@ -431,17 +432,17 @@ class SimulatedStage:
         return ApplyUpdate(chunk, step, (), (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
-        """Return the number of replicas that push a gradient in the same round as `run`. The last
-        gradients of all replicas form one round. Of the earlier gradients, the k-th gradients of
-        all replicas form round k."""
+        """Return the number of replicas that push a gradient of a block in the same round as `run`.
+        Round k has the k-th gradient of each replica. The last gradients of all replicas form a
+        separate round, because replicas may have different numbers of micro-batches."""
         if run.last:
             return self.width
         rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
         return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
-        """Handle a gradient that arrived at the place where it is summed. With the summation
-        service, the reducers of the service decide when the sum is complete."""
+        """Handle a gradient whose push has ended. With the summation service, the reducers of the
+        service decide when the sum is complete."""
         if (sums := self.fabric.sums) is None:
             self._pushed(push, last, step)
             return
@@ -458,13 +459,14 @@ class SimulatedStage:
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
-        """Let the next pulls of the block request the version after the update of `step`."""
+        """Let the next pulls of the block request the version of the parameters that the update of
+        `step` produces."""
         self.version[block] = step
         self.prefetch[block].updated([block])
 
     def _end_step(self, step: int) -> None:
-        """End a step if all blocks are computed, all gradients have arrived at the place where they
-        are summed, and the previous step has ended."""
+        """End a step if all blocks are computed, the pushes of all gradients have ended, and the
+        previous step has ended."""
         if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":

@@ -1,4 +1,4 @@
-"""Parsing of addresses, the job's token and TLS files."""
+"""Parse addresses, and read the job's token and the paths of TLS files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MAX_TOKEN = 4 * KIB  # bytes
 
 
 def address_of(text: str) -> Address:
-    """Parse HOST:PORT. Raises ConfigError."""
+    """Parse an address such as "10.0.0.3:7000" into (host, port). Raises ConfigError if `text` is
+    not HOST:PORT."""
     found = ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > MAX_PORT:
         raise ConfigError(
@@ -31,8 +32,8 @@ def address_of(text: str) -> Address:
 
 
 def own_address(to: Address) -> str:
-    """Return the address of this host from which packets to `to` are sent. Raises LostError if
-    there is no route."""
+    """Return this host's own IP address that packets to `to` have as their source address. Raises
+    LostError if this host has no route to `to`."""
     try:
         family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -54,7 +55,9 @@ def local_options(options: TcpOptions) -> Common:
 
 
 def token_of(path: str | Path | None) -> bytes | None:
-    """Read the job's token from a file that only its owner may read. Raises ConfigError."""
+    """Read the job's token from a file; return None if `path` is None. Raises ConfigError if the
+    file is unreadable, if users other than the owner of the file have access, or if the token is
+    too short or too long."""
     if path is None:
         return None
     try:
@@ -70,26 +73,30 @@ def token_of(path: str | Path | None) -> bytes | None:
         )
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
         raise ConfigError(
-            f"the token in {path} must have {MIN_TOKEN} to {MAX_TOKEN} bytes, has {len(token)}",
-            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) creates one",
+            f"the token in {path} must have {MIN_TOKEN} to {MAX_TOKEN} bytes, but has {len(token)}",
+            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) creates a new token",
         )
     return token
 
 
 def write_token(path: Path, token: bytes | None = None) -> None:
-    """Write `token`, or a new random token, to a file that only its owner can read."""
+    """Write `token` to a new file that only its owner can read. If `token` is None, write a new
+    random token."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token or secrets.token_hex().encode())
 
 
 def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
-    """Make a Tls from the paths of its files; None if there are no paths. Raises ConfigError if a
-    file is unreadable, or if there is a key but no certificate."""
+    """Return a Tls made from the paths of PEM files, or None if no path is given. Raises
+    ConfigError if a file is unreadable, or if `key` is given without `cert`."""
     if not (cert or key or ca):
         return None
     if key and not cert:
-        raise ConfigError(f"TLS: the key {key} needs its certificate", hint="pass both")
+        raise ConfigError(
+            f"TLS: the key {key} needs its certificate",
+            hint="pass both the certificate and the key",
+        )
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Handshake: authenticates both sides of a new connection, within a deadline and a few hundred
-bytes, so that the connection can become part of a link.
+"""The handshake of a new connection. Both sides authenticate each other before a deadline, with
+messages of a few hundred bytes. Then the connection can become part of a link.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
@@ -8,22 +8,23 @@ bytes, so that the connection can become part of a link.
     server  VERDICT   accepted, or refused with a reason; HMAC-SHA256(token, "server", transcript,
                       verdict) if the client's proof was right
 
-The transcript of PROOF consists of both greetings and, under TLS, the server's certificate, which
-excludes a man in the middle. The transcript of VERDICT has the client's proof and hello in
-addition. Both sides choose a new nonce for each handshake, and each side proves its own role, so a
-message can neither be replayed later nor sent back to its sender. Each message ends with its own
-checksum, so that a flipped bit is not reported as a wrong token.
+The transcript of PROOF consists of both greetings and, under TLS, the server's certificate, so that
+a man in the middle is detected. The transcript of VERDICT consists of the transcript of PROOF, the
+client's proof and hello. Both sides choose a new nonce for each handshake, and each side proves its
+own role, so a message can neither be replayed later nor sent back to its sender. Each message ends
+with its own checksum, so that a flipped bit is not reported as a wrong token.
 
 Note "language". The language is a digest of all message types that the two sides exchange (usually
-those of servers/frames.py), so versions of roadtrain that would misunderstand each other refuse to
-connect. The first ten bytes of a greeting (magic, version) are the same in every version of
-roadtrain, so that each side can report that the other side has another version.
+the message types of servers/frames.py), so versions of roadtrain that would misunderstand each
+other refuse to connect. The first ten bytes of a greeting (magic, version) are the same in every
+version of roadtrain, so that each side can report that the other side has another version.
 
-The token is never sent, but both sides prove that they know the token. A side without a token only
-connects to a side without a token. All connections of a link have the same link id. The client
-sends hello on the first connection. The server sends the verdicts once all connections of the link
-have arrived. The handshake does not protect the bytes that follow it: the owner of the link decides
-about TLS or a private network. Works with every kind of socket.
+"hello" is a message of the client's owner, such as the number of a worker. The token is never sent,
+but both sides prove that they know the token. A side without a token only connects to another side
+without a token. All connections of a link have the same link id. The client sends hello on the
+first connection. The server sends a verdict on each connection once all connections of the link
+have arrived. The handshake does not protect the bytes after the handshake: to protect those bytes,
+use TLS or a private network. The handshake works with every kind of socket.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ class Common:
 
     Attributes:
         frame_limit: Largest payload in bytes. The smaller limit of both sides applies.
-        checksums: Whether every frame has an xxh3; both sides must agree. If None, frames have an
-            xxh3 on all links but two kinds: links inside one process, and links with TLS, which
-            authenticates the bytes.
-        handshake_s: Seconds that a handshake may take.
+        checksums: Whether every frame has a checksum (xxh3); both sides must agree. If None, frames
+            have checksums, except on links inside one process and on links with TLS. (TLS
+            authenticates the bytes itself.)
+        handshake_s: The most seconds that a handshake may take.
         close_s: Seconds after which `close` gives up if no byte leaves.
-        retry_s: Seconds for which a connection is retried while nothing listens at the address. If
-            None, it is retried until the caller's deadline if the caller has one, and otherwise not
-            retried.
+        retry_s: Seconds for which connecting is retried while nothing listens at the address. If
+            None, connecting is retried until the caller's deadline. If the caller has no deadline
+            either, connecting is not retried.
     """
 
     frame_limit: int = FRAME_LIMIT
@@ -96,7 +97,7 @@ NO_LANGUAGE = bytes(16)  # the language of links that do not carry roadtrain's o
 
 
 class Greeting(NamedTuple):
-    """The first message of either side."""
+    """The first message that each side sends in a handshake."""
 
     magic: bytes
     version: int
@@ -133,9 +134,13 @@ def greeting(
     language: bytes = NO_LANGUAGE,
     hello: bytes = b"",
 ) -> Greeting:
-    """Make this side's greeting. Raises WireError if hello is too long."""
+    """Return the greeting that this side sends on connection `number` of the link with the id
+    `link`. Raises WireError if `hello` is longer than MAX_HELLO bytes."""
     if len(hello) > MAX_HELLO:
-        raise WireError(f"hello has {len(hello)} bytes, at most {MAX_HELLO} are allowed")
+        raise WireError(
+            f"the client's hello message has {len(hello)} bytes, but at most {MAX_HELLO} are"
+            " allowed"
+        )
     return Greeting(
         MAGIC,
         VERSION,
@@ -160,8 +165,9 @@ def client_greet(
     deadline: float,
     binding: bytes = b"",
 ) -> OpenHandshake:
-    """Exchange greetings and send the proof. `binding` is an id of the TLS channel that is the same
-    on both sides; empty without TLS."""
+    """Do the client's side of a handshake, without the verdict: exchange greetings, and send the
+    proof and `hello`. `binding`: the SHA-256 of the server's TLS certificate, or b"" without
+    TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
@@ -174,45 +180,54 @@ def client_greet(
 
 
 def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) -> None:
-    """Receive the verdict. Raises AuthError, BusyError or WireError with the server's reason."""
+    """Receive the server's verdict. If the server refuses the client, raises AuthError, BusyError
+    or WireError with the server's reason."""
     what = "the server's verdict"
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
     code, length, text_sum, theirs = VERDICT.unpack(opened(raw, what))
     if length > MAX_TEXT:
-        raise WireError(f"a verdict has {length} bytes, at most {MAX_TEXT} are allowed")
+        raise WireError(
+            f"the server's verdict has a text of {length} bytes, but at most {MAX_TEXT} are allowed"
+        )
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
     # control characters are removed, because the server is not authenticated yet
     text = "".join(c for c in decoded if c.isprintable() or c == "\n")
     if code == NOT_PROVEN:
-        raise AuthError(f"refused by the server: {text}")
+        raise AuthError(f"the server refused the connection: {text}")
     if not hmac.compare_digest(theirs, _prove_verdict(answer, code, words)):
         raise AuthError(
             "the server did not prove that it has the token", hint="give both sides the same token"
         )
     if code != ACCEPTED:
-        raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
+        raise (BusyError if code == BUSY else WireError)(
+            f"the server refused the connection: {text}"
+        )
 
 
 def server_greet(
     sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float, binding: bytes = b""
 ) -> OpenHandshake:
-    """Do the server's side of the handshake, without the verdict. Raises PeerError if the client is
-    refused."""
+    """Do the server's side of a handshake, without the verdict. Raises PeerError if the client must
+    be refused. `binding`: the SHA-256 of the server's TLS certificate, or b"" without TLS."""
     beginning = receive(sock, BEGINNING.size, deadline, "a greeting")
     if beginning[: len(MAGIC)] != MAGIC:
-        raise WireError(f"the client is not roadtrain: its first bytes are {beginning!r}")
+        raise WireError(f"the client is not a roadtrain process: its first bytes are {beginning!r}")
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     raw = _rest_of_greeting(sock, ours, beginning, deadline)
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(
-            f"connection {theirs.number} of {theirs.connections}, at most {MAX_CONNECTIONS} allowed"
+            f"connection {theirs.number} of {theirs.connections} of a link is invalid: connections"
+            f" count from 0, and at most {MAX_CONNECTIONS} connections are allowed"
         )
     if theirs.hello_nbytes > MAX_HELLO:
-        raise WireError(f"hello has {theirs.hello_nbytes} bytes, at most {MAX_HELLO} are allowed")
+        raise WireError(
+            f"the client's hello message has {theirs.hello_nbytes} bytes, but at most {MAX_HELLO}"
+            " are allowed"
+        )
     transcript = raw + mine + binding
     sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
     proof = opened(sealed_proof, "the proof of the token")
@@ -222,20 +237,21 @@ def server_greet(
         raise refusal
     hello = receive(sock, theirs.hello_nbytes, deadline, "hello")
     if hashlib.sha256(hello).digest() != theirs.hello_digest:
-        raise WireError("hello does not match its checksum")
+        raise WireError("the client's hello message does not match its checksum")
     return OpenHandshake(theirs, token, transcript + bytes(proof) + hello, hello)
 
 
 def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
-    """Send the verdict that the client is accepted."""
+    """Send the client a verdict that accepts the connection."""
     _send_verdict(sock, ACCEPTED, b"", deadline, caller)
 
 
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Send the verdict that the client is refused because of `error`. If `error` is an AuthError or
-    BusyError, the client raises an error of the same class, otherwise a WireError."""
+    """Send the client a verdict that refuses the connection, with `error` as the reason. If `error`
+    is an AuthError or a BusyError, the client raises an error of the same class. Otherwise the
+    client raises a WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
@@ -251,19 +267,19 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """Receive the rest of a greeting, and return the whole greeting. The version is compared before
-    the rest is received, because the greetings of other versions may have other lengths. Raises
-    WireError if the version differs."""
+    """Receive the bytes of the peer's greeting that follow `beginning`, and return the complete
+    greeting. First check the version in `beginning`, because greetings of other versions may have
+    other lengths. Raises WireError if the peer's version differs from the version of this side."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
-        raise WireError(f"the peer is not roadtrain: its first bytes are {beginning!r}")
+        raise WireError(f"the peer is not a roadtrain process: its first bytes are {beginning!r}")
     if version != ours.version:
         # closing with unread bytes could reset the connection before the peer has read our greeting
         with contextlib.suppress(OSError):
             sock.settimeout(0.1)
             sock.recv(GREETING.size)
         raise WireError(
-            f"the peer has protocol version {version}, this side has {ours.version}",
+            f"the peer has protocol version {version}, but this side has {ours.version}",
             hint="install the same version of roadtrain on both sides",
         )
     left = GREETING.size + SUM.size - len(beginning)
@@ -273,21 +289,29 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError("this side received its own greeting: something echoes its messages")
+        raise WireError(
+            "this side received its own greeting: the peer sends messages back unchanged"
+        )
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
-            f" ({ours.language.hex()[:8]}): it is another version of roadtrain, or a server of"
-            " another kind",
+            f" ({ours.language.hex()[:8]}): the peer is another version of roadtrain, or a server"
+            " of another kind",
             hint="install the same version of roadtrain on both sides, and check that the address"
             " is that of the intended server",
         )
     if theirs.has_token != ours.has_token:
         have = ("no token", "one") if theirs.has_token else ("a token", "none")
-        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use equal tokens")
+        raise AuthError(
+            f"this side has {have[0]}, but the peer has {have[1]}",
+            hint="give both sides the same token",
+        )
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
-        raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")
+        raise WireError(
+            f"this side has checksums {here}, but the peer has checksums {there}",
+            hint="set the option `checksums` to the same value on both sides",
+        )
     return theirs
 
 
@@ -309,8 +333,9 @@ def send(sock: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
-    """Receive exactly `nbytes` bytes, all of them before `deadline`. `what` names the bytes in
-    messages."""
+    """Receive exactly `nbytes` bytes. `what`: a name for these bytes in error messages. Raises
+    DeadlineError if not all bytes arrive before `deadline`, and LostError if the connection is
+    lost."""
     raw = bytearray(nbytes)
     view, have = memoryview(raw), 0
     while have < nbytes:
@@ -324,7 +349,9 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
                 f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes arrived)"
             ) from error
         if n == 0:
-            raise LostError(f"hung up before sending {what} ({have} of {nbytes} bytes arrived)")
+            raise LostError(
+                f"the peer hung up before sending {what} ({have} of {nbytes} bytes arrived)"
+            )
         have += n
     return bytes(raw)
 
@@ -337,14 +364,15 @@ def _timed(sock: socket.socket, deadline: float, what: str) -> None:
 
 
 def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
-    """Make a link that is not started yet. Its frame limit is the smallest limit of both sides."""
+    """Return a new link that is not started yet. The frame limit of the link is the smallest of the
+    limits that the two sides have announced."""
     limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
     return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """Convert any error to a PeerError whose message names the peer. A PeerError keeps its
-    class."""
+    """Convert any error to a PeerError with the name of the peer in the message. If `error` is
+    already a PeerError, the result has the same class as `error`."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):

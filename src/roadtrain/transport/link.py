@@ -1,23 +1,23 @@
-"""Link and Receiver: the interface by which frames travel between two nodes. A frame is a `kind`, a
-short header and a payload.
+"""Link and Receiver: the interface with which two nodes exchange frames. A frame is a `kind` (a
+number), a short header and a payload.
 
 Each side of a link has a Receiver, which handles the frames that arrive. `send` only queues a
 frame. Frames arrive in the order of the calls of `send`, even if a link uses several connections.
-But an `urgent` frame overtakes all frames that have not started to leave. A payload is sent from
-the sender's buffers, and is received into the buffer that `room` of the receiving side returns,
+The exception is an `urgent` frame: it overtakes all queued frames that are not urgent. The payload
+goes from the sender's buffers directly to the buffer that the receiving side's `room` returns,
 without intermediate copies.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before
     anything is allocated
 
-Note "checksums". Frames have checksums if bytes leave the process, except under TLS, which detects
-deliberate changes as well. HEAD contains the xxh3 of the header and of the payload, and ends with
-its own xxh3. Each checksum is checked before the data is used: a length before waiting for so many
-bytes, a header before calling `room`, and a payload before calling `arrived`. So a flipped bit ends
-the link with a WireError, and a damaged payload is never delivered.
+Note "checksums". Frames have checksums if bytes leave the process. Links with TLS are an exception,
+because TLS detects changed bytes itself. HEAD contains the xxh3 of the header and the xxh3 of the
+payload. The last field of HEAD is the xxh3 of HEAD itself. All data are checked before use: HEAD
+before its lengths are used, the header before `room` is called, and the payload before `arrived` is
+called. So a flipped bit ends the link with a WireError, and a damaged payload is never delivered.
 
-Integers on the wire are little-endian. The kinds are defined by the users of links. Nothing is
-retried: the loss of a peer is reported as an error that names the peer.
+Integers on the wire are little-endian. Each user of links defines the kinds of its own frames. A
+lost link is not opened again: the loss is reported as an error that names the peer.
 """
 
 from __future__ import annotations
@@ -49,28 +49,30 @@ EMPTY = memoryview(bytearray())
 
 
 class Receiver(Protocol):
-    """The owner of one side of a link. The link's threads call the methods. An exception that a
-    method raises ends the link."""
+    """The owner of one side of a link. The link's threads call the methods of the owner. If a
+    method raises an exception, the link ends."""
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        """Return a writable buffer of exactly `nbytes` for a payload.
+        """Return a writable buffer of exactly `nbytes` bytes, into which the link receives a
+        payload.
 
-        Called for each frame with a payload that is not empty, in the order in which frames were
-        sent, one call at a time. The method may block, which slows the sender down (back-pressure).
-        After the link has ended, the method must return or raise soon.
+        The link calls this method for each frame whose payload is not empty, in the order in which
+        the frames were sent, one call at a time. The method may block, which slows the sender down
+        (back-pressure). After the link has ended, the method must return or raise soon.
         """
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        """Handle a frame. Called in the order in which frames were sent, one call at a time. The
-        method may call `send` and `close` of the link, but must not block for long."""
+        """Handle a frame that has arrived. The link calls this method in the order in which the
+        frames were sent, one call at a time. The method may call `send` and `close` of the link,
+        but must not block for long."""
 
     def lost(self, error: PeerError) -> None:
-        """Handle the loss of the link. Called once, after all frames. Not called if this side has
-        ended the link by calling `close`."""
+        """Handle the loss of the link. The link calls this method once, after it has delivered the
+        last frame. If this side has ended the link with `close`, the method is not called."""
 
 
 class Link(Protocol):
-    """This side's end of a link.
+    """A link to another node, as seen from this side.
 
     Attributes:
         peer: A name of the other side for messages, such as "server 2 (10.0.0.3:7000)".
@@ -92,28 +94,30 @@ class Link(Protocol):
         Args:
             kind: The frame's kind.
             header: The frame's header.
-            parts: The buffers whose concatenation is the payload. They must not change until `sent`
-                is called.
-            sent: Called once from a thread of the link, when the transport has taken the bytes or
-                the link has ended. Not called if `send` raises.
-            urgent: Whether the frame overtakes frames that have not started to leave.
+            parts: Buffers; their concatenation is the payload. The content of the buffers must not
+                change until `sent` is called.
+            sent: Function that is called once, from a thread of the link, when the transport has
+                taken all bytes of the frame or the link has ended. If `send` raises, `sent` is not
+                called.
+            urgent: If True, the frame overtakes all queued frames that are not urgent.
 
         Raises:
             LostError: The link is lost or closed.
-            WireError: The frame exceeds the limit of either side.
+            WireError: The frame exceeds a limit of this side or of the other side.
         """
 
     def close(self) -> None:
         """Send the queued frames, then end the link. Idempotent.
 
-        Gives up sending if no byte leaves for `close_s` seconds. No more frames are delivered. When
-        `close` returns, all threads and descriptors of the link are closed. If a thread of the link
-        calls `close`, the threads and descriptors are closed soon after the call.
+        If no byte leaves for `close_s` seconds, the queued frames are dropped. Frames that arrive
+        from now on are not delivered. When `close` returns, all threads and descriptors of the link
+        are closed. If a thread of the link calls `close`, the threads and descriptors are closed
+        soon after the call.
         """
 
 
 class Head(NamedTuple):
-    """The fixed part at the beginning of a frame."""
+    """The fields at the beginning of a frame, which have a fixed size."""
 
     flags: int
     kind: int
@@ -125,14 +129,14 @@ class Head(NamedTuple):
 
 
 def sealed(raw: bytes) -> bytes:
-    """Return `raw` followed by its xxh3."""
+    """Return `raw` followed by the 8-byte checksum (xxh3) of `raw`."""
     return raw + SUM.pack(xxhash.xxh3_64_intdigest(raw))
 
 
 def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
-    """Check the xxh3 that `sealed` has appended, and return the data without it.
+    """Check the checksum that `sealed` has appended, and return the data without the checksum.
 
-    Raises WireError if the checksum is wrong. `what` names the data in the message.
+    Raises WireError if the checksum is wrong. `what`: a name of the data for the error message.
     """
     inside = raw[: len(raw) - SUM.size]
     if SUM.unpack(raw[len(inside) :]) != (xxhash.xxh3_64_intdigest(inside),):
@@ -141,8 +145,8 @@ def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
 
 
 def digest(parts: Sequence[memoryview | bytes]) -> int:
-    """Return the xxh3_64 of the concatenated parts. Releases the interpreter's lock for large
-    parts."""
+    """Return the checksum (xxh3_64) of the concatenated parts. Releases Python's global lock while
+    large parts are hashed."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0])
     whole = xxhash.xxh3_64()
@@ -157,34 +161,46 @@ def pack_head(head: Head) -> bytes:
 
 
 def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
-    """Parse the head of a frame. Raises WireError for a head that this side does not accept.
+    """Parse the fields at the beginning of a frame. Raises WireError if a field is damaged or this
+    side does not accept its value.
 
     Args:
-        raw: HEAD_NBYTES bytes.
+        raw: The first HEAD_NBYTES bytes of the frame.
         limit: The maximum size of a payload in bytes.
         summed: Whether frames of this link have checksums.
     """
     magic, version, *rest = _HEAD.unpack(raw[: _HEAD.size])
     head = Head(*rest)
     if magic != MAGIC:
-        raise WireError(f"not a frame: it begins with {magic!r}, not {MAGIC!r}")
+        raise WireError(
+            f"the received bytes are not a frame: the data begins with {magic!r}, not {MAGIC!r}"
+        )
     if summed:
         opened(raw, "the head of a frame")
     if version != VERSION:
-        raise WireError(f"a frame has protocol version {version}, this side has {VERSION}")
+        raise WireError(
+            f"the peer sent a frame of protocol version {version}, but this side has {VERSION}"
+        )
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
         raise WireError(
-            f"frame {head.sequence} has flags {head.flags:#x}, but checksums are"
-            f" {'on' if summed else 'off'}"
+            f"frame {head.sequence} has flags {head.flags:#x}, which are not valid on a link whose"
+            f" checksums are {'on' if summed else 'off'}"
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"a goodbye of {head.header_nbytes + head.nbytes} bytes, kind {head.kind} is not empty"
+            f"the peer sent a goodbye of {head.header_nbytes + head.nbytes} bytes and kind"
+            f" {head.kind}, but a goodbye must have 0 bytes and kind 0"
         )
     if head.header_nbytes > MAX_HEADER:
-        raise WireError(f"a header of {head.header_nbytes} bytes exceeds {MAX_HEADER}")
+        raise WireError(
+            f"the peer sent a frame whose header of {head.header_nbytes} bytes exceeds the limit of"
+            f" {MAX_HEADER} bytes"
+        )
     if head.nbytes > limit:
-        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit}")
+        raise WireError(
+            f"the peer sent a frame whose payload of {head.nbytes} bytes exceeds the limit of"
+            f" {limit} bytes"
+        )
     return head
 
 
@@ -195,8 +211,8 @@ def flat(view: memoryview) -> memoryview:
 
 
 def copy(into: memoryview, source: memoryview) -> None:
-    """Copy `source` into `into`, which has the same length. A large copy releases the interpreter's
-    lock."""
+    """Copy `source` into `into`. Both must have the same length. Releases Python's global lock
+    during a large copy."""
     if len(into) < COPY_ALONE:
         into[:] = source
     else:
@@ -204,13 +220,16 @@ def copy(into: memoryview, source: memoryview) -> None:
 
 
 def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:
-    """Raise WireError for a frame that is too large to send."""
+    """Raise WireError if a frame cannot be sent: its header or its payload of `nbytes` bytes is too
+    large, or its kind is not a 16-bit number. `limit`: the most bytes that a payload may have."""
     if len(header) > MAX_HEADER:
-        raise WireError(f"{peer}: a header of {len(header)} bytes exceeds {MAX_HEADER}")
+        raise WireError(
+            f"{peer}: a header of {len(header)} bytes exceeds the limit of {MAX_HEADER} bytes"
+        )
     if nbytes > limit:
         raise WireError(
-            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit}",
+            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit} bytes",
             hint="split the payload, or raise frame_limit on both sides",
         )
     if not 0 <= kind < 1 << 16:
-        raise WireError(f"{peer}: kind {kind} does not fit 16 bits")
+        raise WireError(f"{peer}: the kind of a frame must be from 0 to 65535, but is {kind}")

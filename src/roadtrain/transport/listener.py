@@ -1,17 +1,19 @@
-"""Listener: accepts connections, authenticates them, groups the connections of a link, and hands
-the link to the owner of the listener.
+"""Listener: accept connections, authenticate the clients, combine the connections of each link, and
+pass the link to the owner of the listener.
 
-The owner passes a function `accept(link, hello)`, which is called once all connections of a link
-have arrived and have proven the token. The function returns the Receiver of the link, or raises a
-RoadtrainError, whose text is sent to the client. The function may call `link.send`, but the frames
-leave only after the function has returned. The function may also replace `link.peer` by a better
-name. Closing the listener does not close its links.
+The owner passes a function `accept(link, hello)`. The listener calls the function once all
+connections of a link have arrived and have proven the token. The function returns the Receiver of
+the link, or raises a RoadtrainError to refuse the link. The text of the error is sent to the
+client. The function may call `link.send`, but the frames leave only after the function has
+returned. The function may also replace the name `link.peer` by a better name. Closing the listener
+does not close its links.
 
-Until its deadline, an unauthenticated connection costs a thread, a descriptor and a few hundred
-bytes. If there are more than MAX_PENDING of these, the oldest connection from the address with the
-most connections is closed, so that a flood from one host does not lock out other hosts. Each
-refused connection is reported in a line, but after LINES lines in WINDOW_S only the number of
-further lines is reported. A Carrier hides the difference between TCP and shm.
+An unauthenticated connection costs a thread, a descriptor and a few hundred bytes, at most until
+the deadline of its handshake. If there are more than MAX_PENDING unauthenticated connections, the
+oldest connection from the address with the most connections is closed. So a flood from one host
+does not lock out other hosts. Each refused connection is reported in a line. After LINES lines in
+WINDOW_S seconds, only the number of further lines is reported. A Carrier hides the difference
+between TCP and shared memory.
 """
 
 from __future__ import annotations
@@ -41,25 +43,26 @@ Report = Callable[[str], None]
 
 
 class Carrier(Protocol):
-    """The part of a listener that depends on the transport (TCP or shm)."""
+    """The part of a listener that depends on the transport (TCP or shared memory)."""
 
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
-        """Check or wrap a new socket before the handshake, and return the socket to use. Raises an
-        error to refuse the connection."""
+        """Prepare a new socket for the handshake, and return the socket to use: the same socket
+        after a check, or a TLS socket. Raises an error to refuse the connection."""
 
     def name(self, sock: socket.socket) -> str:
-        """Return a name of the client for messages."""
+        """Return the name of the client for messages, such as its address."""
 
     def binding(self, sock: socket.socket) -> bytes:
-        """Return an id of the TLS channel that is the same on both sides, or b"" without TLS."""
+        """Return the SHA-256 of the server's TLS certificate, or b"" without TLS."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Make the channel of an accepted connection."""
+        """Return a new channel that uses the socket of an accepted connection."""
 
 
 class LineLimit:
-    """A rate limit for reports. It passes on at most LINES lines in WINDOW_S. When WINDOW_S is
-    over, it reports the number of lines that were dropped. Thread-safe."""
+    """A rate limit for lines of a report. In WINDOW_S seconds, at most LINES lines are passed to
+    `report`, and further lines are dropped. After this time, the number of dropped lines is
+    reported. Thread-safe."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._lock = report, threading.Lock()
@@ -79,7 +82,8 @@ class LineLimit:
         self._report(line)
 
     def tick(self, *, now: bool = False) -> None:
-        """Report the number of dropped lines if WINDOW_S is over or `now` is True."""
+        """Report the number of dropped lines if the current window of WINDOW_S seconds is over or
+        `now` is True."""
         with self._lock:
             if not self._passed or (time.monotonic() < self._until and not now):
                 return
@@ -92,9 +96,9 @@ class LineLimit:
 
 
 class _PartialLink:
-    """A link of which some connections have not arrived. `there` maps the numbers of arrived
-    connections to their sockets and handshakes. `done` is set when the link is made or refused, or
-    the listener is closed."""
+    """A link that still waits for some of its connections. `there`: maps the number of each arrived
+    connection to the connection's socket and handshake. `done`: an event that is set when the link
+    is made or refused, or when the listener is closed."""
 
     def __init__(self) -> None:
         self.there: dict[int, tuple[socket.socket, handshake.OpenHandshake]] = {}
@@ -102,12 +106,13 @@ class _PartialLink:
 
 
 class Listener:
-    """A listener on socket `sock`, which the listener owns. `address` is the actual address, with
-    the port that was chosen.
+    """A listener on the socket `sock`. `close` of the listener also closes the socket. `address`:
+    the address on which the socket listens, with the actual port (not 0).
 
-    Invariants, under `_lock`: a connection is in `_pending` from its accept until its thread has
-    passed on or closed the connection, or until it was cut off. A link id is in `_joining` until
-    all connections of the link have arrived, or the link is given up.
+    Invariants, under `_lock`: a connection is in `_pending` from the time at which the connection
+    is accepted until the handshake's thread has added the connection to a link, or the connection
+    is closed. A link id is in `_joining` from the first connection of the link until all its
+    connections have arrived, or until the link is given up.
     """
 
     def __init__(
@@ -135,7 +140,8 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more connections, and cut off unfinished handshakes. Idempotent."""
+        """Stop accepting connections, and close the connections of unfinished handshakes.
+        Idempotent."""
         with self._lock:
             self._closed = True
             pending = list(self._pending.items())
@@ -185,15 +191,16 @@ class Listener:
                     self._short_of(str(error))
 
     def _short_of(self, what: str) -> None:
-        """Report that the host lacks descriptors, memory or threads, at most once in SHORT_S
-        seconds."""
+        """Report `what`, a text on a lack of descriptors, memory or threads. At most one such
+        report is made in SHORT_S seconds."""
         now = time.monotonic()
         if now - self._short_at >= SHORT_S:
             self._short_at = now
             self._say(f"listening on {self.address}: {what}; new connections wait or are refused")
 
     def _to_drop(self) -> threading.Thread:
-        """Return the thread of the oldest handshake from the host with the most handshakes."""
+        """Return the thread of the unfinished handshake to cut off: the oldest handshake from the
+        host with the most unfinished handshakes."""
         ((most, _),) = Counter(origin for _, origin in self._pending.values()).most_common(1)
         return next(thread for thread, (_, origin) in self._pending.items() if origin == most)
 
@@ -225,20 +232,22 @@ class Listener:
     def _join(
         self, sock: socket.socket, caller: handshake.OpenHandshake, peer: str, deadline: float
     ) -> bool:
-        """Add a connection to its link.
+        """Add a connection to its link, and return True.
 
-        If the connection is the last one of the link, this thread makes the link. If the connection
-        is the first one, this thread waits for the others, and gives the link up at the deadline.
-        Returns True, which means that the caller must not close the socket anymore.
+        If the connection is the last connection of the link to arrive, this thread makes the link.
+        If it is the first, this thread waits for the other connections, and gives the link up at
+        the deadline. The caller must not close the socket after this method has returned.
         """
         theirs = caller.greeting
         with self._lock:
             if self._closed:  # `close` has ended the waits, so a new wait would not be ended
-                raise LostError("closed before the link was complete")
+                raise LostError(
+                    "the listener was closed before all connections of the link had arrived"
+                )
             first = theirs.link not in self._joining
             joining = self._joining.setdefault(theirs.link, _PartialLink())
             if theirs.number in joining.there:
-                raise WireError(f"connection {theirs.number} was opened twice")
+                raise WireError(f"the client opened connection {theirs.number} of the link twice")
             joining.there[theirs.number] = (sock, caller)
             complete = len(joining.there) == theirs.connections
             if complete:
@@ -259,7 +268,10 @@ class Listener:
         if gave_up:
             for sock, _ in joining.there.values():
                 sock.close()
-            raise LostError(f"only {len(joining.there)} connections of the link arrived in time")
+            raise LostError(
+                f"only {len(joining.there)} of the link's connections arrived before the deadline"
+                " of the handshake"
+            )
 
     def _make(self, joining: _PartialLink, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]

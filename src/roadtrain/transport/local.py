@@ -1,12 +1,13 @@
-"""A link inside one process. Frames, their order and the end of the link are the same as between
-hosts. A payload is copied once, from the sender's buffers into the receiver's buffer (`room`).
+"""A link between two parts of one process. The link delivers the same frames in the same order, and
+ends in the same way, as a link between hosts. Each payload is copied once, from the sender's
+buffers into the buffer that the receiver's `room` returns.
 
     # `accept` is a function as for a Listener; connect() calls it
     link = connect(accept, receiver, hello=hello, name="server 0")
 
 The sending thread of one end waits until the receiving thread of the other end has copied the
-sender's buffers. There is no buffer between the two threads. Checksums are off unless requested,
-because no bytes leave the process.
+sender's buffers. There is no buffer between the two threads. Frames have no checksums unless
+`options` requests checksums, because no bytes leave the process.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from roadtrain.transport.stream import FrameStream
 def connect(
     accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
 ) -> Link:
-    """Make a link to the owner of `accept` and return this side's end, like tcp.connect. Errors
-    raised by `accept` pass through."""
+    """Make a link to the owner of `accept` and return this side of the link, as tcp.connect does.
+    If `accept` raises an error, this function raises the same error."""
     out, back = _Pipe(), _Pipe()
     here, there = (
         FrameStream(peer, options.frame_limit, bool(options.checksums), options.close_s)
@@ -36,7 +37,8 @@ def connect(
 
 
 class _Pipe:
-    """One direction of a link. `_views` are the sender's buffers that are not copied yet."""
+    """One direction of a link. `_views`: the buffers of the sender from which the receiver still
+    has to copy bytes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +52,7 @@ class _Pipe:
             while self._views and not self._ended:
                 self._changed.wait()
             if self._views:
-                raise BrokenPipeError("the other end is closed")
+                raise BrokenPipeError("the other side of the link is closed")
         return sum(map(len, buffers))
 
     def get(self, into: memoryview) -> int:

@@ -1,5 +1,5 @@
-"""Entry points by which installed distributions extend roadtrain. An entry point is found by its
-name, and is loaded only when it is used.
+"""Load the entry points with which installed Python distributions extend roadtrain. A user selects
+an entry point by its name. An entry point is loaded when it is used for the first time.
 
     [project.entry-points."roadtrain.links"]
     rdma = "roadtrain_rdma:RdmaOptions"
@@ -13,12 +13,12 @@ Optional parts of roadtrain itself are registered in the same way, in its pyproj
     roadtrain.gradient_sums    a gradient sum of a stage            stages/gradient_sum.py
     roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
-A kind of link is declared by a subclass of tcp.TcpOptions. Such a link uses TCP connections and the
-same handshake as a TCP link. The method `channel` of the subclass makes the Channel that moves the
-bytes of an accepted connection. The method `check` raises an error if this host does not support
-the link. A Channel (transport/stream.py) has four methods, and must pass
-tests/contract/test_link.py. plugins/rdma is an example. The links inside a host (shm, local) are
-not entry points: they are chosen automatically.
+A distribution declares a kind of link with a subclass of tcp.TcpOptions. Such a link uses TCP
+connections, and the same handshake as a TCP link. The method `channel` of the subclass makes the
+Channel that moves the bytes of an accepted connection. The method `check` raises an error if this
+host does not support the link. A Channel (transport/stream.py) has four methods, and must pass
+tests/contract/test_link.py. plugins/rdma is an example. Links inside a host (shm, local) are no
+entry points: roadtrain chooses such a link automatically.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def link_options(name: str) -> type[tcp.TcpOptions]:
     options = load(GROUP, name)
     if not (isinstance(options, type) and issubclass(options, tcp.TcpOptions)):
         raise ConfigError(
-            f"{_declared(GROUP, _found(GROUP)[name])}: not a subclass of"
+            f"{_declared(GROUP, _found(GROUP)[name])}, but is not a subclass of"
             " roadtrain.transport.tcp.TcpOptions"
         )
     return options
@@ -71,8 +71,8 @@ def load(group: str, name: str) -> Any:
 
 
 def _found(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of `group` by name. Raises ConfigError for a name that two
-    distributions declare."""
+    """Return the entry points of `group` by name. Raises ConfigError if two distributions declare
+    the same name for different objects."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.get(point.name)
@@ -89,7 +89,8 @@ def _found(group: str) -> dict[str, EntryPoint]:
 
 
 def _kind(group: str) -> str:
-    """Return a noun for the plugins of `group`, such as "link" or "gradient sum", for messages."""
+    """Return a noun for error messages on entry points of `group`: for example, "link" for the
+    group "roadtrain.links"."""
     return group.rpartition(".")[2].removesuffix("s").replace("_", " ")
 
 

@@ -1,20 +1,22 @@
-"""Links between processes of the same user on one host. Each direction of a link is a ring of
-shared memory, and needs no system calls while both sides are busy.
+"""Links between processes of the same user on one host. Each direction of a link is a ring buffer
+in shared memory, and needs no system calls while both sides are busy.
 
     link = connect("/run/job/server0", receiver, name="server 0")
     listener = listen("/run/job/server0", accept)
 
-The handshake uses a Unix socket: each side checks the user id of the other process, and the
-listening side passes the descriptors. After the handshake, the socket is only used to detect that
-the other process has ended. The rings are in one memfd that cannot be shrunk. If a side finds
-nothing to read in a ring, or no space to write, it sets a flag in the ring and sleeps on an
-eventfd. The other side signals the eventfd only if the flag is set.
+The handshake uses a Unix socket. Each side checks the user id of the other process. Then the
+listening side sends the descriptors of the shared memory and of the eventfds. After the handshake,
+the socket is only used to detect that the other process has ended. Both rings are in one memfd that
+cannot be shrunk. If a side finds nothing to read in a ring, or no space to write, this side sets a
+flag of the ring and sleeps on an eventfd. The other side signals the eventfd only if the flag is
+set.
 
-Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, stores are seen
-in order. Only a store that must be seen before a later load needs a fence; the locked instruction
-of a lock serves as this fence. On other processors, the system call membarrier(2) is used as a full
-fence wherever an order is needed; this variant has only been tested on x86-64. The counters that
-the other side writes are checked before use.
+Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-64, other processors
+see stores in order, so a fence is needed only between a store and a later load. Taking a lock
+executes a locked instruction, which is such a fence. On other processors, the system call
+membarrier(2) is used as a full fence wherever an order is needed. The variant with membarrier(2)
+has only been tested on x86-64. This side checks the counters that the other side writes before it
+uses them.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def connect(
     name: str = "",
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
-    """Connect to a listener on this host and return the started link, like tcp.connect."""
+    """Connect to the listener at the Unix socket `path` on this host and return the started link.
+    The other arguments have the same meaning as those of tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
@@ -92,8 +95,9 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Listen on a Unix socket at `path`. Replaces the file of a socket on which no process listens.
-    Raises ConfigError if the path is not available."""
+    """Listen on a Unix socket at `path`. If `path` is the socket file of a process that no longer
+    listens, replace the file. Raises ConfigError if this process cannot listen at `path`, for
+    example because another process does."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -149,31 +153,35 @@ def _receive_channel(sock: socket.socket) -> Channel:
         raise LostError(f"{error.strerror} while waiting for the shared memory") from error
     with _closing(fds):
         if not raw and not fds:
-            raise LostError("closed by peer before it had sent the shared memory")
+            raise LostError("the peer closed the connection before sending the shared memory")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"expected 8 bytes and {1 + _EVENTS} descriptors, got {len(raw)} and {len(fds)}"
+                f"the peer must send 8 bytes and {1 + _EVENTS} descriptors, but sent {len(raw)}"
+                f" bytes and {len(fds)} descriptors"
             )
         (size,) = struct.unpack("<Q", raw)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise WireError(f"the received descriptor is not a memfd: {error}") from error
+            raise WireError(
+                f"the first descriptor that the peer sent is not a memfd: {error}"
+            ) from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
             raise WireError(
-                f"rings must be sealed and have {RING_BYTES} bytes each, but the peer's memory has"
-                f" {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
+                f"the peer's shared memory must be sealed and have {_MEMORY_BYTES} bytes for rings"
+                " of"
+                f" {RING_BYTES}, but has {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}"
             )
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
-            raise WireError("a received descriptor is not an eventfd")
+            raise WireError("a descriptor that the peer sent is not an eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], 0)
 
 
 @contextlib.contextmanager
 def _closing(fds: list[int]) -> Iterator[None]:
-    """Close the first descriptor, that of the memory, when the body ends. If the body raises, close
-    the other descriptors too."""
+    """Close the first descriptor of `fds`, which belongs to the shared memory, when the `with`
+    statement ends. If the body raises an error, close the other descriptors too."""
     try:
         yield
     except BaseException:
@@ -188,16 +196,16 @@ def _closing(fds: list[int]) -> Iterator[None]:
 class _Ring:
     """One direction of a link, as seen by one side.
 
-    The word _HEAD is the total number of bytes written, which only the writer changes. The word
-    _TAIL is the total number of bytes read, which only the reader changes. Invariant:
-    `tail <= head <= tail + RING_BYTES`, which is checked each time that the word of the other side
-    is read. `_here` is this side's own copy of the word that it changes.
+    The counter `words[_HEAD]` is the total number of bytes written; only the writer changes it. The
+    counter `words[_TAIL]` is the total number of bytes read; only the reader changes it. Invariant:
+    `tail <= head <= tail + RING_BYTES`. A side checks this invariant each time that it reads the
+    counter of the other side. `_here`: this side's own copy of the counter that this side changes.
 
     Args:
-        words: The words of the ring's control block.
-        data: The RING_BYTES bytes of the ring.
-        bell: The eventfd on which this side sleeps.
-        answer: The eventfd on which the other side sleeps.
+        words: The 8-byte integers of the ring's control block: two counters and two flags.
+        data: The memory of the ring, RING_BYTES bytes.
+        bell: The descriptor of the eventfd on which this side sleeps.
+        answer: The descriptor of the eventfd on which the other side sleeps.
         sock: The link's socket, which hangs up when the other process ends.
     """
 
@@ -233,8 +241,8 @@ class _Ring:
         return self._here - begin
 
     def read(self, view: memoryview) -> int:
-        """Read some bytes into `view` and return their number. Returns 0 if the other process has
-        ended, or -1 if the caller should try again."""
+        """Read bytes from the ring into `view` and return the number of bytes read. Return 0 if the
+        other process has ended, and -1 if the caller must try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
             ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
@@ -253,7 +261,10 @@ class _Ring:
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
-            raise WireError(f"damaged counters imply {used} used bytes of a ring of {RING_BYTES}")
+            raise WireError(
+                f"the counters of a ring are damaged: they imply {used} used bytes of a ring of"
+                f" {RING_BYTES}"
+            )
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
@@ -267,8 +278,9 @@ class _Ring:
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
         """Sleep until this side's eventfd is signalled or the other process ends.
 
-        `flag` is the word that says that this side sleeps. `ready` says whether there are bytes to
-        read or space to write. Returns True if the other process has ended and `ready` is False.
+        Return True if the other process has ended and `ready()` returns False; otherwise return
+        False. `flag`: the index in `words` of the flag that is 1 while this side sleeps. `ready`:
+        function that returns True if there are bytes to read, or space to write.
         """
         self._words[flag] = 1
         _fence()  # either this side sees the new counter, or the other side sees the flag
@@ -290,9 +302,9 @@ class _Ring:
 
 
 class _ShmChannel:
-    """A channel over two rings. `side` is 0 on the side that connected, and 1 on the side that
-    listened. Ring i carries the bytes that side i sends. The channel owns the socket and the
-    eventfds."""
+    """A channel that uses two rings, one for each direction. `side`: 0 on the side that connected,
+    1 on the side that listened. The ring with index i carries the bytes that side i sends. `bells`:
+    the descriptors of the eventfds. `close` closes the socket and the eventfds."""
 
     def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], side: int) -> None:
         self._sock, self._bells = sock, bells
@@ -340,7 +352,8 @@ def _left_over(path: str) -> bool:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Ask the kernel for the process id, user id and group id of the other side."""
+    """Return the process id, user id and group id of the process on the other side of the socket,
+    as known to the kernel."""
     pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
 
@@ -348,26 +361,27 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 def _same_user(sock: socket.socket) -> None:
     pid, uid, _ = _credentials(sock)
     if uid != os.geteuid():
-        raise AuthError(f"process {pid} runs as user {uid}, but must run as {os.geteuid()}")
+        raise AuthError(f"process {pid} runs as user {uid}, but must run as user {os.geteuid()}")
 
 
 _lock = threading.Lock()
 
 
 def _locked_instruction() -> None:
-    """Do a full fence on x86-64: taking a lock executes a locked instruction."""
+    """Execute a full memory fence on x86-64. Taking a lock executes a locked instruction, which is
+    a full fence."""
     with _lock:
         pass
 
 
 def _membarrier() -> None:
-    """Do a full fence on any processor, by a system call."""
+    """Execute a full memory fence on any processor, with the system call membarrier(2)."""
     if _libc.syscall(_MEMBARRIER, _EXPEDITED, 0, 0):
         raise OSError(ctypes.get_errno(), "membarrier")
 
 
 def _nothing() -> None:
-    """Do nothing. Replaces the fences that x86-64 does not need."""
+    """Do nothing. This function takes the place of memory fences that x86-64 does not need."""
 
 
 def _start_fences() -> None:
@@ -375,7 +389,8 @@ def _start_fences() -> None:
         _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)
     ):
         raise ConfigError(
-            f"shared memory links need x86-64 or membarrier(2), but this is {platform.machine()}",
+            "shared memory links need x86-64 or membarrier(2), but this machine"
+            f" ({platform.machine()}) has neither",
             hint="use TCP over 127.0.0.1",
         )
 

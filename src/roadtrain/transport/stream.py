@@ -1,21 +1,23 @@
-"""FrameStream: a Link over one or more byte channels. It is the common part of all transports.
+"""FrameStream: a Link that sends frames over one or more byte channels. All transports use this
+class.
 
 Sending: frames wait in a queue, and urgent frames in a second queue. Each channel has a sending
-thread, which takes the next frames as soon as it is free, so the fastest channel sends the most
-frames. Several small frames are sent in one call.
+thread. As soon as the thread is free, it takes the next frames, so the fastest channel sends the
+most frames. Several small frames are sent in one call.
 
-Receiving: each channel has a receiving thread, which reads heads through a small buffer, and
-payloads directly into the buffer that `room` returns. The order is restored by sequence numbers.
-`room` is called in order, so that no later frame can take the memory that an earlier frame waits
-for. Payloads of several channels are received concurrently. `arrived` is also called in the order
-of the frames.
+Receiving: each channel has a receiving thread. The thread reads the heads of frames through a small
+buffer, and reads payloads directly into the buffer that `room` returns. The order is restored by
+sequence numbers. `room` is called in the order of the frames, so that no later frame can take the
+memory that an earlier frame waits for. `arrived` is called in the same order. Payloads of several
+channels are received concurrently.
 
 End: a side that closes the link sends a goodbye on every channel. The goodbye contains the number
 of frames that this side has sent. The other side delivers all these frames and then hangs up. Until
-then, or until its deadline, the closing side reads and discards frames, because closing a socket
-with unread bytes would reset the connection before the other side has read everything.
+the other side hangs up, or until no byte leaves for `close_s` seconds, the closing side reads and
+discards frames. If this side closed a socket with unread bytes, the connection would be reset
+before the other side has read everything.
 
-This module does not connect or authenticate, and does not use sockets directly.
+Other modules open the connections, authenticate the peer and provide the channels.
 """
 
 from __future__ import annotations
@@ -61,15 +63,17 @@ class Channel(Protocol):
     `shutdown`. Errors are OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        """Block until some bytes of the buffers are sent, and return their number. There are at
-        most IOV_MAX buffers."""
+        """Block until at least one byte of the buffers is sent, and return the number of bytes
+        sent. The caller passes at most IOV_MAX buffers."""
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
-        """Block until bytes are received into `view`, and return their number; 0 at the end. If
-        `whole` is True, the channel may wait until `view` is full, which can save system calls."""
+        """Block until at least one byte is received into `view`, and return the number of bytes
+        received. Return 0 if the other side has ended the stream. If `whole` is True, the channel
+        may wait until `view` is full, to save system calls."""
 
     def shutdown(self) -> None:
-        """End both directions now, which wakes the threads that send and receive. Idempotent."""
+        """End both directions now, and so wake the threads that wait in `send` and `recv_into`.
+        Idempotent."""
 
     def close(self) -> None: ...
 
@@ -84,7 +88,8 @@ class _Frame(NamedTuple):
 
 
 class _Reader:
-    """A channel read through a small buffer. `what` names the awaited data in messages."""
+    """A reader of one channel, with a small buffer. `what`: a name of the awaited data for error
+    messages."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._buffer = channel, memoryview(bytearray(READ_AHEAD))
@@ -92,8 +97,8 @@ class _Reader:
         self.what = ""
 
     def head(self) -> memoryview | None:
-        """Return the next head, or None if the channel ended before the head. The returned view is
-        valid until the next call of a method."""
+        """Return the HEAD_NBYTES bytes at the beginning of the next frame, or None if the channel
+        has ended. The returned view is valid until the next call of a method of this reader."""
         self.what = "the next frame"
         while (have := self._to - self._at) < HEAD_NBYTES:
             if self._at:
@@ -103,7 +108,8 @@ class _Reader:
             if n == 0:
                 if have:
                     raise LostError(
-                        f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes arrived"
+                        f"the connection ended in the middle of a head: {have} of {HEAD_NBYTES}"
+                        " bytes of the frame's head arrived"
                     )
                 return None
             self._to += n
@@ -118,7 +124,8 @@ class _Reader:
             n = self._channel.recv_into(view[have:], True)
             if n == 0:
                 raise LostError(
-                    f"ended in the middle of {self.what}: {have} of {len(view)} bytes arrived"
+                    f"the connection ended in the middle of {self.what}: {have} of {len(view)}"
+                    " bytes arrived"
                 )
             have += n
 
@@ -138,19 +145,21 @@ class _Reader:
 
 
 class FrameStream:
-    """A link over channels.
+    """A link that sends and receives frames over byte channels.
 
     Attributes (guarded by `_lock`, except `_moved`):
-        _accepted: The number of frames that have a buffer for their payload. Frames count from 0,
-            so this is also the sequence number of the frame for which `room` is called next.
-        _delivered: The number of frames for which `arrived` was called, or is being called.
-            Invariant: `_delivered <= _accepted <= _delivered + WINDOW`.
-        _ready: Frames that are received but not delivered, by sequence number.
-        _waiting: Sequence numbers of frames whose thread waits to call `room`.
+        _accepted: The number of frames that have a buffer for their payload. This number is also
+            the sequence number of the frame that gets a buffer next, because sequence numbers begin
+            with 0.
+        _delivered: The number of frames that were passed to `arrived`. Invariant: `_delivered <=
+            _accepted <= _delivered + WINDOW`.
+        _ready: The received frames that are not delivered yet, by sequence number.
+        _waiting: The sequence numbers of the frames for which a thread waits to call `room`.
         _delivering: Whether a thread is calling `arrived` or `lost`. Stays True after `lost`.
         _reading: The number of channels that have not received a goodbye.
         _alive: The number of running threads. The last thread to end closes the channels.
-        _end: The total number of frames according to a goodbye; None before a goodbye.
+        _end: The number of frames that the other side has sent, as stated in its goodbye; None
+            before the first goodbye.
         _moved: A counter that changes whenever bytes have left.
     """
 
@@ -172,7 +181,8 @@ class FrameStream:
         self._threads: list[threading.Thread] = []
 
     def start(self, receiver: Receiver, channels: Sequence[Channel]) -> None:
-        """Start the threads. Frames that are already queued are sent first."""
+        """Start the threads of all channels. Frames that were queued before this call are sent
+        first."""
         self._receiver, self._channels = receiver, channels
         self._reading, self._alive = len(channels), 2 * len(channels)
         for i, channel in enumerate(channels):
@@ -227,13 +237,14 @@ class FrameStream:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """End the link, and report `error` to the receiver once no call of `arrived` is running."""
+        """End the link because of `error`. As soon as no call of the receiver's `arrived` is
+        running, report `error` to the receiver."""
         self.stop(error)
         self._deliver()
 
     def stop(self, error: PeerError) -> None:
         """Stop sending because of `error`, wake all threads, and release the buffers of queued
-        frames. Does not notify the receiver."""
+        frames. `fail` does the same, and also notifies the receiver."""
         with self._lock:
             self._error = self._error or error
             queued = [*self._urgent, *self._queue]
@@ -305,8 +316,8 @@ class FrameStream:
                 self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """Wait for queued frames, and return the frames to send in one call. Returns an empty list
-        when the link ends."""
+        """Wait until frames are queued, and return the frames that the calling thread sends next,
+        in a single call of the channel. Return an empty list if the link ends."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
@@ -366,7 +377,7 @@ class FrameStream:
         except OSError as error:
             raise self._lost(error, f"waiting for {reader.what}") from error
         if not self._closing:
-            raise LostError("ended without a goodbye")
+            raise LostError("the connection ended without a goodbye")
 
     def _receive(self, reader: _Reader, head: Head) -> None:
         header, payload = reader.header(head.header_nbytes), EMPTY
@@ -379,8 +390,8 @@ class FrameStream:
             payload = flat(self._receiver.room(head.kind, header, head.nbytes))
             if len(payload) != head.nbytes or payload.readonly:
                 raise TypeError(
-                    f"room() must return {head.nbytes} writable bytes, it returned {len(payload)}"
-                    f"{' read-only' * payload.readonly} bytes"
+                    f"room() returned {len(payload)}{' read-only' * payload.readonly} bytes, but"
+                    f" must return {head.nbytes} writable bytes"
                 )
         with self._lock:
             self._waiting.remove(head.sequence)
@@ -394,8 +405,8 @@ class FrameStream:
         self._deliver()
 
     def _wait_turn(self, sequence: int) -> bool:
-        """Wait until `room` may be called for the frame with this sequence number. Returns False if
-        the link ends while waiting."""
+        """Wait until `room` may be called for the frame with this sequence number, then return
+        True. Return False if the link ends during the wait."""
         with self._lock:
             if sequence < self._accepted or sequence in self._waiting:
                 raise WireError(f"frame {sequence} was received twice")
@@ -404,7 +415,9 @@ class FrameStream:
                 if sequence == self._accepted and sequence - self._delivered < WINDOW:
                     return True
                 if len(self._waiting) == self._reading and self._accepted not in self._waiting:
-                    raise WireError(f"frame {self._accepted} is missing before frame {sequence}")
+                    raise WireError(
+                        f"frame {sequence} has arrived, but frame {self._accepted} is missing"
+                    )
                 self._turned.wait()
             self._waiting.remove(sequence)
             return False
@@ -412,17 +425,24 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(f"two goodbyes count {self._end} and {head.sequence} frames")
+                raise WireError(
+                    f"the peer sent two goodbyes that differ: a total of {self._end} frames, and a"
+                    f" total of {head.sequence} frames"
+                )
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(f"the goodbye counts {self._end} frames, {self._accepted} arrived")
+                raise WireError(
+                    f"the peer's goodbye states that {self._end} frames were sent, but"
+                    f" {self._accepted} frames arrived"
+                )
         self._deliver()
 
     def _deliver(self) -> None:
-        """Call `arrived` for all frames that are next in order, then `lost` if the link is lost.
-        Does nothing if another thread is in this method."""
+        """Deliver received frames in order: call `arrived` for each frame until a frame is missing.
+        If the link is lost, then call `lost`. If another thread is already delivering frames,
+        return at once."""
         with self._lock:
             if self._delivering:
                 return
@@ -431,8 +451,8 @@ class FrameStream:
             pass
 
     def _deliver_one(self) -> bool:
-        """Deliver the next frame, or report the loss of the link. Returns whether to call this
-        method again. Called only by the thread that has set `_delivering`."""
+        """Deliver the next frame, or report the loss of the link. Return whether the caller must
+        call this method again. Only the thread that has set `_delivering` may call this method."""
         with self._lock:
             item = None if self._closing else self._ready.pop(self._delivered, None)
             error = None if self._closing else self._error

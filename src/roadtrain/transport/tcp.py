@@ -1,15 +1,15 @@
-"""TCP links. A link has one or several connections, optionally with TLS. Payloads are sent from and
-received into the buffers of the link's owner.
+"""TCP links. A link has one or several connections, optionally with TLS. Payloads are sent from the
+buffers of the link's owner, and are received into buffers of the owner.
 
     link = connect(("10.0.0.3", 7000), receiver, TcpOptions(connections=4, token=token),
                    name="server 2")
     listener = listen(("10.0.0.3", 0), accept, TcpOptions(token=token))
     listener.address                                      # with the port that was chosen
 
-The loss of a host is detected by keepalive probes within 4 s if the link is idle, and otherwise
-because packets remain unanswered for `silence_s`. TCP_USER_TIMEOUT is not used for this purpose: on
-Linux it would also end a connection to a live peer that does not read for that long. With
-back-pressure, such a pause is normal. Requires Linux.
+If the link is idle, keepalive probes detect the loss of a host within 4 s. Otherwise a host counts
+as lost if it has not acknowledged packets for `silence_s` seconds. TCP_USER_TIMEOUT is not used for
+this purpose: on Linux it also ends a connection to a live peer that reads nothing during the
+timeout, and with back-pressure such a pause is normal. Requires Linux.
 
 Without `tls`, nothing is encrypted. The token excludes strangers, but not a man in the middle. The
 checksums of frames detect flipped bits, but not deliberate changes.
@@ -69,9 +69,10 @@ class Tls:
     certificates of its clients. The server's certificate must name the server's address.
 
     Attributes:
-        cert: This side's certificate.
-        key: The private key of `cert`.
-        ca: Certificates of the authorities that have signed the other side's certificate.
+        cert: The path of this side's certificate.
+        key: The path of the private key of `cert`.
+        ca: The path of the certificates of the authorities that have signed the other side's
+            certificate.
     """
 
     cert: PemFile | None = None
@@ -99,8 +100,9 @@ class Tls:
         return context
 
     def binding(self) -> bytes:
-        """Return the SHA-256 of the server's own certificate, which is the first certificate in the
-        file `cert` (RFC 5929, tls-server-end-point)."""
+        """Return the SHA-256 of this server's certificate: the first certificate in the file
+        `cert`. Client and server include this value in their proofs (RFC 5929,
+        tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
         own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
@@ -116,7 +118,8 @@ class TcpOptions(handshake.Common):
         tls: TLS files; None for links without TLS.
         connections: The number of connections of a link.
         connect_s: Seconds after which an attempt to connect fails.
-        silence_s: Seconds after which the link is lost if the other host acknowledges no packets.
+        silence_s: Seconds after which the link counts as lost if the other host acknowledges no
+            packets.
     """
 
     token: bytes | None = None
@@ -129,8 +132,8 @@ class TcpOptions(handshake.Common):
         check_options(TcpOptions, vars(self))
         if self.token is not None and len(self.token) < MIN_TOKEN:
             raise ConfigError(
-                f"the token must have at least {MIN_TOKEN} bytes, has {len(self.token)}",
-                hint="(umask 077; head -c 32 /dev/urandom | base64 > token) creates one",
+                f"the token must have at least {MIN_TOKEN} bytes, but has {len(self.token)}",
+                hint="(umask 077; head -c 32 /dev/urandom | base64 > token) creates a token",
             )
 
     @property
@@ -138,11 +141,12 @@ class TcpOptions(handshake.Common):
         return self.tls is None if self.checksums is None else self.checksums
 
     def check(self) -> None:
-        """Raise ConfigError if this host does not support these options. Called before listening or
-        connecting. Plugins override this method."""
+        """Raise ConfigError if this host does not support these options. `connect` and `listen`
+        call this method first. Plugins override this method."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Make the channel of an accepted connection. Plugins override this method."""
+        """Return a new channel that uses the socket of an accepted connection. Plugins override
+        this method."""
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -178,10 +182,11 @@ def connect(
         address: Host and port of the listener.
         receiver: Handles the frames that arrive.
         options: Token, TLS, number of connections and timeouts.
-        hello: Bytes that are passed to `accept` of the listener.
-        name: Name of the peer for messages.
+        hello: Bytes that the listener passes to its function `accept`.
+        name: Name of the peer for messages; the address is appended.
         language: Digest of the message types of both sides (transport/handshake.py).
-        report: Called with a line every few seconds while nothing listens at the address.
+        report: Function that is called with a line of text every few seconds while nothing listens
+            at the address.
 
     Raises:
         AuthError: The token or a certificate does not match.
@@ -290,8 +295,8 @@ class _TcpCarrier:
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """Return the channel binding on the client's side: the SHA-256 of the server's certificate, or
-    b"" without TLS."""
+    """Return the SHA-256 of the certificate that the server has sent on this socket, or b"" without
+    TLS. The client includes this value in its proof."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
@@ -307,11 +312,12 @@ def _connected(address: Address, options: TcpOptions) -> socket.socket:
 
 
 class _TcpChannel:
-    """A channel over a TCP socket. Blocked socket calls return every TICK_S, to check that the
-    other host still answers.
+    """A channel that uses a TCP socket. A blocked socket call returns every TICK_S seconds, so that
+    the channel can check that the other host still answers.
 
-    If the link turns out to be slow, the kernel's send queue is kept short, so that urgent frames
-    do not wait behind a long queue. On a fast link, a short queue would cost CPU time.
+    On a slow link, the kernel's send queue is kept short, so that urgent frames do not wait behind
+    a long queue. On a fast link, the queue is not limited, because a short queue would cost CPU
+    time.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
@@ -330,8 +336,8 @@ class _TcpChannel:
                 self._check_answers()
 
     def _check_backlog(self) -> None:
-        """Measure how fast the kernel's send queue drains. If it drains slowly, limit the length of
-        the queue for the rest of the channel's life."""
+        """Measure how fast the kernel sends the bytes in its send queue. If the rate is below SLOW
+        bytes per second, limit the length of the queue until the channel is closed."""
         if self._slow:
             return
         now = time.monotonic()
@@ -361,17 +367,17 @@ class _TcpChannel:
 
     def _check_answers(self) -> None:
         """Raise TimeoutError if the other host has not acknowledged a packet for `silence_s`
-        seconds, and two retransmissions or window probes are unanswered. (A single unanswered one
-        may still be in flight.)"""
+        seconds, and has not answered two retransmissions or window probes. (A single unanswered
+        retransmission may still be in flight.)"""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
-            raise TimeoutError(f"the host has not answered for {silent_s:.0f} s")
+            raise TimeoutError(f"the other host has acknowledged no packets for {silent_s:.0f} s")
 
 
 class _TlsChannel(_TcpChannel):
-    """A channel over TLS. A connection of OpenSSL is not thread-safe, so each call of OpenSSL holds
-    a lock, and does not block while the lock is held."""
+    """A channel that uses a TLS socket. An OpenSSL connection is not thread-safe. Therefore each
+    call of OpenSSL holds a lock, and no call blocks while it holds the lock."""
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         super().__init__(sock, silence_s)
