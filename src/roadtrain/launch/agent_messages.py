@@ -51,7 +51,7 @@ class ProcessExited(msgspec.Struct, tag="gone", frozen=True):
 
 
 class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
-    """Heartbeat of an agent, sent every ALIVE_S seconds."""
+    """Heartbeat of an agent, sent at a fixed interval."""
 
 
 ToAgent = BeginProcess | EndProcess
@@ -61,7 +61,7 @@ FROM_AGENT: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode_line(message: ToAgent | FromAgent) -> bytes:
-    """Encode a message. Raises WireError if the message exceeds MESSAGE_LIMIT bytes."""
+    """Encode a message as a line. Raises WireError if the line is longer than 32 MiB."""
     line = msgspec.json.encode(message) + b"\n"
     if len(line) > MESSAGE_LIMIT:
         raise WireError(f"a message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")

@@ -212,7 +212,7 @@ class HostAgents:
 
     def _new_host(self, name: str) -> AgentHost | None:
         """Return a host that the run has not used yet, or None if there is no such host of this
-        name. This class has no such hosts; LabEngine overrides the method."""
+        name. In this class, the result is always None; LabEngine overrides the method."""
         return None
 
     def close(self) -> None:

@@ -28,8 +28,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions that create an engine and supervise its runs. The name of each function is a
-    text "module:function", and the module is imported on first use."""
+    """The functions that create an engine and supervise its runs. Each function is given as a text
+    "module:function". The module is imported when the function is needed."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str

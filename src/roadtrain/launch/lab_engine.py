@@ -63,9 +63,10 @@ class LabEngine(HostAgents):
     """An emulated cluster and the agents on its hosts.
 
     Args:
-        plan_file: The plan to run. It must have a cluster and machines.
+        plan_file: The plan to run, with a cluster and machines.
         mark: A label of the run's processes (see HostAgents).
-        directory: A directory for the content of the hosts' SSDs. It is kept after the run.
+        directory: A directory for the content of the hosts' SSDs. This directory is not removed
+            after the run.
 
     Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
     start.
@@ -202,7 +203,7 @@ class LabEngine(HostAgents):
     @staticmethod
     def _tidy_shm(mark: str) -> None:
         """Remove the shared-memory files that killed processes have left in the hosts' /dev/shm.
-        Keep directories, because they are stores."""
+        Keep the directories in /dev/shm, because stores are directories."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():

@@ -79,8 +79,8 @@ class HostLeaving:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed. This event sets the numbers of failures of the workers and of all
-    services to 0."""
+    """A step was committed. This event resets the number of failures to 0, for each service and for
+    the workers."""
 
     step: int
 

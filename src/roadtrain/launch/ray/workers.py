@@ -86,7 +86,8 @@ class NoGroups(BackendConfig):
 
 
 class WorkerTrainer(DataParallelTrainer):
-    """A trainer of Ray Train without the callbacks whose class names are in LEFT_OUT."""
+    """A trainer of Ray Train without the callback that cleans up placement groups (see the
+    module)."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -218,9 +219,9 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if the attempt is over: Ray Train has released the resources of the workers,
-        or has not released the resources before the deadline (Rule 5). If the result is True, all
-        events of the workers are in the mailbox."""
+        """Return True if the attempt is over. An attempt is over when Ray Train has released the
+        resources of the workers, or when the deadline for the release has passed (Rule 5). If the
+        result is True, all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
