@@ -43,7 +43,8 @@ class HostAgent:
     """The agent of one host.
 
     Args:
-        mark: A label of all processes of this agent, in an environment variable (descendants.py).
+        mark: The label that all processes of this agent have in an environment variable
+            (descendants.py).
         source: The file descriptor from which the agent reads orders of the supervisor.
         sink: The file descriptor to which the agent writes messages for the supervisor. No other
             process may use the two descriptors.
@@ -164,7 +165,7 @@ class HostAgent:
                 self._finish(name, ended[started.pid])
 
     def _finish(self, name: str, code: int) -> None:
-        """Kill the descendants of a process that has ended, and report its exit."""
+        """Kill the descendants of a process that has ended, and report the exit of the process."""
         started = self._running.pop(name)
         started.kill()
         for pipe in started.pipes:

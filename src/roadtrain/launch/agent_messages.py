@@ -90,8 +90,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the unfinished last line of the stream as `feed` would return it, in a list. If
-        the stream ends with a newline, return an empty list."""
+        """Return a list with the unfinished last line of the stream, as a pair like the pairs that
+        `feed` returns. If the stream ends with a newline, return an empty list."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

@@ -64,9 +64,9 @@ class HostAgents:
 
     Args:
         hosts: The hosts on which to start agents.
-        mark: A label of all processes of the run, in an environment variable (descendants.py). The
-            label is the same in all launches of the run, so that a later launch can kill leftover
-            processes.
+        mark: The label that all processes of the run have in an environment variable
+            (descendants.py). The label is the same in all launches of the run, so that a later
+            launch can kill leftover processes.
     """
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any

@@ -97,8 +97,8 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Return True if this host has a standby process of the run. The process may still wait, or may
-    have become the supervisor."""
+    """Return True if this host has a standby process of the run. The process may still wait for the
+    end of the supervisor, or may have become the supervisor."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 

@@ -213,8 +213,9 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Create the lab of a launch. Remove the kept files of an older run that has the same name and
-    directory. Raises ConfigError and LaunchError like LabEngine."""
+    """Create the lab of a launch. If the run is new, first remove the files that an older run of
+    the same name has left for the hosts of its lab. Raises ConfigError and LaunchError like
+    LabEngine."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
     # True if an earlier supervisor of this start has checked the hosts.
@@ -226,8 +227,8 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
     """Return True if the run's directory has files of a run that has trained. If the directory has
-    no such files, the kept files of the lab's hosts belong to an older run of the same name and can
-    be removed."""
+    no such files, the files that were kept for the hosts of the lab belong to an older run of the
+    same name and can be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

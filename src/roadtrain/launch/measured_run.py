@@ -55,8 +55,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
     """Measure the links of a run after its processes have ended, and collect the times of the last
-    steps. `worker_hosts`: The hosts with workers in the last attempt, in the order of their
-    ranks."""
+    steps. `worker_hosts`: The hosts with workers in the last attempt, in rank order."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [

@@ -105,7 +105,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
     if process is None:
-        raise LaunchError(f"attempt {attempt} has no worker left for node {node[:8]}")
+        raise LaunchError(f"no worker is left to start on node {node[:8]} in attempt {attempt}")
     pending: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
     held = HeldProcess(process, config["mark"], pending.put)
     try:
@@ -120,7 +120,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post the events of a worker to the mailbox until the worker ends. Return the worker's
+    """Post the events of a worker to the mailbox until the worker ends. Return a pair: the worker's
     ProcessEnded, and True if the worker was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
