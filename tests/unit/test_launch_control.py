@@ -237,7 +237,7 @@ def test_whose_the_time_to_the_first_step_was() -> None:
         (["--stop", "x", "--dry-run"], "--dry-run and --stop cannot be combined"),
         (["p", "j", "--write", "slurm", "--dry-run"], "--dry-run and --write cannot be combined"),
         (["--resume", "x", "--if-launcher-dies", "Stop"], "did you mean `stop`?"),
-        (["--resume", "x", "--detach", "--if-launcher-dies", "stop"], "stop cannot be combined"),
+        (["--resume", "x", "--detach", "--if-launcher-dies", "stop"], "--if-launcher-dies is stop"),
     ],
 )
 def test_words_that_do_not_go_together(

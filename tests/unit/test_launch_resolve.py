@@ -213,8 +213,9 @@ def test_stages_that_are_narrower_keep_the_micro_batches_of_a_step() -> None:
 def test_stages_of_other_widths_do_not_shrink() -> None:
     run = staged((3, 1))
     assert run.can_run_on(["gpu0", "gpu1"]) == ""
-    assert "2 workers cannot be divided among the pipeline stages of dp 3+1" in run.can_run_on(
-        ["gpu0"]
+    assert (
+        "2 workers cannot be divided among the pipeline stages of the plan (dp 3+1"
+        in run.can_run_on(["gpu0"])
     )
 
 

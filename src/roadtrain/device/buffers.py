@@ -83,9 +83,9 @@ class Heap:
     by some megabytes per block (measured: 700 MB at 128 blocks of width 512).
 
     Call `trim` after each block. If the process has grown by `slack` bytes since pages were last
-    returned, `trim` returns free pages to the system. If this happens after a single block, and
-    `trim` returns more than half of `slack` bytes, `slack` is doubled. Without glibc or /proc,
-    `trim` does nothing.
+    returned, `trim` returns free pages to the system. If a single block makes the process grow by
+    `slack` bytes, and `trim` then returns more than half of `slack` bytes, `slack` is doubled.
+    Without glibc or /proc, `trim` does nothing.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -2,13 +2,14 @@
 
 A HostBuffer has a host side and a device side. On the CPU, both sides are the same memory. On CUDA,
 the host side is registered as pinned memory of exactly its size (torch's pinned allocator rounds up
-to powers of two). Copies between the sides run on a side stream. Each device has one side stream,
-and events order the copies with compute. Each thread has its own current device in torch, so the
-thread that delivers messages may have a different current device than the training thread.
-Therefore streams and events always name the buffer's device.
+to powers of two). Copies between the host side and the device side run on a stream of their own,
+the copy stream. Each device has one copy stream, and events order the copies with compute. Each
+thread has its own current device in torch, so the thread that delivers messages may have a
+different current device than the training thread. Therefore streams and events always name the
+buffer's device.
 
 Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device. All
-other functions may be called with a lock held.
+other functions may be called with a lock held, because they do not wait.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def own_device(
     report: Callable[[str], None] = lambda _: None,
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """Return the requested device with an index. If `requested` is `cuda` without an index, the
-    index is the first of these that applies: the current device, if the program has set a current
-    device other than 0 (torch.cuda.set_device); 0, if torch sees only one device; LOCAL_RANK. In
-    this case the returned device also becomes the current device. Raises ConfigError if the device
-    is missing or not supported."""
+    """Return the requested device with an index. Raises ConfigError if the device is missing or not
+    supported.
+
+    If `requested` is `cuda` without an index, the index is the first of these that applies: the
+    index of the current device, if the program has set a current device other than 0
+    (torch.cuda.set_device); 0, if torch sees only one device; the environment variable LOCAL_RANK.
+    The device with this index then also becomes the current device. A `requested` device with an
+    index does not change the current device.
+    """
     try:
         device = torch.device(requested)
     except RuntimeError as error:
@@ -129,9 +134,9 @@ def idle_accelerator(device: torch.device) -> str:
 
 class HostBuffer:
     """Host memory with a copy on the device. `view`: page-aligned host bytes. `tensor`: uint8
-    tensor on the device; on the CPU it is the same memory as `view`."""
+    tensor on the device; on the CPU, `tensor` and `view` are the same memory."""
 
-    # one side stream per device, created with its first buffer
+    # one copy stream per device, created with its first buffer
     _copy_streams: dict[torch.device, Any] = {}
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -139,7 +144,7 @@ class HostBuffer:
         self.nbytes = len(self.view)
         self._host = torch.frombuffer(self.view, dtype=torch.uint8)
         self._device, self._cuda = device, device.type == "cuda"
-        self._copied: Any = None  # event after the last copy on the side stream
+        self._copied: Any = None  # event after the last copy on the copy stream
         self._used: Any = None  # event after the last compute that reads `tensor`
         if not self._cuda:
             self.tensor = self._host
@@ -169,7 +174,7 @@ class HostBuffer:
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
-        """Start a copy of the first `nbytes` bytes to the device, on the side stream. The copy
+        """Start a copy of the first `nbytes` bytes to the device, on the copy stream. The copy
         waits for the last recorded use of the device side."""
         if self._cuda and nbytes:
             stream = HostBuffer._copy_streams[self._device]
@@ -198,14 +203,14 @@ class HostBuffer:
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that the caller's stream has launched all reads of the device side. The next copy
-        to the device waits for these reads."""
+        """Record that all reads of the device side have been launched on the caller's stream. The
+        next copy to the device waits for these reads."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
-        """Start a copy of the first `nbytes` bytes to the host, on the side stream. The copy waits
+        """Start a copy of the first `nbytes` bytes to the host, on the copy stream. The copy waits
         for all work that was launched on the caller's stream. Returns an event to wait for before
         the host side is read; None on the CPU."""
         if not self._cuda:

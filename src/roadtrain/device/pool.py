@@ -1,5 +1,4 @@
-"""A pool of buffers of equal size, which are allocated once. The buffers hold messages and sums.
-The pool does NOT know the contents of its buffers."""
+"""A pool of buffers of equal size, which are allocated once. The buffers hold messages and sums."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """HostAgent: starts, watches and ends the processes of a run on one host, on orders of the run's
-supervisor. Started with `python -m roadtrain.launch.agent MARK`; reads orders from stdin and writes
-reports to stdout, one JSON object per line.
+supervisor. The agent is started with `python -m roadtrain.launch.agent MARK`. The agent reads
+orders from stdin and writes reports to stdout, one JSON object per line.
 
 Assumes Linux. The end of stdin means that the supervisor is gone: the agent kills every process
 that it started, and exits. If the agent itself is killed, the kernel also kills its child
@@ -43,7 +43,8 @@ class HostAgent:
     """The agent of one host.
 
     Args:
-        mark: A label of all processes of this agent, in an environment variable (descendants.py).
+        mark: The label that all processes of this agent have in an environment variable
+            (descendants.py).
         source: The file descriptor from which the agent reads orders of the supervisor.
         sink: The file descriptor to which the agent writes messages for the supervisor. No other
             process may use the two descriptors.
@@ -62,7 +63,8 @@ class HostAgent:
         self._watch(source, self._read_orders)
 
     def run(self) -> None:
-        """Carry out orders until stdin ends or the reader of stdout is gone."""
+        """Carry out orders until the supervisor is gone: until stdin ends, or nobody reads stdout
+        anymore. Then kill all processes of this agent."""
         adopt_orphans()
         # Only the supervisor reacts to Ctrl-C. Child processes would inherit SIG_IGN, but not a
         # handler that does nothing.
@@ -163,7 +165,7 @@ class HostAgent:
                 self._finish(name, ended[started.pid])
 
     def _finish(self, name: str, code: int) -> None:
-        """Kill the descendants of a process that has ended, and report its exit."""
+        """Kill the descendants of a process that has ended, and report the exit of the process."""
         started = self._running.pop(name)
         started.kill()
         for pipe in started.pipes:
@@ -173,8 +175,8 @@ class HostAgent:
         self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kill the processes whose grace period is over. If a process still runs GIVE_UP_S seconds
-        after it was killed, report the process as ended."""
+        """Kill the processes whose grace period is over. If a process does not end within a fixed
+        time after it was killed, report the process as ended nevertheless."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:

@@ -122,8 +122,8 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Return a text that says for how long the agent has sent nothing, if this is longer than
-        SILENT_S seconds. Otherwise return ""."""
+        """Return a text that says for how long the agent has sent nothing. Return "" if the agent
+        has sent a message within a fixed time."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 

@@ -51,7 +51,7 @@ class ProcessExited(msgspec.Struct, tag="gone", frozen=True):
 
 
 class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
-    """Heartbeat of an agent, sent every ALIVE_S seconds."""
+    """Heartbeat of an agent, sent at a fixed interval."""
 
 
 ToAgent = BeginProcess | EndProcess
@@ -61,7 +61,7 @@ FROM_AGENT: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode_line(message: ToAgent | FromAgent) -> bytes:
-    """Encode a message. Raises WireError if the message exceeds MESSAGE_LIMIT bytes."""
+    """Encode a message as a line. Raises WireError if the line is longer than 32 MiB."""
     line = msgspec.json.encode(message) + b"\n"
     if len(line) > MESSAGE_LIMIT:
         raise WireError(f"a message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
@@ -90,8 +90,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return the unfinished last line of the stream as `feed` would return it, in a list. If
-        the stream ends with a newline, return an empty list."""
+        """Return a list with the unfinished last line of the stream, as a pair like the pairs that
+        `feed` returns. If the stream ends with a newline, return an empty list."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

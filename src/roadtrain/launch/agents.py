@@ -64,9 +64,9 @@ class HostAgents:
 
     Args:
         hosts: The hosts on which to start agents.
-        mark: A label of all processes of the run, in an environment variable (descendants.py). The
-            label is the same in all launches of the run, so that a later launch can kill leftover
-            processes.
+        mark: The label that all processes of the run have in an environment variable
+            (descendants.py). The label is the same in all launches of the run, so that a later
+            launch can kill leftover processes.
     """
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
@@ -212,7 +212,7 @@ class HostAgents:
 
     def _new_host(self, name: str) -> AgentHost | None:
         """Return a host that the run has not used yet, or None if there is no such host of this
-        name. This class has no such hosts; LabEngine overrides the method."""
+        name. In this class, the result is always None; LabEngine overrides the method."""
         return None
 
     def close(self) -> None:

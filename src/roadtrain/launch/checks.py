@@ -218,8 +218,9 @@ def _in_use(host: LiveHost) -> bool:
 
 
 def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if the workers of a host are meant to compute on devices, even if the host has no
-    visible device."""
+    """Return True if the workers of a host are expected to compute on devices, according to the
+    job, the devices of all worker hosts, or the plan. The host itself may have no visible
+    device."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
     others = any(other.seen.devices for other in hosts if other.plan.workers)
@@ -237,8 +238,8 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if another of the `hosts` is on the same machine as `host`. In this case the
-    hosts are those of a lab, which have no devices."""
+    """Return True if another of the `hosts` is on the same machine as `host`. Such hosts count as
+    hosts of a lab, which have no devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -369,10 +370,10 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Yield a sentence on each trained store that another run has left. A run that has trained has
-    a mark.json in its directory. If no host has a mark.json, this run has not trained, so a store
-    after step 0 belongs to another run. A store at step 0 is not reported, because this run may
-    have created the store and ended before it wrote its mark.json."""
+    """Yield a sentence on each store that has the training of another run. A run that has trained
+    has a mark.json in its directory. If no host has a mark.json, this run has not trained, so a
+    store with a step greater than 0 belongs to another run. A store at step 0 is not reported,
+    because this run may have created the store and ended before it wrote its mark.json."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [
@@ -409,7 +410,8 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
 def _no_space(
     run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
-    """Yield a sentence on each file system that has too little free space for its new stores."""
+    """Yield a sentence on each file system that has too little free space for the stores that the
+    run would create on the file system."""
     if shape is None:
         return
     plan = run.plan_file.plan

@@ -66,7 +66,8 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request. The verb "gone" means that a launcher's connection has ended."""
+    """A request to the supervisor. A request with the verb "gone" is not sent by a command:
+    ControlSocket creates the request when a launcher's connection has ended."""
 
     verb: str
     words: tuple[str, ...]

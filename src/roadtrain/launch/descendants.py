@@ -22,8 +22,8 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes whose mark begins with `mark`, until no such process is left or END_S
-    seconds have passed."""
+    """Kill all processes whose environment variable ROADTRAIN_STARTED_FOR begins with `mark`.
+    Return when no such process is left, or after a fixed time."""
     prefix = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + END_S
     while _kill_once(prefix) and time.monotonic() < deadline:
@@ -51,9 +51,9 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a function for the `preexec_fn` argument of Popen. The kernel then kills the child
-    process when the thread that started the child ends. Call this function only in the main thread
-    of a process with one thread."""
+    """Return a function for the `preexec_fn` argument of Popen. With this function, the kernel
+    kills the child process when the thread that called Popen ends, even if other threads of the
+    parent process go on. Therefore, use the function only in a process with one thread."""
     return partial(_die_with, os.getpid())
 
 

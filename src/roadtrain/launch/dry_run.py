@@ -1,6 +1,6 @@
 """dry_run(): describe as text a launch that does not happen: the checks before the start, the
 processes on each host, and the files that would be written. Contacts no host and creates nothing.
-Names the files with secrets, but does not show the secrets (Rule 8)."""
+The text names the files with secrets, but does not contain the secrets (Rule 8)."""
 
 from __future__ import annotations
 

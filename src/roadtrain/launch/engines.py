@@ -28,8 +28,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions that create an engine and supervise its runs. The name of each function is a
-    text "module:function", and the module is imported on first use."""
+    """The functions that create an engine and supervise its runs. Each function is given as a text
+    "module:function". The module is imported when the function is needed."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
@@ -97,8 +97,8 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Return True if this host has a standby process of the run. The process may still wait, or may
-    have become the supervisor."""
+    """Return True if this host has a standby process of the run. The process may still wait for the
+    end of the supervisor, or may have become the supervisor."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 

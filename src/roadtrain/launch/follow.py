@@ -114,8 +114,9 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Return a text with the time from the launch to the first step, and the share of each cause:
-    the engine, Python imports, and roadtrain. Return "" if the run has not made a step yet."""
+    """Return a text with the time from the launch to the first step, and the shares of this time
+    that the engine, Python imports and roadtrain took. Return "" if the run has not made a step
+    yet."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

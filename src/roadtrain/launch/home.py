@@ -322,8 +322,8 @@ def _state_after(before: RunState) -> RunState:
     """Return a state from which the run can safely continue after its newest state was lost.
     `before`: The state that was saved before the lost state. Since then, the run may have started
     one more attempt, so the returned state counts one more attempt. The run may also have committed
-    a step, so the step of the returned state is at least 0: then the job's `run.new_store` does not
-    discard the training."""
+    a step, so the step of the returned state is at least 0. Then the supervisor sets
+    `run.new_store` to false in the job, because this key could discard the committed training."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -63,9 +63,10 @@ class LabEngine(HostAgents):
     """An emulated cluster and the agents on its hosts.
 
     Args:
-        plan_file: The plan to run. It must have a cluster and machines.
+        plan_file: The plan to run, with a cluster and machines.
         mark: A label of the run's processes (see HostAgents).
-        directory: A directory for the content of the hosts' SSDs. It is kept after the run.
+        directory: A directory for the content of the hosts' SSDs. This directory is not removed
+            after the run.
 
     Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
     start.
@@ -202,7 +203,7 @@ class LabEngine(HostAgents):
     @staticmethod
     def _tidy_shm(mark: str) -> None:
         """Remove the shared-memory files that killed processes have left in the hosts' /dev/shm.
-        Keep directories, because they are stores."""
+        Keep the directories in /dev/shm, because stores are directories."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -212,8 +213,9 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Create the lab of a launch. Remove the kept files of an older run that has the same name and
-    directory. Raises ConfigError and LaunchError like LabEngine."""
+    """Create the lab of a launch. If the run is new, first remove the files that an older run of
+    the same name has left for the hosts of its lab. Raises ConfigError and LaunchError like
+    LabEngine."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
     # True if an earlier supervisor of this start has checked the hosts.
@@ -225,8 +227,8 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
     """Return True if the run's directory has files of a run that has trained. If the directory has
-    no such files, the kept files of the lab's hosts belong to an older run of the same name and can
-    be removed."""
+    no such files, the files that were kept for the hosts of the lab belong to an older run of the
+    same name and can be removed."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

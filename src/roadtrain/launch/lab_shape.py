@@ -95,7 +95,7 @@ def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return the index of the NIC through which a host is reached, for each host by name. These
+    """Return the index of the NIC through which each host is reached, by the host's name. These
     NICs belong to the fastest network that connects all hosts. If no network connects all hosts,
     the index is 0, the first NIC of each host."""
     kinds = list({host.name: host for host in hosts.values()}.values())

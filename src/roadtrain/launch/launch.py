@@ -87,21 +87,21 @@ def command(
 
     Args:
         on: where to run: here, lab or ray (here, if all hosts of the plan are this machine)
-        name: name of the run (the job file's)
+        name: name of the run (default: the name of the job file without its suffix)
         ray_address: HOST:PORT of the Ray cluster
         detach: return as soon as the run is started
         dry_run: only print which processes would start, and which files would be written
         if_launcher_dies: keep: the run goes on; stop: the run commits its step and ends (keep)
         write: slurm or kubernetes: only write files from which Slurm or Kubernetes starts the run
-        out: directory for the files of --write
+        out: directory for the files that --write creates
         image: with --write kubernetes: container image whose `python` has roadtrain installed
         stop: NAME: commit the run's step and end the run
         resume: NAME: continue a run that has ended, or whose supervisor was killed
         replan: NAME: measure the run's links and step times, and search for a better plan
         logs: NAME: print the run's log, and follow it while the run is alive
         leaves: NAME:HOST: announce that a host will be lost within --notice seconds
-        comes: NAME:HOST: announce that a host is available (a new host, or a lost host again)
-        notice: seconds until the host of --leaves is lost (120)
+        comes: NAME:HOST: announce that a host is available: a new host, or a lost host that is back
+        notice: seconds until the host that --leaves names is lost (120)
         write_plan: with --replan: also write the plan to this file
         new_run: with --replan: NAME of a new run to plan; the existing run keeps its plan
         placements: with --new-run: the placements to try, separated by commas (all)
@@ -142,7 +142,7 @@ def command(
     if if_launcher_dies not in IF_DIES:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, IF_DIES)
     if detach and if_launcher_dies == "stop":
-        raise ConfigError("--detach and --if-launcher-dies stop cannot be combined")
+        raise ConfigError("--detach would end the run, because --if-launcher-dies is stop")
     if dry_run and (write or (chosen and not replan)):
         raise ConfigError(
             f"--dry-run and --{'write' if write else chosen[0][0]} cannot be combined",
@@ -229,8 +229,9 @@ def check_directory(home: RunHome, job: Job) -> None:
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """Carry out --dry-run. If the plan has no address for a host, the output shows the host's name
-    instead, because only a started engine knows the address. Return the exit code."""
+    """Print what a launch would start and write, for the option --dry-run. Start and write nothing.
+    If the plan has no address for a host, print the host's name instead, because only a started
+    engine knows the address. Return the exit code of the command."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -238,7 +239,9 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
-    """Carry out --write. Starts nothing. Return the exit code."""
+    """Write the files from which Slurm or Kubernetes starts a run, for the option --write. Start
+    nothing. Return the exit code of the command. `kind`: "slurm" or "kubernetes". `out`: The
+    directory for the files. `image`: The container image for Kubernetes, else ""."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:

@@ -82,10 +82,11 @@ def run_command(
 ) -> tuple[int, str, str]:
     """Run a short Python command to its end. Return the exit code, the text on stdout and the last
     line on stderr. Raises OSError if the command cannot be started, and TimeoutExpired if the
-    command does not end within ASK_S seconds.
+    command does not end within a fixed time.
 
     `words`: The arguments of the Python interpreter. `stdin`: The input of the command. `spawn`:
-    Function like Popen that starts the command. `popen`: Further arguments of `spawn`."""
+    Function like Popen that starts the command. `popen`: Further arguments of `spawn`.
+    """
     process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,

@@ -71,8 +71,8 @@ def _opened(path: Path) -> IO[str]:
 
 
 class LogTail:
-    """Reads all.log from byte `offset` while the file grows. `lines` returns the new complete lines
-    as users see them."""
+    """Reads all.log from byte `offset` while the file grows. `lines` returns the lines that were
+    completed since the last call, in the form in which `shown` returns lines."""
 
     def __init__(self, home: RunHome, offset: int = 0) -> None:
         self._path, self._offset, self._rest = home.all_log, offset, b""

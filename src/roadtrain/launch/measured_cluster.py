@@ -2,17 +2,17 @@
 I/O.
 
 The cluster states values: rates of cards, rates of links between switches, and speeds of devices.
-If a measured value differs from the stated value by more than the fraction WITHIN, the measured
-value replaces the stated value and is listed in `Cluster.measured`. If the hosts of a kind differ
+If a measured value differs from the stated value by more than 15 percent, the measured value
+replaces the stated value and is listed in `Cluster.measured`. If the hosts of a kind differ
 afterwards, the kind is split into one kind per host. Each new kind has the name of its host in the
 plan.
 
-Rates are measured between pairs of hosts. A pair is too slow if its measured rate is more than
-WITHIN below the stated rates of both cards. A card counts as slower than stated only if, when
-sending or when receiving, all pairs with its host are too slow. So one slow host does not make its
-peers look slow, unless there are only two hosts. The new rate of the card is the highest rate
-measured for sending or the highest rate measured for receiving, whichever is lower. Does NOT
-measure (measured_run.py).
+Rates are measured between pairs of hosts. A pair is too slow if its measured rate is more than 15
+percent below the stated rates of both cards. A card counts as slower than stated if all pairs in
+which its host sends are too slow, or if all pairs in which its host receives are too slow. So one
+slow host does not make its peers look slow, unless there are only two hosts. The new rate of the
+card is the highest rate measured for sending or the highest rate measured for receiving, whichever
+is lower. Does NOT measure (measured_run.py).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def measured_cluster(
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """Return the cluster with the measured values, and a text on each changed value, by the name of
-    the value in `Cluster.measured`. If no value has changed, return the plan's cluster itself.
+    """Return a pair. The first item is the cluster with the measured values, or the plan's cluster
+    itself if no value has changed. The second item maps the name of each changed value, as in
+    `Cluster.measured`, to a text on the change.
 
     Args:
         cluster: The plan's cluster.
@@ -162,7 +163,7 @@ def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterabl
     Args:
         kind: The kind to replace.
         mine: The plan's hosts of the kind.
-        new: The same hosts with their measured rates.
+        new: For each host in `mine`, the kind with the values measured for the host.
     """
     if all(host is kind for host in new):
         return [kind]
@@ -197,9 +198,10 @@ def _links(
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
     """Yield the links between switches with their measured rates, and add a text to `changes` for
-    each changed rate. The measured rate of a link is the highest rate between two hosts at its
-    ends, in the slower direction. A link keeps its stated rate if the measured rate is as expected
-    from the stated rates of the link and of the cards."""
+    each changed rate. The measured rate of a link in one direction is the highest rate from a host
+    at one end to a host at the other end. The measured rate of the link is the lower rate of the
+    two directions. If the stated rates of the link and of the cards explain the measured rate, or
+    no rate was measured, the link keeps its stated rate."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [

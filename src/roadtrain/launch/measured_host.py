@@ -4,7 +4,8 @@ summarize the metrics of a host's workers.
     ADDRESS:PORT TOKEN_FILE   started by a LaunchEngine as a process: answers probes until
                                   the engine ends the process
     (no arguments)            started by `LaunchEngine.ask` as a command: probes the listening
-                                  hosts; reads their addresses and the token from stdin (Rule 8)
+                                  hosts; reads the hosts' addresses and the token from stdin,
+                                  because other users can see arguments (Rule 8)
 
 The probing host makes each host measure its link to every other host, one link at a time, like
 `roadtrain probe --hosts`. No workers run during the measurement, because their traffic would slow
@@ -33,7 +34,7 @@ class MeasureRequest(msgspec.Struct):
     """A request to a host to measure links and to read metrics.
 
     `others` has the ADDRESS:PORT of each listening host. `metrics` has the paths of the metrics
-    files of the host's workers. Either may be empty.
+    files of the host's workers. `others` and `metrics` may be empty.
     """
 
     token: str = ""

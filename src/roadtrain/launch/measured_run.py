@@ -5,9 +5,9 @@ steps. Works through the run's engine after all processes of the run have ended.
     the first host of a group    measures the links between the hosts of the group
     every host with workers      returns a summary of its workers' metrics
 
-A group has at most MOST hosts. Of several hosts with the same address, only the first is measured.
-A failed measurement is not an error: `MeasuredRun.missing` has a text with the reason. Does NOT
-judge the results (measured_cluster.py).
+A group has at most 8 hosts. If several hosts have the same address, only the first of these hosts
+is measured. A failed measurement is not an error: `MeasuredRun.missing` has a text with the reason.
+Does NOT judge the results (measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
     """Measure the links of a run after its processes have ended, and collect the times of the last
-    steps. `worker_hosts`: The hosts with workers in the last attempt, in the order of their
-    ranks."""
+    steps. `worker_hosts`: The hosts with workers in the last attempt, in rank order."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [

@@ -37,7 +37,7 @@ class PausedRun:
 
     def measure(self) -> bool:
         """Stop the run, and wait until its supervisor has measured the links, written measured.json
-        and ended. Return False if the run ended for another reason than this request. Raises
+        and ended. Return False if the run ended for another reason than replanning. Raises
         LaunchError if the supervisor does not end in time or the state of the run cannot be
         read."""
         self.home.measured_path.unlink(missing_ok=True)
@@ -108,8 +108,8 @@ class PausedRun:
             self.go_on(follows=False)
 
     def _ends(self) -> bool:
-        """Wait at most STOPS_S seconds until the run begins to stop, and then until it has ended.
-        Return True if the run has ended."""
+        """Wait until the run begins to stop, and then until the run has ended. Each wait has a
+        timeout. Return True if the run has ended."""
 
         def has_ended() -> bool:
             return not is_alive(self.home)

@@ -6,7 +6,8 @@ Kubernetes restarts the pods of a run one by one and has no common counter of re
 writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. If a rank
 reads the same TCPStore a second time, this rank was restarted but rank 0 was not. The rank then
 exits, because the other workers of the old start are also about to restart. Kubernetes restarts the
-rank until rank 0 is restarted too. Does NOT wait longer than WAIT_S.
+rank until rank 0 is restarted too. If rank 0 does not write the id within two minutes, the other
+ranks exit.
 """
 
 from __future__ import annotations

@@ -4,19 +4,19 @@
    the hosts before it releases the hosts (measured_run.py).
 2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
 3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
-   Such a plan has the same placement, micro-batches, delay and compression. It also has the same
-   servers in the same order, because the division of the model among existing stores is fixed. The
-   number of pipeline stages may change, because any number of stages can load the snapshots. To
-   load the snapshots, the hosts with snapshots must take part, or all hosts must share the run's
-   directory.
+   A plan that can continue the run has the same placement, micro-batches, delay and compression as
+   the old plan. The servers and their order are also the same, because the division of the model
+   among existing stores is fixed. The number of pipeline stages may change, because any number of
+   stages can load the snapshots. To load the snapshots, the hosts with snapshots must take part, or
+   all hosts must share the run's directory.
 4. Compare the new plan with the old plan at the measured rates. If the new plan shortens a step by
-   at least the fraction BETTER: copy the old plan to plan.before-N.toml, replace the run's
-   plan.toml, delete measured.json, and resume the run with the new plan.
+   at least 3 percent: copy the old plan to plan.before-N.toml, replace the run's plan.toml, delete
+   measured.json, and resume the run with the new plan.
 
-If the run can never be replanned, the command fails before it stops the run. A run that was stopped
-is always resumed, with the old plan if no new plan is better. With --new-run, the command also
-tries other placements, and the result is a plan for a new run with stores of its own. Does NOT
-change a job.
+If the run can never be replanned, the command fails before it stops the run. If the command has
+stopped the run, the command always resumes the run, with the old plan if no new plan is better.
+With --new-run, the command also tries other placements, and the result is a plan for a new run with
+stores of its own. Does NOT change a job.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ReplanResult:
 
 @dataclass(frozen=True)
 class ReplanOptions:
-    """The options of --replan."""
+    """The options that `roadtrain launch` accepts with --replan."""
 
     dry_run: bool = False
     write_plan: str = ""  # also write the plan to this file
@@ -110,15 +110,16 @@ def replan(
     go_on: GoOn,
     report: Report = print,
 ) -> int:
-    """Carry out --replan. Return the exit code of the command.
+    """Measure a run's links and search for a better plan (option --replan). Return the exit code of
+    the command.
 
     Args:
         home: The home of the run.
-        options: The options of --replan.
+        options: The options of the command.
         go_on: Function that resumes the run.
         report: Function that prints a line for the user.
 
-    Raises RoadtrainError. If the run was running before, it is resumed even after an error.
+    Raises RoadtrainError. If the run was running before, the run is resumed even after an error.
     """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
@@ -229,12 +230,13 @@ def search_again(
     leaves_out: bool,
     cluster: Cluster,
 ) -> SearchResult:
-    """Search for plans of a cluster that can continue the run. With --new-run, search for any plan.
+    """Search for plans of a cluster that can continue the run. If the options name a new run,
+    search for plans of any kind.
 
     Args:
         run: The inputs from which the run was planned.
         constants: The constants of the simulator.
-        options: The options of --replan.
+        options: The options of the replan command.
         leaves_out: True if a plan may leave out hosts that had workers.
         cluster: The cluster to search.
 
@@ -343,8 +345,8 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Return lines for the user: the measured rates, the predicted times of the old and the new
-    plan, and why the old plan stays, if it stays."""
+    """Return lines for the user: the measured rates, and the predicted times of the old and the new
+    plan. If the run keeps the old plan, a line gives the reason."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None

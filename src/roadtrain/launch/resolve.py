@@ -78,7 +78,7 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """True if workers use reducers. In this case, workers also use the reducers on hosts that
+        """True if workers use reducers. If True, the workers also use the reducers on hosts that
         join later."""
         return bool(self.job.parallelism.reducers)
 
@@ -121,7 +121,7 @@ class ResolvedRun:
     @property
     def snapshots_at_workers(self) -> bool:
         """True if the run's directory on the workers' hosts has state of the run, such as
-        snapshots. In this case, a host that replaces a worker host needs the same directory."""
+        snapshots. If True, a host that replaces a worker host needs the same directory."""
         stages = self.job.parallelism
         served = {placement.stage for placement in stages.placements if placement.servers}
         return stages.used and served != set(range(stages.pp))
@@ -198,7 +198,8 @@ class ResolvedRun:
             reducers: The hosts whose reducers the workers use. If None, the hosts of the plan's
                 reducers.
             committed: A step that is known to be committed, or -1.
-            begins_anew: True if no step was committed, so that the job's `run.new_store` applies.
+            begins_anew: True if no step was committed. If False, `run.new_store` is set to false
+                in the job, because this key could discard the committed training.
 
         Raises:
             ConfigError: Workers cannot run on these hosts, for example because the batch cannot be
@@ -371,7 +372,7 @@ def resolve(
         plan_file: The plan.
         job: The user's job.
         name: The name of the run.
-        addresses: The addresses of hosts. They have precedence over the addresses in the plan.
+        addresses: The addresses of hosts. These addresses have precedence over those in the plan.
         token: The secret shared by the run's processes.
 
     Raises ConfigError if the plan has no machines, is for another model, lacks services of its

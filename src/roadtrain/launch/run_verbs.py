@@ -80,8 +80,8 @@ def resume_run(
         if_launcher_dies: "keep" or "stop", as in `launch`.
         detach: If True, return at once, without printing the log.
         ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
-        paused: True if the run was stopped for --replan. In this case, the run is not resumed if
-            the user has stopped the run since then.
+        paused: True if a replan command has stopped the run and now resumes it. If the user has
+            stopped the run in the meantime, the run is not resumed.
     """
     home = existing_run(name)
     with home.starting():
@@ -97,9 +97,7 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
     are those of `resume_run`. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
-        raise ConfigError(
-            f"run {home.name!r} is running", hint=f"roadtrain status {home.name} shows it"
-        )
+        raise ConfigError(f"run {home.name!r} cannot be resumed, because the run is running")
     record = msgspec.structs.replace(
         record,
         start=record.start + 1,

@@ -25,7 +25,7 @@ class StartedProcess:
 
     Args:
         words: The arguments of the Python interpreter.
-        mark: A label of the process and its descendants, in an environment variable
+        mark: The label that the process and its descendants have in an environment variable
             (descendants.py).
         on_line: Function that gets each line of the output.
         directory: The working directory.

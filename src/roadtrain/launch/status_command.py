@@ -54,7 +54,8 @@ def command(
 
 
 def launched(name: str) -> RunHome | None:
-    """Return the home of the launched run of this name, or None if there is none."""
+    """Return the home of the launched run of this name, or None if no run of this name was
+    launched."""
     try:
         home = RunHome.of(name)
     except ConfigError:

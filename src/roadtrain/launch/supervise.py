@@ -82,8 +82,8 @@ def supervise_locked(home: RunHome) -> int:
 
 def had_begun(home: RunHome) -> bool:
     """Return True if an earlier supervisor has passed the checks since the last launch or resume of
-    the run, and so may have started processes. In this case, an error must not end the run as
-    refused: another supervisor tries again."""
+    the run, and so may have started processes. If True, an error of this supervisor must not be
+    recorded as the end of the run, because another supervisor tries again."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:

@@ -402,8 +402,8 @@ class Supervisor:
 
     def _write_state(self, now: bool = False) -> bool:
         """Write state.json if the state has changed. Return True if the file is up to date. If the
-        write fails, log the problem and return False, because a full disk must not end a run. A
-        call during the next WRITE_AGAIN_S seconds tries again only if `now` is True."""
+        write fails, log the problem and return False, because a full disk must not end a run. For a
+        fixed time after a failure, only calls with `now` = True try again."""
         state = self._state()
         if state == self._written:
             return True

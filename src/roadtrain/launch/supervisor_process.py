@@ -68,7 +68,7 @@ def start_supervisor(home: RunHome) -> None:
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
     """Within the `with` statement, provide a connection to a run's supervisor, or None if the
     supervisor has ended. If the supervisor is still checking hosts, wait until it answers. Raises
-    LaunchError if the supervisor does not answer within CHECKS_S seconds."""
+    LaunchError if the supervisor does not answer in time."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:

@@ -25,8 +25,8 @@ SHUTDOWN_S = 100  # time after which torchrun kills its workers; must be less th
 
 def first_worker(run: ResolvedRun) -> Process:
     """Return the worker with rank 0. All workers have the arguments and files of this worker, and
-    torchrun sets the environment of each worker. Raises ConfigError if --write does not support the
-    run."""
+    torchrun sets the environment of each worker. Raises ConfigError if files of `launch --write`
+    cannot start the run."""
     check_for_files(run)
     return run.workers(run.worker_hosts, 0).processes[0]
 
@@ -54,7 +54,8 @@ def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -
 
 
 def check_for_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if --write does not support the run."""
+    """Raise ConfigError if files of `launch --write` cannot start the run: the job sets
+    run.new_store, or a host name is not a valid node name."""
     if run.job.run.new_store:
         raise ConfigError(
             "run.new_store is true: the written files restart the run whenever it fails, and each"
@@ -94,9 +95,9 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
 
 
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
-    """Raise ConfigError if --write would replace a file that --write has not written. `out`: The
-    directory. `names`: The names of the files to write. `mark`: A text at the beginning of one of
-    the first two lines of each file that --write has written."""
+    """Raise ConfigError if one of the files to write exists and was not written by `launch
+    --write`. `out`: The directory. `names`: The names of the files to write. `mark`: A text at the
+    beginning of the first or second line of each file that `launch --write` has written."""
     for path in (out / name for name in names):
         if path.exists() and not any(
             line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
@@ -121,7 +122,7 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
 
 def notes_for_user(run: ResolvedRun) -> list[str]:
     """Return notes for the user: whether GPUs are not requested, and which features of the plan are
-    not used, because a run of --write has no supervisor."""
+    not used, because a run that Slurm or Kubernetes starts has no supervisor."""
     notes = []
     if run.plan_file.cluster is None and not run.job.run.device:
         notes.append(

@@ -53,7 +53,7 @@ def _staged(job: Job, planned: int, workers: int, hosts: Sequence[WorkerHost]) -
     widths = [width * workers for width in before.replicas_of]
     if any(width % planned or not width for width in widths):
         raise ConfigError(
-            f"{workers} workers cannot be divided among the pipeline stages of {before}",
+            f"{workers} workers cannot be divided among the pipeline stages of the plan ({before})",
             hint=f"use a multiple of {before.pp * before.tp} workers",
         )
     stated = job.parallelism.num_microbatches

@@ -48,9 +48,9 @@ class WorkerRun:
         return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
-        """Return the reason why the remaining workers must be killed, if they have not ended within
-        ALL_END_S seconds after the first worker ended successfully. Otherwise return "". `at`: The
-        monotonic time in seconds."""
+        """Return the reason why the remaining workers must be killed: they have not ended within a
+        fixed time after the first worker ended successfully. Return "" if no worker must be killed.
+        `at`: The monotonic time in seconds."""
         if self.late_at is None or at < self.late_at or not self.hosts:
             return ""
         self.late_at = None

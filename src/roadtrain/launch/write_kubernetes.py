@@ -4,7 +4,7 @@
     ConfigMap     has job.toml and reducers.txt
     Service       is headless and covers all pods; StatefulSets require a Service
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
-    Job           runs torchrun for the workers of one host; the pod restarts until all are done
+    Job           runs the workers of one host with torchrun; restarts until all workers are done
 
 A pod runs on the node that the plan names and uses the node's network and shared memory. Each host
 name, path and port in run.yaml comes from the plan or the job, and the cluster's DNS is not used:
@@ -252,8 +252,8 @@ class _RunObjects:
         return {"metadata": {"labels": self._labels(process)}, "spec": spec}
 
     def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
-        """Return volume sources for the files of a process. The sources are the Secret and the
-        ConfigMap: when one of them changes, Kubernetes updates the files in running pods."""
+        """Return volume sources for the files of a process: the Secret, the ConfigMap, or both.
+        When the Secret or the ConfigMap changes, Kubernetes updates the files in running pods."""
         sources: list[Tree] = []
         for kind, secret in (("secret", True), ("configMap", False)):
             names = [PurePosixPath(file.path).name for file in files if file.secret == secret]

@@ -67,9 +67,10 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if the output would replace a file that --write has not written. In
-    run.sbatch and TOML files, the first lines show whether --write has written the file. The other
-    files may be replaced only if `out` already has a run.sbatch of --write."""
+    """Raise ConfigError if the output would replace a file that `launch --write` has not written.
+    In run.sbatch and TOML files, the first lines show whether `launch --write` has written the
+    file. The other files may be replaced only if `out` already has a run.sbatch of `launch
+    --write`."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -162,9 +163,9 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield lines of shell code that set variables: the hosts of each worker step, the job
-    component of each host, and the number of GPUs that the host's workers request. All workers of a
-    component are one Slurm step, so that one signal reaches all of these workers."""
+    """Yield lines of shell code that set variables: the hosts of each worker step, the component of
+    the Slurm job for each host, and the number of GPUs that the host's workers request. All workers
+    of a component are one Slurm step, so that one signal reaches all of these workers."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
@@ -184,6 +185,6 @@ def _service(process: Process) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """Return a word quoted for the shell. A word that ends with a variable of HOST_VARIABLES is in
+    """Return a word quoted for the shell. A word that ends with $rank, $workers or $start is in
     double quotes, so that the shell expands the variable."""
     return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

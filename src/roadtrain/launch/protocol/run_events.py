@@ -79,8 +79,8 @@ class HostLeaving:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed. This event sets the numbers of failures of the workers and of all
-    services to 0."""
+    """A step was committed. This event resets the number of failures to 0, for each service and for
+    the workers."""
 
     step: int
 
@@ -130,8 +130,8 @@ class StartService:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start all workers. `hosts`: The hosts of the workers, in the order of their ranks. A host of
-    the plan that is lost is replaced by a spare host, or is left out."""
+    """Start all workers. `hosts`: The hosts of the workers, in rank order. A spare host may replace
+    a lost host of the plan, or a lost host is left out."""
 
     attempt: int
     hosts: tuple[str, ...]

@@ -45,7 +45,8 @@ NEXT_RUN_PHASES: Mapping[RunPhase, frozenset[RunPhase]] = {
 
 @dataclass(slots=True)
 class ProcessState:
-    """The state of a service, or of all workers together. Times are the times of events."""
+    """The state of a service, or of all workers together. All times are monotonic times in
+    seconds."""
 
     name: str
     phase: ProcessPhase = ProcessPhase.WAITING

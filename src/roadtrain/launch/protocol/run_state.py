@@ -169,9 +169,9 @@ class RunStateMachine:
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
         """Handle the end of workers that were stopped to move to other hosts. If the workers were
-        stopped because a host was lost, count a failure, so that the run ends after ENDS_AT_MOST
-        failures. Otherwise a host that is lost again and again would keep the run
-        going forever without progress."""
+        stopped because a host was lost, count a failure, so that the run ends after a fixed number
+        of failures. Otherwise a host that is lost again and again would keep the run going forever
+        without progress."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -340,8 +340,8 @@ class RunStateMachine:
         self.phase = phase
 
     def _bring_down(self) -> None:
-        """Stop the workers first and the services afterwards, as workers need the services to
-        commit their step."""
+        """Stop the workers first and the services afterwards, because the workers need the services
+        to commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
         down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
@@ -371,7 +371,8 @@ class RunStateMachine:
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
-        """Stop waiting for a process that has not ended by its deadline (Rule 5)."""
+        """Check the deadline of a stopping process (Rule 5). After the deadline, treat the process
+        as ended, and end the run if the run is not ending yet."""
         assert process.stop_until is not None
         if self.now < process.stop_until:
             return

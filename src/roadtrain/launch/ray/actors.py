@@ -10,8 +10,8 @@ If a ServedProcess is killed, Ray restarts the actor, which starts its process a
 process has ended, the supervisor creates a new actor. If the node of the supervisor's actor is
 lost, Ray cannot restart the supervisor's actor, so each ServedProcess ends itself.
 
-The arguments of an actor contain the run's token. Ray transfers the token like all other data
-(docs/guides/launch.md).
+The arguments of an actor contain the run's token. Ray sends arguments unencrypted, unless TLS is on
+in Ray. So Ray's ports must be inside a trusted network (docs/guides/launch.md).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EventBatch:
 class EventLog:
     """A bounded log of events that the supervisor polls. Thread-safe. Lines of output and other
     events have separate buffers, so that many lines never push out other events. Invariant: a
-    buffer keeps at most the last KEPT events, with their sequence numbers."""
+    buffer keeps at most the last 5000 events, with their sequence numbers."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
@@ -82,8 +82,9 @@ class EventLog:
         such events, wait for an event for at most `patience_s` seconds.
 
         Args:
-            life: `EventBatch.life` of the last reply. If the actor was restarted since the last
-                reply, the id has changed, and all events are returned.
+            life: `EventBatch.life` of the last reply, the id of the actor's start. If the actor was
+                restarted since the last reply, `life` is not its current id, and all events are
+                returned.
             after: `EventBatch.then` of the last reply, a sequence number. If -1, skip all events
                 before this call.
             patience_s: The longest wait in seconds.
@@ -132,8 +133,8 @@ class ServedProcess:
             self.end_if_orphaned(time.monotonic())
 
     def end_if_orphaned(self, now: float) -> None:
-        """End this actor if the last poll is more than ORPHAN_S seconds old and the supervisor's
-        actor does not exist anymore. `now`: The monotonic time in seconds."""
+        """End this actor if the supervisor has not polled the actor for a fixed time and the
+        supervisor's own actor does not exist anymore. `now`: The monotonic time in seconds."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):

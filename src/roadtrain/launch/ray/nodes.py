@@ -4,14 +4,16 @@
                   label is the host that has its node name, address or host name.
     by resources  A host without an address gets the node at the host's earlier address. A host that
                   never had a node gets a free node with enough accelerators, or with enough
-                  processors if no node has accelerators. The order is stable.
+                  processors if no node has accelerators. The same nodes always give the same
+                  assignment.
     joining       A node that appears later becomes an additional host with its own name. If the
-                  node replaces a dead node, Ray may notice the death later. As soon as Ray
-                  does, the node becomes the host of the dead node.
+                  node replaces a dead node, and Ray notices the death only later, the node first
+                  becomes an additional host, and then the host of the dead node.
     returning     A lost host with workers returns on a node that has its name or earlier address
-                  and is large enough. Any other node that was free from the start is reported as a
-                  joined host instead, under its own name. checks.py then checks whether the
-                  joined host lacks state of the run that was on the lost host.
+                  and is large enough. If no such node is free, but another node has been free since
+                  the start and is large enough, the other node joins as a new host under its own
+                  name. checks.py then checks whether the new host lacks state of the run that was
+                  on the lost host.
 
 A host keeps its node while the node is alive. Does no I/O, and does NOT call Ray (ray_cluster.py).
 """
@@ -97,7 +99,7 @@ class HostMap:
 
     def missing_events(self) -> list[RunEvent]:
         """Return an event HostLost for each host and spare host of the plan that has no node. Call
-        this once, after the first `look`."""
+        this method once, after the first call of `look`."""
         why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)

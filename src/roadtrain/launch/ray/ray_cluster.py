@@ -37,8 +37,8 @@ HEAD = "node:__internal_head__"  # a resource that only the head has
 
 def connect(address: str) -> None:
     """Make this process a driver of a cluster. `address`: The HOST:PORT of the cluster's head. If
-    "" or "auto", connect to the cluster of the node that runs on this host. Raises LaunchError if
-    the connection fails, and ConfigError if the address is not valid."""
+    `address` is "" or "auto", connect to the cluster of the node that runs on this host. Raises
+    LaunchError if the connection fails, and ConfigError if the address is not valid."""
     _check_reachable(address)
     try:
         ray.init(

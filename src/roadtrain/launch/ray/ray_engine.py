@@ -2,8 +2,8 @@
 
     a server, reducer or switch   runs in a detached actor ServedProcess "roadtrain:RUN:NAME", which
                                   is bound to the node of its host and restarted by Ray if killed
-    the workers                   run in Ray Train (workers.py); they belong to this driver and end
-                                  with it
+    the workers                   run in Ray Train (workers.py); the workers end when this driver
+                                  ends
     a host                        is a node (nodes.py)
 
 `close` ends all services and workers. If the driver is killed, the workers end, but the services
@@ -95,8 +95,9 @@ class RayEngine:
         mark: The name of the run on the cluster. The names of service actors begin with this name.
         spares: The plan's spare hosts.
         addresses: For a host name, the address of the host's node in earlier starts of the run.
-        begun: If True, an earlier engine has started the run, and running services with this mark
-            are kept. If False, such services belong to an earlier launch and are ended.
+        begun: If True, an earlier engine has started the run, and running services of the run are
+            kept. If False, running services with the same names belong to an earlier launch and are
+            ended.
         directory: The directory for files of Ray Train.
 
     Raises:
@@ -282,8 +283,8 @@ class RayEngine:
                 ray.kill(service.actor, no_restart=True)
 
     def _poll_actors(self, patience_s: float) -> None:
-        """Send polls to actors. Wait for a reply for at most `patience_s` seconds, and handle all
-        replies that have arrived."""
+        """Poll the actors for events. Wait for a reply for at most `patience_s` seconds, and handle
+        all replies that have arrived."""
         polls = {}
         for service in (self._mailbox, *self._services.values()):
             if service.poll is None and time.monotonic() >= service.poll_at:
@@ -330,8 +331,9 @@ class RayEngine:
             self._take(mailbox, batch)
 
     def _actor_silent(self, service: _PolledActor) -> None:
-        """Kill an actor that does not answer, and the process of the actor (Rule 5). Afterwards,
-        Ray restarts the actor if it is the mailbox, and the supervisor restarts a service."""
+        """Kill an actor that has not answered for a fixed time (Rule 5). If the actor is the
+        mailbox, Ray restarts the actor. If the actor runs a service, the process of the service
+        ends with the actor, and the supervisor starts the service again."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
             self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))

@@ -3,11 +3,11 @@ roadtrain.launch.supervise`, run by a detached actor "roadtrain:RUN" on the node
 launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
 supervisor. So the run survives the end of its launcher.
 
-The supervisor is a Ray driver of its own. It owns the workers and their placement groups, so that
-they always end with the supervisor. If the actor were the driver, Ray would remove the workers'
-placement group as soon as the launcher ends. A restarted supervisor finds the services and restarts
-the workers. The run's home is on the node of the actor, so all commands on the run must be given on
-that node.
+The supervisor is a Ray driver of its own. The supervisor creates the workers and their placement
+groups, so that the workers and placement groups always end with the supervisor. If the actor
+created the placement groups instead, Ray would remove them as soon as the launcher ends. A
+restarted supervisor finds the services and restarts the workers. The run's home is on the node of
+the actor, so all commands on the run must be given on that node.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class SupervisedRun:
         path: The directory of the run's home.
         name: The name of this actor.
         environment: Environment variables of the supervisor.
-        launched: The time at which the run was launched or resumed. Each resume has another time.
+        launched: The time at which the run was launched or resumed. If the run's state has another
+            time, the run was resumed by a later command.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. If the supervisor ends early TRIES times in a
-        row, record the run as failed."""
+        """Run the supervisor until the run has ended. If the supervisor ends soon after its start
+        several times in a row, record the run as failed."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()

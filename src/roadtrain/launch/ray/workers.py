@@ -86,7 +86,8 @@ class NoGroups(BackendConfig):
 
 
 class WorkerTrainer(DataParallelTrainer):
-    """A trainer of Ray Train without the callbacks whose class names are in LEFT_OUT."""
+    """A trainer of Ray Train without the callback that cleans up placement groups (see the
+    module)."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -104,7 +105,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
     if process is None:
-        raise LaunchError(f"attempt {attempt} has no worker left for node {node[:8]}")
+        raise LaunchError(f"no worker is left to start on node {node[:8]} in attempt {attempt}")
     pending: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
     held = HeldProcess(process, config["mark"], pending.put)
     try:
@@ -119,7 +120,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post the events of a worker to the mailbox until the worker ends. Return the worker's
+    """Post the events of a worker to the mailbox until the worker ends. Return a pair: the worker's
     ProcessEnded, and True if the worker was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
@@ -218,9 +219,9 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if the attempt is over: Ray Train has released the resources of the workers,
-        or has not released the resources before the deadline (Rule 5). If the result is True, all
-        events of the workers are in the mailbox."""
+        """Return True if the attempt is over. An attempt is over when Ray Train has released the
+        resources of the workers, or when the deadline for the release has passed (Rule 5). If the
+        result is True, all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
