@@ -70,7 +70,7 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
         ),
         (["bench", "no-such"], "unknown benchmark `no-such`"),
         (["soak", "everything"], "`roadtrain soak` takes options only, got everything"),
-        (["soak", "--only", "first"], "--only 'first'\nhint: a fault's number"),
+        (["soak", "--only", "first"], "--only 'first' is not a fault's number"),
         (["status", "/no/such/run"], "is not a run directory"),
     ],
 )
