@@ -228,7 +228,7 @@ class LaunchedRun:
 
     def step_s(self, after: int, until: int | None = None) -> float:
         """Compute the median seconds of the steps after step `after`, up to step `until`. The first
-        FIRST_STEPS steps are left out, because their time is not steady yet.
+        four steps are left out, because their time is not steady yet.
         """
         took = [
             float(line["seconds"])
