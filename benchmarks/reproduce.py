@@ -1,11 +1,11 @@
 """`roadtrain reproduce [PAPER]`: compare results printed in five papers with the simulator's
 results for the same set-ups.
 
-Every printed result has a row. In the row, `ours` is the simulator's result. It is empty for
+Every printed result has a row. In the row, `ours` is the simulator's result. `ours` is empty for
 results that a simulator cannot give (accuracy, chip sizes). The error of an exact result is ours /
-printed - 1. The error of a gain is (1 + ours) / (1 + printed) - 1. For a bound ("at least", "up
-to"), the error is 0 if the bound holds. All times are simulated: nothing is measured on this
-machine.
+printed - 1. A gain is a ratio minus 1; its error is (1 + ours) / (1 + printed) - 1. For a bound
+("at least", "up to"), the error is 0 if the bound holds. All times are simulated: nothing is
+measured on this machine.
 """
 
 from __future__ import annotations
@@ -366,8 +366,8 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """Compute the seconds of a step with everything on the devices, divided by the seconds that
-        the updates take on the processors.
+        """Simulate a step with everything on the devices, and a step whose updates run on the
+        processors. Returns the seconds of the first step, divided by the seconds of the updates.
         """
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
