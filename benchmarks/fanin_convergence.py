@@ -150,8 +150,8 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Set the gradient of each parameter to its sum over the workers, divided by the number of
-        `workers`.
+        """Set the gradient of each parameter to its sum over the workers, divided by `workers`, the
+        number of workers.
         """
         for p in self.params:
             p.grad = torch.zeros_like(p)

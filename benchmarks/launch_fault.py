@@ -28,8 +28,8 @@ SERVE, TRAIN = "serve", "train"
 
 @dataclass
 class FaultTarget:
-    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if it does not
-    run on Ray.
+    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if the run does
+    not use Ray.
     """
 
     run: LaunchedRun

@@ -275,8 +275,8 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """Compute the relative difference between the losses of a step in two runs. It is 0 if the
-    losses are equal bit for bit, and infinite if a run does not have the step.
+    """Compute the relative difference between the losses of a step in two runs. The result is 0 if
+    the losses are equal bit for bit, and infinite if a run does not have the step.
     """
     if step not in losses or step not in theirs:
         return float("inf")

@@ -98,8 +98,8 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate LuWu or a system that it is compared with, and return (TFLOPS of a device, result).
-    Returns None if the plan does not fit.
+    """Simulate LuWu or a system that the paper compares with LuWu, and return (TFLOPS of a device,
+    result). Returns None if the plan does not fit.
 
     TFLOPS count the model's operations without those that activation checkpointing repeats. Two
     facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59 %.
@@ -539,9 +539,9 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Simulate an exchange of gradients, and compute by which fraction it is slower than the
-    optimum if network cards reach their full goodput. The exchange is slower because a gradient is
-    cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
+    """Simulate an exchange of gradients with network cards that reach their full goodput. Returns
+    the fraction by which the exchange is slower than the optimum. The exchange is slower because a
+    gradient is cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
     sums/protocol/shares.py.
 
     The sum of a part is returned when all workers have sent the part. A worker sends the parts for

@@ -189,8 +189,9 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Kill the relay, which communicates for both workers. The relay's links carry less than half
-    of the bytes that the workers' own links carry in the run without faults, so the fault strikes
-    at a third of its usual moment. Returns the errors of the processes that ended by themselves.
+    of the bytes that the workers' own links carry in the run without faults, so this fault happens
+    after a third of the bytes after which other faults happen. Returns the errors of the processes
+    that ended by themselves.
     """
 
     def kill() -> None:

@@ -227,8 +227,9 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and the sync of the written data. Start it again; it goes on
-    from the files. Soon after this start, kill it and cut the power. Returns the trainer's errors.
+    """Kill the trainer between a write and the sync of the written data. Start the trainer again,
+    so that it goes on from the files. Soon after this start, kill the trainer and cut the power.
+    Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))

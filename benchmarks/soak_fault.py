@@ -162,8 +162,9 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Wait for the fault and restart killed processes, as torchrun and a service manager do.
-    Returns the errors of workers that ended by themselves.
+    """Wait for the fault and restart killed processes, as torchrun and a service manager do. If
+    `last`, also let the run train to its end. Returns the errors of workers that ended by
+    themselves.
     """
     scene.wait_struck()
     if fault.prompt:

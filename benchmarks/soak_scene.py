@@ -51,9 +51,9 @@ class Wrong(RoadtrainError):
 
 
 class CountedRelay(Relay):
-    """A relay that counts bytes. After a call of `at`, the relay calls `do` in its own thread,
-    right before it passes on byte `nbytes` of a direction. `cut_at`: monotonic time at which the
-    link was cut.
+    """A relay that counts bytes. After a call of `at(nbytes, way, do)`, the relay calls `do` in its
+    own thread, right before it passes on byte `nbytes` of the direction `way`. `cut_at`: monotonic
+    time at which the link was cut.
     """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:

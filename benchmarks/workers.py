@@ -77,7 +77,8 @@ def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
     """Build the rows for the results `got`, which differ in depth or in the number of workers. The
-    first result is the smallest. `plain`: maps a depth to the result of plain training.
+    first result is that of the smallest depth or of the fewest workers. `plain`: maps a depth to
+    the result of plain training.
     """
     base, rows = got[0], []
     for result in got:
