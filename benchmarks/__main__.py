@@ -1,5 +1,5 @@
-"""`python -m benchmarks NAME`: run a benchmark of roadtrain and of the library that it is compared
-with, and print a table of results.
+"""`python -m benchmarks NAME`: run a benchmark that compares roadtrain with another library, and
+print a table of results.
 
 The table shows whether each result meets its goal. If a goal is missed, the exit code is still 0.
 """
@@ -33,7 +33,7 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     Args:
         json: file to which the results are also written, as JSON
         quick: use small sizes, only to check that the benchmark works
-        only: run only these items of the benchmark
+        only: names of the items (parts of the benchmark) to run; if empty, all run
 
     Raises:
         ConfigError: the benchmark or an item does not exist

@@ -118,8 +118,8 @@ def forget_peak() -> None:
 def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
     """Run `count` servers on this host and yield their addresses.
 
-    Each server is a process with a store of its own below `directory`. At the end of the `with`
-    block, the servers are terminated.
+    Each server is a process with the memory budget `budget` and a store of its own below
+    `directory`. At the end of the `with` block, the servers are terminated.
     """
     processes = []
     try:

@@ -1,14 +1,15 @@
 """Measure training steps of several worker hosts over emulated links: roadtrain with two placements
 of its servers, compared with FSDP2 over gloo.
 
-In placement `host`, a server runs on each worker's host. In placement `network`, as many servers
-run on other hosts. Servers keep their state in memory (/dev/shm).
+In placement `host`, a server runs on each worker's host. In placement `network`, each server runs
+on a host of its own, and there are as many servers as workers. Servers keep their state in memory
+(/dev/shm).
 
 The floor of a step is the bytes that must cross the busier direction of a link, divided by the rate
 B of a link in each direction. With S bytes of bf16 parameters and four workers, the floor is 1.5
 S/B in `host` and S/B in `network`. At staleness 0, a step waits until the update of the previous
-step is complete. At staleness 1, parameters arrive while gradients are sent. Needs root. Does NOT
-emulate latency.
+step is complete. At staleness 1, a step does not wait for this update, so parameters arrive while
+gradients are sent. Needs root. Does NOT emulate latency.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Cluster:
     """Emulated hosts: worker hosts w0, w1, .. and as many server hosts s0, s1, .. Each host has a
     NIC of `rate` bytes/s in each direction.
 
-    `workers` is the number of worker hosts in use. It may be lowered later; the other hosts then
-    idle. If `placing_rate` is given, NICs have this rate until all workers have placed their
-    models.
+    `workers` is the number of worker hosts in use. The number may be lowered later; the remaining
+    hosts are then idle. If `placing_rate` is given, NICs have this rate until all workers have
+    placed their models.
     """
 
     def __init__(

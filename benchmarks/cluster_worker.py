@@ -6,9 +6,8 @@ FSDP2 and writes its step times and losses.
     FSDP2:
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-Both send bf16 parameters and gradients, and compute matrix products in the same way. FSDP2 keeps
-its parameters in bf16, which is a common way to save traffic. roadtrain keeps fp32 masters on the
-servers.
+roadtrain and FSDP2 both send bf16 parameters and gradients, and compute matrix products in the same
+way. FSDP2 keeps its parameters in bf16. roadtrain keeps fp32 masters on the servers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def carried() -> tuple[int, int]:
 
 def wait_at(gate: Path, rank: int) -> None:
     """Create a file in the directory `gate`, to report that this worker has placed its model. Then
-    wait until the file `open` exists there. Raises DeadlineError after WAIT_S seconds.
+    wait until the file `open` exists there. Raises DeadlineError after 300 seconds.
     """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S

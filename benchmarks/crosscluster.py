@@ -5,15 +5,16 @@ Each cluster has two hosts. Each host runs one process on 0.4 CPUs. One cluster 
 "InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model
 is an fp32 decoder of 42 M parameters, trained with AdamW. A step has 32 rows of 128 tokens, in 8
 micro-batches. The layout is that of Yang et al. (Holmes): a pipeline across the clusters, and data
-parallel inside each cluster. The rates of links count whole Ethernet frames. Reported bytes are TCP
-payload, counted by the NICs. Needs root. Does NOT emulate latency.
+parallelism inside each cluster. The rates of links count whole Ethernet frames. Reported bytes are
+TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
 
     --only ITEM,..
-    environments  the same layout with a network of each kind, and in the hybrid
+    environments  the same layout with InfiniBand, RoCE or Ethernet alone, and with the two clusters
+                  described above
     throttled     one cluster's CPUs at 60 %
     overlap       the optimizer overlapped with the step, compared with the optimizer after the step
     predicted     measured steps of the items above, compared with the simulator's predictions
-    sizes         stage sizes from measurements, compared with those of the published formula
+    sizes         stage sizes found by search, compared with those of Holmes's formula
     losses        losses of 39 parallelisms, compared with those of one process
     broken        the preflight's errors for eight broken set-ups
 """
@@ -72,7 +73,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 def four_environments(bench: Bench) -> Iterator[Row]:
     """Run item `environments`: the same layout on four networks. They are InfiniBand in both
-    clusters, RoCE in both clusters, Ethernet alone, and the hybrid.
+    clusters, RoCE in both clusters, Ethernet alone, and the hybrid (InfiniBand in one cluster and
+    RoCE in the other).
     """
     plain = bench.peer("plain data parallel", "ddp")
     torchs = bench.peer("torch's pipeline", "torch_pipeline")

@@ -1,6 +1,6 @@
-"""Measure the costs of the lab's hosts before the runs of `crosscluster`. The costs are the seconds
-of a layer, of the rest of the model (everything outside layers) and of an update, and the processor
-time per byte sent.
+"""Measure the costs of the lab's hosts before the runs of `crosscluster`. There are four costs: the
+seconds of a layer, the seconds of everything outside layers, the seconds of an update, and the
+processor seconds per byte sent.
 
     python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
@@ -41,7 +41,7 @@ HOSTS = ("a0", "a1")
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Measured costs of a host that has CPUS processors. `layer`: maps the number of rows in a
+    """Measured costs of a host that has 0.4 processors. `layer`: maps the number of rows in a
     micro-batch to the seconds of one layer's forward. `ends`: maps the number of rows to the
     seconds of the forward of everything outside layers.
     """
@@ -56,7 +56,7 @@ class HostCosts:
 def measure_costs(
     network: Network, size: ModelSize, batches: Sequence[Batch], home: Path
 ) -> HostCosts:
-    """Measure the costs with one process on each of the two hosts HOSTS, which communicate over
+    """Measure the costs with one process on each of the hosts a0 and a1, which communicate over
     their first NICs (eth0). `home`: directory for the files that tell the processes what to
     measure.
     """
@@ -168,7 +168,7 @@ def touch_s() -> float:
 
 def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
     """Measure the costs in one of two processes. Returns the costs on rank 0, and None on rank 1.
-    `specs`: a run with each size of micro-batch to measure.
+    `specs`: one run for each size of micro-batch; each run is measured.
     """
     distributed.init_process_group(
         "gloo",

@@ -80,8 +80,8 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """Return the largest relative difference between the two losses of a step. The result is
-    infinite if a loss is NaN.
+    """Compare each loss with the loss of the same step in `alone`, and return the largest relative
+    difference. The result is infinite if a loss is NaN.
     """
     found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)

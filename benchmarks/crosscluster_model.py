@@ -58,7 +58,7 @@ class Batch:
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
         """Return the tokens of a step, int64 [rows, sequence]. Each row counts up from a random
-        token by a random stride, so a model can learn to predict it.
+        token by a random stride, so a model can learn to predict the next token.
         """
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)

@@ -50,7 +50,7 @@ class Run:
 
 @dataclass
 class Bench:
-    """Runs the measurements, and keeps them in the order in which they ran."""
+    """Makes the measured runs, and keeps their results in the order of the runs."""
 
     setting: Setting
     runs: list[Run] = field(default_factory=list)

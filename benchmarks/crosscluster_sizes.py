@@ -1,8 +1,7 @@
-"""Item `sizes` of `crosscluster`: compare three ways to choose stage sizes on random clusters. They
-are an exact search, the published formula, and uniform sizes.
+"""Item `sizes` of `crosscluster`: compare three ways to choose stage sizes on random clusters. The
+three ways are an exact search, the formula of Yang et al. (Holmes), and equal sizes.
 
-Nothing is measured: a formula computes the seconds of a step. The search does not use the result of
-the published formula.
+Nothing is measured: the seconds of a step are computed.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
-    """Draw a random job on a random cluster, and return its work and the name of the cluster of
-    each stage. There are 2 to 4 stages in at most as many clusters. The speeds of devices differ by
-    a factor of up to three.
+    """Draw a random job. Returns (speeds and numbers that determine its step time, name of the
+    cluster of each stage). The job has 2 to 4 stages, in at most as many clusters. The speeds of
+    devices differ by a factor of up to three.
     """
     stages = chance.randint(2, 4)
     speeds = [chance.uniform(1.0, 3.0) for _ in range(stages)]

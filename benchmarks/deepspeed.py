@@ -1,6 +1,6 @@
-"""Train the 420 M model with its state on disk, and compare roadtrain with DeepSpeed's NVMe
-offload. Both run on this machine's disk and on an emulated device that reads and writes 500 MB/s.
-Plain torch gives the reference losses.
+"""Train a Llama of 420 M parameters with its state on disk, and compare roadtrain with DeepSpeed's
+NVMe offload. Both run on this machine's disk and on an emulated device that reads and writes 500
+MB/s. Plain torch gives the reference losses.
 
 Every run is a process of its own, and runs of roadtrain and DeepSpeed alternate. The step time of a
 run is the mean over all steps after the first two. The measured time begins when the store is idle,
@@ -41,8 +41,8 @@ OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "-
 
 @dataclass(frozen=True)
 class Run:
-    """Result of training in one process. `read_bytes` and `written_bytes` are those of one step.
-    `losses` has the loss of every step.
+    """Result of training in one process. `read_bytes` and `written_bytes`: bytes that one step read
+    and wrote. `losses`: the loss of every step.
     """
 
     step_s: float

@@ -1,5 +1,5 @@
-"""The process of benchmark `deepspeed` that trains with DeepSpeed: the 420 M model on CPU by
-ZeRO-3, with state offloaded to files.
+"""The process of benchmark `deepspeed` that trains with DeepSpeed: a Llama of 420 M parameters on
+CPU by ZeRO-3, with state offloaded to files.
 
     python -m benchmarks.deepspeed_peer --json OUT --dir D --steps 4
     python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)

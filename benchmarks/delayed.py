@@ -1,18 +1,18 @@
-"""Measure the delayed update (staleness 1): does it converge like synchronous training, and does it
-hide the update?
+"""Measure delayed updates (staleness 1): does training converge like synchronous training, and is
+the time of the update hidden?
 
 Convergence: the small job (examples/stdlib.toml, with its model, text, optimizer and clipping)
-trains for STEPS steps with staleness 0, with staleness 1, and in plain torch, each time from the
-same initial values. State is kept in RAM. A store on disk would give the same losses bit for bit.
-The benchmark compares the mean of the last TAIL training losses, and the held-out loss.
+trains for 300 steps with staleness 0, with staleness 1, and in plain torch, each time from the same
+initial values. State is kept in RAM. A store on disk would give the same losses bit for bit. The
+benchmark compares the mean of the last 20 training losses, and the held-out loss.
 
 Hiding: one worker trains with a server whose device is slow. The device is a throttled loop device
 of the lab, which needs root. Updates begin when step() is called, as with clipping. The same steps
 run three times: without the update, at staleness 0 and at staleness 1. Without the update, step()
 is never called, and the server drops the gradients that it receives. The run without the update
-comes first, on the unthrottled device. Its step time sets the device's rate for the other runs, so
-that writing the records of one step takes the fraction SHARE of this time. The whole update can
-therefore be hidden.
+comes first, on the unthrottled device. For the other two runs, the device is throttled so that
+writing the records of one step takes 0.6 of the step time of the first run. Writing is thus shorter
+than a step, so the whole update can be hidden.
 
 The hidden fraction of the update is (step at staleness 0 - step at staleness 1) / (step at
 staleness 0 - step without the update). Without updates, parameters that the worker keeps stay valid
@@ -23,7 +23,7 @@ sum over all threads.
 Does NOT run on a GPU. Does NOT emulate a server with slow processors: the server uses the cores of
 this machine.
 
-    python -m benchmarks.delayed --child train --way late --steps 300 --json OUT  (late, sync)
+    python -m benchmarks.delayed --child train --way late --steps 300 --json OUT
     python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8
         --json OUT
     python -m benchmarks.delayed --child serve --dir DIR     (prints its stages for each input line)
@@ -183,7 +183,9 @@ def converges(steps: int, tail: int, small: bool) -> list[Row]:
 
 
 def train(way: str, steps: int, small: bool) -> dict[str, Any]:
-    """Train the small job in this process; `way` is one of WAYS."""
+    """Train the small job in this process. `way`: "plain" (plain torch), "sync" (staleness 0) or
+    "late" (staleness 1).
+    """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as home:
         job = load_job(
             str(JOB),
@@ -345,8 +347,8 @@ def hides(quick: bool) -> list[Row]:
 
 
 def train_beside(args: argparse.Namespace) -> dict[str, Any]:
-    """Train WARM_UP steps and then `--steps` measured steps, with a server in a child process. If
-    `--rate` is given, the server's device is throttled to this rate.
+    """Train three steps to warm up and then `args.steps` measured steps, with a server in a child
+    process. If `args.rate` is not 0, the server's device is throttled to this rate (bytes/s).
     """
     torch.set_num_threads(1)
     compute = model420.compute_default()

@@ -1,8 +1,8 @@
 """Measure the peak memory of training for models with 8, 32 and 128 blocks of the same width. State
 is in files, and all models have the same budget.
 
-Each depth is trained by a process of its own, whose VmHWM is the peak. Each peak is the median of
-REPS processes, because the layout of glibc's heap varies the peak by 5 %.
+Each depth is trained by a process of its own. The VmHWM of the process is the peak. Each peak is
+the median of three processes, because the layout of glibc's heap varies the peak by 5 %.
 
 The input of every block (rows x seq x width, fp32) is saved for backward, so these inputs must grow
 with depth. The budget allows only some of them in memory; the others are moved to files. A counter
@@ -123,8 +123,8 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
 
 
 def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
-    """Measure each depth with `reps` processes. Returns a result for each depth, from the
-    shallowest to the deepest: that of the process with the median peak.
+    """Measure each depth with `reps` processes. Returns the result of the process with the median
+    peak for each depth, in ascending order of depth.
     """
     got: list[list[dict[str, Any]]] = [[] for _ in depths]
     for _ in range(reps):

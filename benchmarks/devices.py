@@ -1,10 +1,10 @@
 """Measure optimizer updates with 1 to 8 storage devices. In roadtrain, parameters are updated next
-to each device. In the method that it is compared with, a host reads and writes all state over one
-interconnect.
+to each device. Roadtrain is compared with a host update, in which a host reads and writes all state
+over one interconnect.
 
 Throttled loop devices emulate storage. The interconnect is one shared link in each direction, which
-is as fast as 4 devices. M is 2 bytes a parameter. The fp32 state has 6M bytes. Gradients cross the
-interconnect as fp32, 2M bytes, and so do parameters.
+is as fast as 4 devices. Let M be 2 bytes for each parameter. Then the fp32 state has 6M bytes.
+Gradients and parameters cross the interconnect as fp32, 2M bytes each.
 
 Roadtrain ("ours"): the whole engine runs. Gradients cross the interconnect towards the devices, and
 new parameters cross it towards the host. State stays at the devices. Host update (the method of
@@ -133,8 +133,8 @@ class Wire:
 
 
 class ChargedLink:
-    """A MessageLink over the emulated interconnect: messages with gradients are delivered when all
-    their bytes have crossed `down`.
+    """A MessageLink over the emulated interconnect. Messages with gradients are delivered when all
+    their bytes have crossed `down`, the direction from the host to the devices.
     """
 
     def __init__(self, link: MessageLink, down: Wire) -> None:
@@ -152,8 +152,8 @@ class ChargedLink:
 
 
 class Ours:
-    """A roadtrain engine with a store in each of `directories`, on the other side of the emulated
-    interconnect.
+    """A roadtrain engine whose host reaches the stores over the emulated interconnect. There is a
+    store in each of `directories`.
 
     Args:
         down: direction from the host to the devices, for gradients
@@ -278,8 +278,8 @@ class HostUpdate:
     parameters at the host. With n devices, device i mod n stores a record [p, m, v] and a gradient
     for chunk i.
 
-    Reads, kernels and writes overlap. Each device has THREADS threads for each direction, and 2 *
-    BUFFERS chunks in flight.
+    Reads, kernels and writes overlap. Each device has four threads for reads, four threads for
+    writes, and eight chunks in flight.
     """
 
     def __init__(
@@ -332,9 +332,9 @@ class HostUpdate:
     def update(self, *, norm_first: bool = False) -> float:
         """Run one update phase and return its seconds.
 
-        Gradients are written ahead of the updates, by at most two sets of buffers. This keeps both
-        directions of the interconnect busy all the time. With `norm_first`, all gradients are
-        written before any gradient is read.
+        Gradients are written ahead of the updates, by at most twice as many chunks as there are
+        buffers. Both directions of the interconnect are therefore busy all the time. With
+        `norm_first`, all gradients are written before any gradient is read.
         """
         self.step += 1
         reads: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
@@ -500,7 +500,8 @@ def measure(
 
     Args:
         blocks: number of blocks of the model
-        handler: also run the modes that compare the transfer handler with its absence
+        handler: also run roadtrain with one and with several record buffers. Only with several
+            buffers can reads and writes overlap, as with Smart-Infinity's transfer handler.
 
     Raises:
         AssertionError: a wrong number of bytes crossed the interconnect, or roadtrain and the host

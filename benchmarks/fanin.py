@@ -1,6 +1,6 @@
-"""Measure fan-in, sums inside the network, with workers, switches and one server in the lab. Fan-in
-is compared with the same servers over TCP, and with torch's all-reduce. The protocol, the kernels
-and the number formats are also measured alone.
+"""Measure fan-in (sums inside the network) with workers, switches and one server in the lab. Fan-in
+is compared with the same server over TCP without switches, and with torch's all-reduce. The
+protocol, the kernels and the integer formats of gradients are also tested without a network.
 
     --only ITEM,..
     model        explore all states of the protocol
@@ -32,8 +32,8 @@ from roadtrain.lab import network_available
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Return a function that measures these modules of the package, and returns their rows. The
-    modules need no lab.
+    """Return a function that runs the measurements of the modules called `modules` in this package,
+    and returns their rows. These measurements need no lab.
     """
 
     def rows(bench: Bench) -> list[Row]:
@@ -63,8 +63,8 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items called `only`, or all items if it is empty. Raises ConfigError if the lab
-    cannot be emulated.
+    """Run the items whose names are in `only`, or all items if `only` is empty. Raises ConfigError
+    if the lab cannot be emulated.
     """
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated on this machine: {why}")

@@ -44,7 +44,7 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
 
 def rows(bench: Bench) -> Iterator[Row]:
     """Measure heartbeats during training. Then stop a worker, and measure the seconds until a log
-    names it.
+    names this worker.
     """
     scene = Scene(4)
     with Lab(scene, bench.home / "beats") as lab, lab.serving(switches=True) as address:
@@ -64,8 +64,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """Count the bytes of heartbeats of the server's host and of worker 0's host for RUNNING_S
-    seconds, while workers train.
+    """Count the bytes of heartbeats of the server's host and of worker 0's host for three seconds,
+    while workers train.
     """
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:

@@ -1,22 +1,21 @@
 """Check whether training converges if the network adds gradients as integers.
 
-Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for STEPS
-steps with WORKERS workers. One run adds the workers' gradients in fp32; other runs add them as
-integers of 32, 16 and 8 bits. All runs start from the same values, and each worker has rows of its
-own.
+Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for 300
+steps with two workers. One run adds the workers' gradients in fp32; other runs add them as integers
+of 32, 16 and 8 bits. All runs start from the same values, and each worker has rows of its own.
 
-Sequences have SEQ_LEN tokens, and each worker has one sequence in a step, so the five runs take
-only minutes. One process computes for all workers. Gradients are laid out in the same chunks as by
-place(). They pass through the kernels of the integer formats (switch/fixed_point.py) packet by
-packet, so each sum is bit for bit the sum of a switch. torch computes the updates. The loss on
-HELD_OUT held-out batches after the last step is compared; the mean loss of the last TAIL steps is
-printed beside it.
+Sequences have 128 tokens, and each worker has one sequence in a step, so the five runs take only
+minutes. One process computes for all workers. The gradients are divided into the same chunks as by
+roadtrain.place(). The kernels of the integer formats (switch/fixed_point.py) convert and add the
+gradients packet by packet, so each sum is bit for bit the sum of a switch. torch computes the
+updates. The loss on 64 held-out batches after the last step is compared. The mean training loss of
+the last 20 steps is printed too.
 
 Training is chaotic: any change of rounding leads to different losses. A control run therefore adds
-in fp32 and changes the last bit of one element of the first sum. The difference between its loss
-and that of the fp32 run is pure chance. The difference of an integer format says nothing about this
-format if it is smaller than the difference of the control run. A goal that is smaller than the
-control run's difference is met or missed by chance.
+in fp32 and changes the last bit of one element of the first sum. The difference between the losses
+of the control run and of the fp32 run is pure chance. The difference of an integer format says
+nothing about this format if the difference is smaller than that of the control run. A goal that is
+smaller than the control run's difference is met or missed by chance.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ WAYS: dict[str, Sum] = {"fp32": in_fp32, CONTROL: _last_bit_changed()} | {
 
 
 class Workers:
-    """The one model that stands for the models of all workers. Gradients are cut into the chunks of
-    the job.
+    """A single model that computes for all workers, one after another. Gradients are cut into the
+    chunks of the job.
     """
 
     def __init__(self, job: Job) -> None:
@@ -151,8 +150,8 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Set the gradient of each parameter to its sum over the workers, divided by the number of
-        `workers`.
+        """Set the gradient of each parameter to its sum over the workers, divided by `workers`, the
+        number of workers.
         """
         for p in self.params:
             p.grad = torch.zeros_like(p)

@@ -31,8 +31,8 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):
-    """A switch with a deliberate fault: it sends merged heartbeats before every child has sent a
-    heartbeat.
+    """A switch with a deliberate fault: it merges and sends heartbeats although some children have
+    not sent a heartbeat yet.
     """
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
@@ -124,8 +124,9 @@ class Downwards:
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
         """Compare a heartbeat that the switch sent up with the merged heartbeats of all workers.
-        The switch must not acknowledge or allow more packets than all workers do. Returns a
-        description of the error, "" if there is none.
+        The switch must not acknowledge a packet that a worker has not acknowledged, or allow a
+        packet that a worker does not allow. Returns a description of the error, "" if there is
+        none.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:

@@ -1,12 +1,13 @@
 """Explore all states of a model, breadth first. Check that no step is wrong, and that a state in
 which everything is delivered can be reached from each state.
 
-A model yields the steps from a state. A state of the model is a tuple of small ints. Each int
-stands for the state of one machine, as `Parts` numbers it. The real state machines compute the
-steps. A machine's step depends only on the state of that machine and the event, so each step is
-computed once and remembered.
+A model yields the steps from a state. The model consists of state machines, such as the sender of a
+worker. A state of the model is a tuple of small ints, one for each machine. The class `Parts` gives
+each state of a machine its int. The state machines of roadtrain compute the steps. A machine's step
+depends only on the state of that machine and the event, so each step is computed once and
+remembered.
 
-This module is independent of the protocol that is explored.
+This module can explore any protocol.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Parts(Generic[S, Out]):
         return found
 
     def event(self, event: Hashable) -> int:
-        """Return the number of an event, which is an argument of `step`."""
+        """Return the number that stands for an event in calls of `step`."""
         found = self._event_ids.setdefault(event, len(self.events))
         if found == len(self.events):
             self.events.append(event)

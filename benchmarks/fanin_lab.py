@@ -1,11 +1,11 @@
 """The lab of `fanin`: hosts for workers, for one server (host `node`) and for switches. The links
-of workers and node have the same rate in each direction.
+of the workers' hosts and of host `node` have the same rate in each direction.
 
 The host of a switch has one NIC instead of a port for each connection. This NIC is fast enough not
 to be a bottleneck. With `racks = 2`, each rack has a bridge that joins its workers and the host of
-its switch. A link of the workers' rate joins the bridge of each rack to the spine, the bridge of
-the root switch and the node. Bytes are counted as whole frames, at the devices where tc limits the
-rate. Does NOT train; fanin_worker.py does.
+its switch. Another bridge, the spine, joins the host of the root switch and host `node`. The bridge
+of each rack has a link to the spine, with the rate of a worker's link. Bytes are counted as whole
+frames, at the devices where tc limits the rate. Does NOT train; fanin_worker.py does.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Lab:
 
     @property
     def links(self) -> dict[str, LabLink]:
-        """Map names to the links that have the workers' rate."""
+        """Map the name of each link to the link, except for the links of the switches' hosts."""
         hosts = self.network.hosts
         own = {name: host.nics[0] for name, host in hosts.items() if not name.startswith(ROOT)}
         return own | {f"{a}-{b}": link for (a, b), link in self.network.links.items()}
@@ -313,9 +313,9 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """Compute the median seconds of a step. The warm-up steps and the step after the pause are left
-    out. A step ends when its last worker has finished. The end times of different workers are
-    comparable, because all processes read the same clock.
+    """Compute the median seconds of a step. The warm-up steps are left out, and also the next step,
+    because all workers pause before this step. A step ends when its last worker has finished. The
+    end times of different workers are comparable, because all processes read the same clock.
     """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))

@@ -2,8 +2,7 @@
 switch/protocol/switch.py), for the exploration. A step builds a machine from a state, lets the
 machine process an event, and returns the machine's new state.
 
-A state is hashable and can be compared. It does NOT include the machine's counters. It lists resent
-packets by number and order alone.
+A state is hashable and can be compared. A state does NOT include the machine's counters.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def collected(first: Data, second: Data) -> Data:
 
 
 class LiteralSwitch(SwitchStateMachine):
-    """The switch as the paper describes it, which computes wrong sums after losses. A packet's slot
-    in the table is the packet number modulo the window. A slot is cleared as soon as its sum is
-    complete. A resent packet is treated like any other packet.
+    """The switch as the paper of SwitchML describes it. After lost packets, such a switch computes
+    wrong sums. A packet's slot in the table is the packet number modulo the window. A slot is
+    cleared as soon as its sum is complete. A resent packet is treated like any other packet.
     """
 
     def packet(self, packet: Packet) -> Packet | None:

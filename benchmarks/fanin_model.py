@@ -1,19 +1,19 @@
-"""Explore the packets that go up and down through switches. Packets may be lost, repeated or late,
-and machines may restart. In spite of this, every sum must be right, no sum may arrive twice, and
-all sums must finally arrive.
+"""Explore all states of the fan-in's protocol, which sends packets up and down through switches.
+Packets may be lost, repeated or late, and machines may restart. Nevertheless, every sum must be
+right, no sum may arrive twice, and all sums must finally arrive.
 
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The machines are the real ones (switch/protocol/numbered.py, switch/protocol/switch.py). Packets
-have consecutive numbers. Three properties are checked in each state: the machines' own invariants
-hold (`check()`), no packet number is accepted twice, and no slot of a switch is reused before the
-server has received the sum in the slot.
+The state machines are those of roadtrain (switch/protocol/numbered.py, switch/protocol/switch.py).
+Packets have consecutive numbers. Three properties are checked in each state: the machines' own
+invariants hold (`check()`), no packet number is accepted twice, and no slot of a switch is reused
+before the server has received the sum in the slot.
 
 Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
 covers loss, repetition and reordering anywhere. The data of a packet number never change, so the
-packets that a worker may have sent are those of all numbers below its `next`. A machine may receive
-any heartbeat that another machine may have sent to it before.
+packets that a worker may have sent are all packets with smaller numbers than its next packet. A
+machine may receive any heartbeat that another machine may have sent to it before.
 
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
 all machines are new, and packets of the old job are still in flight. Such a restart is therefore
@@ -25,9 +25,9 @@ Note "Termination": from every state, all packets in flight may be lost. After t
 without loss, in which all machines send again, must lead to full delivery. No machine therefore
 waits for ever, provided that packets which are sent again and again finally arrive.
 
-Note "At once": with `eager`, a worker sends on each heartbeat all packets that it may send. A
-property that holds for eager workers also holds for slower workers, because a packet that is not
-sent yet is like a packet that has not arrived yet.
+Note "At once": with the argument `eager`, a worker answers each heartbeat with all packets that it
+may send. A property that holds for eager workers also holds for slower workers, because a packet
+that is not sent yet is like a packet that has not arrived yet.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def check(
         numbers: number of packets of each worker
         timeouts: if True, a worker may time out at any time. The timeout is a step of its own,
             which may send nothing new.
-        eager: see note "At once"
+        eager: if True, a worker answers each heartbeat with all packets that it may send. Fewer
+            states are then explored.
         most_states: limit for the number of explored states
     """
     return explore(Upwards(tree, window, numbers, variant, timeouts, eager), most_states)
@@ -79,15 +80,16 @@ def check_down(
     Args:
         window: number of packets that the server may have in flight
         numbers: number of packets that the server sends
-        eager: see note "At once"; here the server is the sender
+        eager: if True, the server answers each heartbeat with all packets that it may send. Fewer
+            states are then explored.
         most_states: limit for the number of explored states
     """
     return explore(Downwards(workers, window, numbers, variant, eager), most_states)
 
 
 def literal_trace() -> tuple[str, ...]:
-    """Return the shortest sequence of steps that makes the switch of the paper, taken literally,
-    compute a wrong sum.
+    """Return the shortest sequence of steps after which the switch computes a wrong sum if it works
+    exactly as the paper of SwitchML describes it.
     """
     found = check(Variant.LITERAL, numbers=3)
     assert found.trace is not None, "the literal switch must be refuted"
@@ -96,8 +98,8 @@ def literal_trace() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """An exploration: its name, and its arguments. They are arguments of `check_down` if `down` is
-    True, else of `check`.
+    """The name and the arguments of an exploration. If `down`, the arguments are those of
+    `check_down`, else those of `check`.
     """
 
     name: str
@@ -138,7 +140,7 @@ CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and rest
 
 def rows(quick: bool) -> list[Row]:
     """Explore all scenes, and check that the exploration finds an error in each wrong variant of
-    the protocol. Prints the steps to the wrong sum of the paper's switch.
+    the protocol. Also prints the steps that `literal_trace` returns.
     """
     found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
     for variant, scene in REFUTED.items():

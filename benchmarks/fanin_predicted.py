@@ -58,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of one step. It is a later step of a run, when all steps take the same time."""
+    """Prediction of one step of a run, after the first steps, when all steps take the same time."""
 
     seconds: float  # the greater of the simulated time and `processors`
     processors: float  # processor seconds of a step, over the number of processors

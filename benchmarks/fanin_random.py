@@ -50,8 +50,8 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of faults. `restart` is of the switch, in each tick. The others are of a
-    packet, on any link.
+    """Probabilities of faults. `restart`: probability that the switch restarts in a tick. All other
+    fields are probabilities for each packet on each link.
     """
 
     loss: float = 0.01
@@ -160,7 +160,7 @@ class Link:
 
 
 class Scene:
-    """The workers, a switch, and the server's receiver, whose attribute is `end`."""
+    """The workers, a switch, and the server. `end`: the receiver of the server."""
 
     def __init__(
         self,

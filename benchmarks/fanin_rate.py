@@ -1,6 +1,7 @@
-"""Item `rate` of `fanin`: measurements that need no lab. They are the packets a second of a
-user-space switch on one core, in memory and over loopback sockets, and the memory of a switch with
-1,000 stuck slots. Over loopback, the switch is compared with a plain forwarder.
+"""Item `rate` of `fanin`: measurements that need no lab. The first is the packets a second of a
+user-space switch on one core, in memory and over loopback sockets. The second is the memory of a
+switch with 1,000 stuck slots; in a stuck slot, the packet of one child is missing. Over loopback,
+the switch is compared with a plain forwarder.
 
 One thread plays the children, the switch and the parent in turn. Only the work of the switch (or of
 the forwarder) is timed: receive, verify, add, seal and send, including the system calls.
@@ -107,8 +108,9 @@ def over_loopback(seconds: float, *, sums: bool) -> float:
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """Receive the packets of one child at the switch, and send what results to `end`. Returns the
-    number of packets sent. `ends`: table that adds the packets; if None, the packets are forwarded.
+    """Receive the packets of one child at the switch. Add them and send the complete sums to `end`
+    or, if `ends` is None, send the packets themselves to `end`. Returns the number of packets sent.
+    `ends`: has the table that adds the packets.
     """
     left, sent = RUN, 0
     while left:
@@ -132,9 +134,9 @@ def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
 
 
 def stuck() -> tuple[int, int]:
-    """Measure the memory of a switch with STUCK stuck slots. A slot is stuck if one child has sent
-    its packet and the other has not. The same slots get stuck again and again, and memory must not
-    grow.
+    """Measure the memory of a switch with 1,000 stuck slots. A slot is stuck if one child has sent
+    its packet and the other child has not. The same slots get stuck again and again, and memory
+    must not grow.
 
     Returns (bytes by which the memory of the process grew, bytes of the table).
     """

@@ -1,5 +1,5 @@
 """Items `lab` and `tree` of `fanin`: measure the bytes on the links and the seconds of a step, with
-one switch and with a tree of switches. Both are compared with the same servers without switches,
+one switch and with a tree of switches. Fan-in is compared with the same server without switches,
 and with torch's all-reduce.
 
 S is the bytes of the parameters in fp32, which is also the bytes of the gradients as int32. B is

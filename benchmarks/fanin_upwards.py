@@ -189,7 +189,7 @@ class Upwards:
 
         Args:
             source: the child: a worker, or the tree below a switch
-            part: number of the child's state, as `Parts` numbers it
+            part: number that `Parts` gave to the child's state
         """
         if not isinstance(source, int):
             return sorted(self.sums.states[part])

@@ -5,8 +5,8 @@ Two children send packets of int32. In the rows "alone", the kernel runs the pro
 by one without a device, and reports the time. In the rows "over a link", the sender, the switch and
 the receiver share one core and a link of the lab. The sender waits for the packets that return, so
 nothing is lost. A forwarder returns every packet; a switch returns one sum for two packets. In the
-rows "its process alone", the time is only the processor time of the user-space switch, including
-system calls.
+rows "its process alone", only the processor time of the user-space switch's process counts,
+including system calls.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Map each switch and forwarder to its packets a second. If the measurement is not possible,
-    return the reason.
+    """Measure all switches and forwarders. Returns a dict from the name of each to its packets a
+    second or, if the measurement is not possible, the reason as a str.
 
     Args:
         seconds: duration of each measurement
@@ -209,7 +209,7 @@ def _ends(to: str, seconds: float, way: str) -> None:
     Args:
         to: IP address of the switch
         seconds: duration of the measurement
-        way: kind of the switch or forwarder, a value of WAYS
+        way: kind of the switch or forwarder: "xdp-sum", "xdp-forward", "user-sum" or "user-forward"
     """
     end = DatagramSocket(("0.0.0.0", PORT), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
     trains = np.random.default_rng(1).integers(0, 256, (CHILDREN, RUN * PACKET_NBYTES), np.uint8)

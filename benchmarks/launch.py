@@ -1,12 +1,12 @@
-"""Check what `roadtrain plan`, `launch`, `launch --replan` and `launch --write` promise. Runs are
-in labs on this machine and on two Ray nodes.
+"""Check the promises of the commands `plan`, `launch`, `launch --replan` and `launch --write`. Runs
+are in labs on this machine and on two Ray nodes.
 
     --only ITEM,..
     plan     plan and launch from a cluster file and a job file; compare a step with its
              prediction; kill a host
     start    time from the command to the first step on two Ray nodes
     faults   30 scripted faults of launched runs
-    replan   slow a link to a quarter and plan again
+    replan   slow a link to a quarter of its rate and plan again
     files    validate the files of --write slurm and kubernetes
 
 Needs root. All hosts share this machine's processors. The speed of a device is measured right
@@ -30,8 +30,8 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items called `only`, or all items if it is empty. Raises ConfigError if the lab
-    cannot be emulated.
+    """Run the items whose names are in `only`, or all items if `only` is empty. Raises ConfigError
+    if the lab cannot be emulated.
     """
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated on this machine: {why}")

@@ -49,7 +49,8 @@ class Bench:
             name: name of the run, and of its directory
             on: engine that runs the processes, as in `launch --on`
             more: further arguments of `launch`
-            inside: words to put before a launch command, so that it runs on a host of a lab
+            inside: words to put before a launch command, so that the command runs on a host of a
+                lab
         """
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)

@@ -28,8 +28,8 @@ SERVE, TRAIN = "serve", "train"
 
 @dataclass
 class FaultTarget:
-    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if it does not
-    run on Ray.
+    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if the run does
+    not use Ray.
     """
 
     run: LaunchedRun
@@ -57,8 +57,8 @@ class FaultTarget:
             process.kill()
 
     def send(self, *words: str) -> None:
-        """Send a request to the supervisor, which passes it to the engine. For requests that
-        `roadtrain launch` has no option for.
+        """Send a request to the supervisor, which passes the request to the engine. The command
+        line has no options for such requests.
         """
         ask_supervisor(self.run.run_home, "tell", words)
 
@@ -69,8 +69,8 @@ Do = Callable[[FaultTarget], None]
 @dataclass(frozen=True)
 class Fault:
     """A scripted fault. `restarts`: the fault makes workers start again. `again`: training goes on
-    only after a command of the user. `fewer`: from this fault until the next fault, the run has
-    fewer workers at least for some time.
+    only after a command of the user. `fewer`: some steps between this fault and the next are
+    trained by fewer workers than before.
     """
 
     what: str
@@ -87,8 +87,8 @@ class Outcome:
     Attributes:
         step: the last step that was done before the fault
         seconds: time from the fault until training went on. If the fault makes workers start again,
-            this is the end of their first step. Else it is the end of the first step that began
-            after the fault.
+            training goes on when the first step of these workers ends. Else training goes on when
+            the first step that began after the fault ends.
         repeated: number of steps that were done twice. The step that the fault interrupted does not
             count.
     """
@@ -192,11 +192,12 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Return a fault that kills a Ray actor. Each actor has started an agent. The fault kills the
-    actor whose agent started the process that has `words` in its command line.
+    """Return a fault that kills a Ray actor. Each actor has started an agent, and each agent has
+    started processes of the run. One of these processes has `words` in its command line; the fault
+    kills the actor whose agent started this process.
 
     Args:
-        what: name of this process, for the name of the fault
+        what: name of the process, for the name of the fault
     """
 
     def do(target: FaultTarget) -> None:
@@ -216,8 +217,8 @@ def launcher_killed() -> Fault:
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Return a fault that restarts the run with `--if-launcher-dies stop` and kills the launcher.
-    When the run has ended, it is resumed.
+    """Return a fault that restarts the run, so that the run stops if its launcher dies, and kills
+    the launcher. When the run has ended, it is resumed.
     """
 
     def do(target: FaultTarget) -> None:

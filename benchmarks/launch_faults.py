@@ -3,12 +3,12 @@ whether a run goes on by itself, and measures the seconds until the next step an
 repeated steps. Losses are compared with those of a run without faults on this host.
 
     lab    two workers and a server; two workers and hosts that sum
-    here   two workers in one process group, and a spare host
+    here   on this machine: two workers in one process group, and a spare host
     ray    two workers and a server on three Ray nodes
 
-As long as all workers of the plan run, losses are equal bit for bit. After fewer workers have run,
-losses may differ by up to ROUNDING, because sums were taken in another order and a difference grows
-with the steps. Needs root.
+As long as all workers of the plan run, losses are equal bit for bit. After steps with fewer
+workers, losses may differ by up to 0.001 %, because gradients were summed in another order, and the
+difference grows with the steps. Needs root.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """Compute the relative difference between the losses of a step in two runs. It is 0 if the
-    losses are equal bit for bit, and infinite if a run does not have the step.
+    """Compute the relative difference between the losses of a step in two runs. The result is 0 if
+    the losses are equal bit for bit, and infinite if a run does not have the step.
     """
     if step not in losses or step not in theirs:
         return float("inf")

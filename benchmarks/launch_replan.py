@@ -1,6 +1,6 @@
 """Item `replan` of `launch`: compare the prediction of every stage with its measurement, slow a
-link to a quarter, run `launch --replan`, and compare steps under the new plan with steps under the
-old plan.
+link to a quarter of its rate, run `launch --replan`, and compare steps under the new plan with
+steps under the old plan.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LaunchedRun:
     Args:
         on: engine that runs the processes, as in `launch --on`
         more: further arguments of `launch`
-        inside: words to put before a launch command, so that it runs on a host of a lab
+        inside: words to put before a launch command, so that the command runs on a host of a lab
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class LaunchedRun:
 
     def __enter__(self) -> LaunchedRun:
         """Remove the launch directory of an earlier run with the same name, unless that run still
-        has a supervisor. In a lab, stores are in this directory too.
+        has a supervisor. In a lab, the stores of the earlier run are in this directory, and are
+        removed too.
         """
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
@@ -228,7 +229,7 @@ class LaunchedRun:
 
     def step_s(self, after: int, until: int | None = None) -> float:
         """Compute the median seconds of the steps after step `after`, up to step `until`. The first
-        FIRST_STEPS steps are left out, because their time is not steady yet.
+        four steps are left out, because their time is not steady yet.
         """
         took = [
             float(line["seconds"])

@@ -1,11 +1,11 @@
-"""Clusters and jobs of `launch`: writes the cluster file and the job file of a run, as a user
-would.
+"""Clusters and jobs of the benchmark `launch`. Scene.write writes the cluster file and the job file
+of a run, as a user would.
 
 The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If only
-half of the hosts compute at a time, because the others wait for a link, each gets twice its share
-of the processors. The cluster file has the speed of devices that was measured on this machine right
-before (launch_speed.py). Does NOT start processes.
+12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If half
+of the hosts wait for a link, each of the other hosts computes twice as fast. The speed of devices
+in the cluster file is measured on this machine right before (launch_speed.py), with as many
+processes as hosts that compute at the same time. Does NOT start the processes of a run.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Scene:
         return sum(host.count for host in self.hosts if host.computes)
 
     def constants(self, on: str) -> str:
-        """Return the name of the simulator's constants for this scene. With both sets of constants,
-        devices are as fast as they were measured. With "lab", TCP also carries a fixed share of the
-        rate of a NIC.
+        """Return the name of the simulator's constants for this scene: "lab" for emulated links, or
+        "measured". With "lab", TCP carries a fixed share of the rate of a NIC. With both, devices
+        have the speed that was measured.
 
         Args:
             on: engine that runs the processes, as in `launch --on`

@@ -37,8 +37,8 @@ BEGIN = "begin"
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one host while several hosts compute at once. `flops`: peak FLOP/s of a device with
-    an efficiency of 1 that is as fast as this host.
+    """Speed of one host while several hosts compute at once. `flops`: FLOPs of the model that the
+    host computes in a second. In the cluster file, this is the peak of the host's device.
     """
 
     hosts: int

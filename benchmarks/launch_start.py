@@ -1,6 +1,6 @@
 """Item `start` of `launch`: the time from the launch command to the first step on two Ray nodes,
-and the time of each part of the start. The whole is compared with the time that torchrun takes to
-the first step of the same job on this host.
+and the time of each part of the start. The time of the whole start is compared with the time from
+the torchrun command to the first step of the same job on this host.
 
 A part ends when the process of the next part begins, or when a phase of the start is done
 (roadtrain.launch.home.StartPhase).
@@ -92,7 +92,7 @@ def torchrun_s(job: str, home: Path) -> float:
         job: content of the job file for a run in `home`/run
 
     Raises:
-        DeadlineError: no step was done within START_S
+        DeadlineError: no step was done within 240 seconds
     """
     directory = home / "torchrun"
     directory.mkdir()

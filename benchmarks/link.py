@@ -1,15 +1,15 @@
 """Measure links: two processes transfer 4 MiB chunks over loopback TCP and over shared memory. gloo
 transfers the same chunks for comparison. If NIXL is installed, the RDMA link is measured too, over
-UCX's TCP mode. This shows the overhead of the link but not the speed of RDMA. With root, both
-directions are also measured at once over an emulated link of a given rate.
+UCX's TCP mode. Its result shows the overhead of the RDMA link, but not the speed of RDMA. With
+root, both directions are also measured at once over an emulated link of a given rate.
 
 By default, frames have checksums. Each transfer also runs without checksums, to show the cost of
 checksums. The floor of TCP is a bare socket with the same calls, and the floor of shared memory is
 one copy. All transfers and floors are measured in turn, in each of several rounds. With one buffer
 on each side, the bytes stay in the cache. With several buffers in turn, as in training, the memory
 bandwidth counts. CPU seconds are those of both processes together. Over the emulated link, the rate
-is that of arriving data between the first chunk and the last. The floor there is the rate of the
-link without the headers of Ethernet, IP and TCP, which stand before each 1448 bytes.
+is that of arriving data between the first chunk and the last. The floor of the emulated link is its
+rate without the headers of Ethernet, IP and TCP, which every packet of 1448 bytes has.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of shared memory: copy as many chunks as are sent. Each chunk is copied
-        only once, because one process copies in while the other copies out.
+        """Measure the floor of shared memory: copy as many chunks as a transfer sends. A transfer
+        copies each chunk twice, but two processes do this at the same time. The floor is therefore
+        one copy of each chunk.
         """
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):

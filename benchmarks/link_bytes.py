@@ -1,12 +1,13 @@
 """Compute the bytes that each rank sends to each other rank in one step of a plan. Tests compare
 the counters of real runs with the result.
 
-Between stages, the pipeline's state machines define the transfers. Each transfer has one
-micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers. Each rank
-sends (d - 1) / d of the bytes of its gradients directly to the ranks that own the shards (on
-processors; NCCL uses a ring). Each rank also sends (d - 1) / d of the bytes of the parameters to
-the next rank of a ring (all-gather). The traffic of a placed optimizer is not included, because its
-servers count it. Only payload is counted: no headers, padding or norms.
+Between stages, the pipeline's state machines (stages/protocol/pipeline.py) define the transfers,
+each of one micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers.
+Each rank sends (d - 1) / d of the bytes of its gradients directly to the ranks that own the shards
+(on processors; NCCL uses a ring). Each rank also sends (d - 1) / d of the bytes of the parameters
+to the next rank of a ring (all-gather). If servers keep the optimizer state of a stage, the bytes
+to and from the servers are not included, because the servers count these bytes. Only payload is
+counted: no headers, padding or norms.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class BoundaryBytes:
 @dataclass(frozen=True)
 class StageBytes:
     """Bytes that a rank exchanges with the other ranks of its stage that have the same tensor rank.
-    All are 0 if the stage has one replica or a placed optimizer.
+    All fields are 0 if the stage has one replica, or if servers keep its optimizer state.
     """
 
     gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others
@@ -87,7 +88,7 @@ def link_bytes(
         ConfigError: `stages` has more or fewer entries than `parallelism` has stages
     """
     if len(stages) != parallelism.pp:
-        raise ConfigError(f"got the bytes of {len(stages)} stages, but pp is {parallelism.pp}")
+        raise ConfigError(f"`stages` has {len(stages)} entries, but pp is {parallelism.pp}")
     links: Links = defaultdict(float)
     for here, there, kind, nbytes in itertools.chain(
         _between_stages(parallelism, num_microbatches, boundary),

@@ -1,5 +1,6 @@
 """`roadtrain bench measured`: compare measured step times of public training runs with three
-predictions: those of the simulator, of a closed formula, and of a constant efficiency.
+predictions: those of the simulator, of a closed form (a sum of five terms), and of a constant
+efficiency.
 
 The runs were published by vTrain (MICRO 2024; Megatron-DeepSpeed on A100), MosaicML's LLM Foundry
 (FSDP on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
@@ -7,8 +8,9 @@ Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed devices) and DeepSpee
 sources are in measured.json, their plans in measured_rows.py. The simulator has at most six
 constants for each family of runs, in fitted.toml. The closed form has five constants, fitted by
 least squares, and the constant efficiency is a single number. All constants are fitted to the same
-runs. For four families, the benchmark also predicts each model size with constants that are fitted
-without this size (`held out`). If a report has measured memory, the memory is compared too.
+runs. For four families, the benchmark also predicts the runs of each model size with constants that
+are fitted to the runs of the other sizes (`held out`). If a report has measured memory, predicted
+and measured memory are compared too.
 
     python -m benchmarks.measured --fit FAMILY      # print constants for fitted.toml
     python -m benchmarks.measured --rows FILE       # your own runs; fields as in measured.json
@@ -104,7 +106,8 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 def terms(run: Run) -> list[float]:
     """Compute the five terms of the closed form for a run. They are the seconds to compute,
     including the pipeline's bubble; the seconds to transfer tensor-parallel bytes; the seconds to
-    transfer data-parallel bytes over the network; the number of blocks in a step; and 1.
+    transfer data-parallel bytes over the network; the number of blocks that a device runs in a
+    step, divided by 1000; and the number 1, whose constant is a fixed time per step.
     """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices

@@ -1,11 +1,10 @@
-"""Convert the rows of measured.json to plans on clusters. Fields of Plan express the known behavior
-of each framework.
+"""Convert the rows of measured.json to plans on clusters. The behavior of each framework, as far as
+it is known, is expressed by fields of Plan.
 
 If a report lacks a detail, this module assumes a value for the whole family, with the reason beside
-it. No assumption depends on the id of a run. The rate between devices of a host is the share of
-NVLink's rate that collectives reach: 0.72 of the peak of a direction, as in NCCL's published
-all-reduces of 268 MB on A100 (217 of 300 GB/s). For LLM Foundry and vTrain, this rate was fitted to
-their runs.
+it. No assumption depends on the id of a run. Between devices of a host, collectives are assumed to
+reach 0.72 of NVLink's peak rate in one direction, as NCCL's published all-reduces of 268 MB do on
+A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rate was fitted to their runs instead.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def all_runs() -> tuple[Run, ...]:
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
     """Convert rows with the fields of measured.json. Returns (runs, reasons). If a row cannot be
-    converted to a plan, the second result maps the id of the row to the reason.
+    converted to a plan, `reasons` maps the id of the row to the reason.
     """
     found, refused = [], {}
     for i, row in enumerate(rows):

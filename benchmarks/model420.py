@@ -1,9 +1,9 @@
-"""The 420 M model of the benchmarks that keep state on disk: roadtrain, DeepSpeed and plain torch
-train it with the same config, seed and data.
+"""A model of 420 M parameters for the benchmarks that keep state on disk. Roadtrain, DeepSpeed and
+plain torch train this model with the same config, seed and data.
 
-A Llama of transformers (32 layers x 1024, byte vocabulary) with parameters and gradients in bf16,
-and an fp32 master with AdamW: as in DeepSpeed's bf16 mode. The text is the standard library's
-source, read as bytes. This module does NOT import DeepSpeed.
+The model is a Llama of transformers (32 layers of width 1024, byte vocabulary). Parameters and
+gradients are bf16, and AdamW updates fp32 masters, as in DeepSpeed's bf16 mode. The text is the
+standard library's source, read as bytes. This module does NOT import DeepSpeed.
 
     python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT   (roadtrain, state in D)
     python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
@@ -11,8 +11,8 @@ source, read as bytes. This module does NOT import DeepSpeed.
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
 (measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
 the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
-rounded to bf16. The traffic is the same, and products have a normal speed. All three systems
-compute in the same way, which their reports name (`compute`).
+rounded to bf16. As many bytes are read and written as in bf16, and products are as fast as is usual
+in fp32. All three systems compute in the same way: results have `compute`, "fp32" or "bf16".
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WARM_UP = 2  # steps that do not count: they fill caches and touch memory for th
 
 
 def compute_default() -> str:
-    """Return `bf16` if the processor has instructions for products of bf16 matrices, else `fp32`
-    (see note: wide compute).
+    """Return "bf16" if the processor has instructions for products of bf16 matrices, else "fp32",
+    because products of bf16 matrices are then very slow.
     """
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
@@ -147,8 +147,8 @@ def plain_losses(
     """Train in plain torch and return the losses. Parameters and gradients are bf16. AdamW updates
     fp32 masters, which are initialized from the parameters.
 
-    Each parameter is updated as soon as its gradient is complete, so all fp32 gradients (6 GB)
-    never exist at the same time.
+    Each parameter is updated as soon as its gradient is complete, so the gradients of the whole
+    model never exist at the same time.
     """
     model = build(compute or compute_default(), checkpoint=True, **sizes)
     for param in model.parameters():

@@ -91,7 +91,7 @@ PRINTED_PACKETS = SwitchPackets("int16", window=1 << 30, overhead=0, block=0)
 
 
 def luwu_plan(which: str, model: ModelShape, micro_batch: int, workers: int = 8) -> Plan:
-    """Build the plan of LuWu or of one of the systems that the paper compares it with.
+    """Build the plan of LuWu or of one of the systems that the paper compares with LuWu.
 
     According to the paper, LuWu and ZeRO-Infinity offload activations to the host. `host_bytes` is
     8 bytes a parameter, for the 16- and 32-bit gradients and the pinned buffers of ZeRO-Infinity.
@@ -244,8 +244,8 @@ def holmes_plan(batch: int, nodes: int, kind: str, micro_batch: int = 8) -> Plan
 
 def sgc(nodes: int) -> Cluster:
     """Describe SGC's testbed. The paper does not print memory sizes. This function assumes 32 GB
-    for a device, as a V100 has, and a host memory that holds the whole model, which buffering
-    needs.
+    for a device, as a V100 has. The function also assumes that the memory of a host holds the whole
+    model, because buffering needs this.
     """
     own = fitted("sgc")
     return make_cluster(

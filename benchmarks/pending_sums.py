@@ -1,4 +1,4 @@
-"""PendingSums: begins sums of a worker, and waits until all of them have ended."""
+"""PendingSums: begins several sums of a worker, and waits until all have ended."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PendingSums:
         self.sums, self.ended = sums, list[threading.Event]()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
-        """Begin a sum, like WorkerSums.sum. Instead of calling a function `done`, call `wait`.
-        `how`: further arguments of WorkerSums.sum.
+        """Begin a sum, like WorkerSums.sum but without a function to call at the end of the sum.
+        `wait` waits for the end. `how`: further arguments of WorkerSums.sum.
         """
         self.ended.append(threading.Event())
         self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)

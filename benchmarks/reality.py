@@ -8,10 +8,10 @@ emulated cluster. The configurations were chosen before any run.
     sums    DDP's gradients through the summation service, with and without spare hosts
 
 The predictions use only two inputs. The first is the configured rates of devices and links; TCP
-carries 0.956 of the rate of a link. The second is the measurements of ONE other run: the same model
-in memory for the first three groups, and a step without any exchange for the last group. No
+carries 0.956 of the rate of a link. The second is the measurements of a single other run: the same
+model in memory for the first three groups, and a step without any exchange for the last group. No
 constant is fitted to the twelve configurations. The time of a step is measured on the slowest
-worker, as the median of STEPS steps after WARM steps. Needs root.
+worker, as the median of four steps after some steps to warm up. Needs root.
 """
 
 from __future__ import annotations

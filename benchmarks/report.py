@@ -1,9 +1,8 @@
-"""Row and Report are the types of all benchmark results. `interleave` times functions in turn, and
-`machine` describes the machine.
+"""Types of all benchmark results (Row and Report), and two helpers. The function `interleave` times
+functions in turn; the function `machine` describes the machine.
 
 In a row, a `ratio` above 1 means that roadtrain is better. An `of_floor` of 1 means that roadtrain
-reaches the physical limit. `goal` is the target. The name of the processor is the one that Linux
-reports. Does NOT measure anything by itself.
+reaches the physical limit. `goal` is the target.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`roadtrain reproduce [PAPER]`: compare results printed in five papers with the simulator's
 results for the same set-ups.
 
-Every printed result has a row. In the row, `ours` is the simulator's result. It is empty for
+Every printed result has a row. In the row, `ours` is the simulator's result. `ours` is empty for
 results that a simulator cannot give (accuracy, chip sizes). The error of an exact result is ours /
-printed - 1. The error of a gain is (1 + ours) / (1 + printed) - 1. For a bound ("at least", "up
-to"), the error is 0 if the bound holds. All times are simulated: nothing is measured on this
-machine.
+printed - 1. A gain is a ratio minus 1; its error is (1 + ours) / (1 + printed) - 1. For a bound
+("at least", "up to"), the error is 0 if the bound holds. All times are simulated: nothing is
+measured on this machine.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate LuWu or a system that it is compared with, and return (TFLOPS of a device, result).
-    Returns None if the plan does not fit.
+    """Simulate LuWu or a system that the paper compares with LuWu, and return (TFLOPS of a device,
+    result). Returns None if the plan does not fit.
 
     TFLOPS count the model's operations without those that activation checkpointing repeats. Two
     facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59 %.
@@ -366,8 +366,8 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """Compute the seconds of a step with everything on the devices, divided by the seconds that
-        the updates take on the processors.
+        """Simulate a step with everything on the devices, and a step whose updates run on the
+        processors. Returns the seconds of the first step, divided by the seconds of the updates.
         """
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
@@ -539,9 +539,9 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Simulate an exchange of gradients, and compute by which fraction it is slower than the
-    optimum if network cards reach their full goodput. The exchange is slower because a gradient is
-    cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
+    """Simulate an exchange of gradients with network cards that reach their full goodput. Returns
+    the fraction by which the exchange is slower than the optimum. The exchange is slower because a
+    gradient is cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
     sums/protocol/shares.py.
 
     The sum of a part is returned when all workers have sent the part. A worker sends the parts for

@@ -1,10 +1,10 @@
 """Compare the time of a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links.
 There are as many servers as workers, each on a host of its own.
 
-Links are slow (RATE). The time to compute a small model is therefore a small part of a step,
+Links carry only 25 Mbit/s. The time to compute a small model is therefore a small part of a step,
 although the few cores of this machine compute for sixteen processes. The results include the
-processor time, which shows this. While models are placed, the links have PLACING_RATE; before the
-first step, they get RATE. State is in memory (/dev/shm).
+processor time of a step, which shows how small this part is. While models are placed, the links
+carry 4 Gbit/s. State is in memory (/dev/shm).
 
 Floor: S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K
 bytes from forward, and pulls all other parameters again for backward. With buffering, K = S, and
@@ -27,8 +27,8 @@ Here `rate` is 0.956 of the rate of a link, because TCP carries 1448 of the 1514
 Ethernet frame. tbf gives exactly this rate, except for a burst of 256 kB after a pause (4 % of S).
 
 For comparison, FSDP2 over gloo in bf16 runs over the same links. A bare socket that sends in both
-directions at once is measured first. The time of a step is the mean over the steps after WARM_UP.
-Needs root. Does NOT emulate latency.
+directions at once is measured first. The time of a step is the mean over all steps except the first
+two. Needs root. Does NOT emulate latency.
 
     python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """
@@ -106,13 +106,12 @@ def run(quick: bool = False) -> Report:
 
 
 def floor_bytes(parameters: int, kept: int, piece: int, staleness: int) -> int:
-    """Compute the bytes that the busier direction of a link must carry in a step. The letters are
-    those of the module's docstring.
+    """Compute the bytes that the busier direction of a link must carry in a step.
 
     Args:
-        parameters: S, the bytes of all parameters
-        kept: K, the bytes of the parameters that are kept from forward to backward
-        piece: W P, the bytes of one chunk times the number of workers; used only at staleness 0
+        parameters: bytes of all parameters
+        kept: bytes of the parameters that are kept from forward to backward
+        piece: bytes of one chunk times the number of workers; used only at staleness 0
     """
     pulled = parameters + (parameters - min(kept, parameters))
     return pulled + (0 if staleness else min(piece, parameters))
@@ -127,8 +126,8 @@ def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
 
 
 def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds of a step on the slowest worker, as the mean over all steps after
-    WARM_UP.
+    """Return the seconds of a step on the slowest worker, as the mean over all steps except the
+    first two.
     """
     return max(fmean(result["seconds"][WARM_UP:]) for result in results)
 

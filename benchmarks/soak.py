@@ -1,14 +1,13 @@
 """`roadtrain soak`: scripted faults of a small job with real processes, sockets and files. The job
 has two servers and two workers, or it is one trainer with a store of its own.
 
-Each fault must end in one of two ways. In the first, the run goes on within RECOVERY_S seconds of
-the restart. The losses of the run are bit for bit the losses of a run without faults, and no
-committed step is repeated. In the second, after a mistake of the user or a failure of a device, the
-run ends with an error that names the cause. The run goes on when the cause is repaired. At the end,
-the state is equal to the state after the run without faults, with a single history. Every process
-that ends by itself prints an error. The error names the role, the host, and the step or the
-expected event; or it names the file. No process hangs. Fault K of a seed is always the same fault,
-and can be run alone.
+Each fault must have one of two outcomes. Outcome 1: the run goes on within ten seconds of the
+restart, its losses are bit for bit the losses of a run without faults, and no committed step is
+repeated. Outcome 2, after a mistake of the user or a failure of a device: the run ends with an
+error that names the cause, and goes on when the cause is repaired. In both cases, the state at the
+end is equal to the state after the run without faults. Every process that ends by itself prints an
+error. The error names the role, the host, and the step or the expected event; or the error names
+the file. No process hangs. Fault K of a seed is always the same fault, and can be run alone.
 
 To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
 soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost
@@ -190,8 +189,9 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Kill the relay, which communicates for both workers. The relay's links carry less than half
-    of the bytes that the workers' own links carry in the run without faults, so the fault strikes
-    at a third of its usual moment. Returns the errors of the processes that ended by themselves.
+    of the bytes that the workers' own links carry in the run without faults, so this fault happens
+    after a third of the bytes after which other faults happen. Returns the errors of the processes
+    that ended by themselves.
     """
 
     def kill() -> None:
@@ -353,8 +353,9 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("wrong token", ends="sentence")
 def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Start one worker with another model, dtype or token than the other workers. If
-    `fault.prompt`, this happens at a later start, else at the first start. Returns the errors of
-    the processes that ended by themselves.
+    `fault.prompt`, the worker is wrong at a later start, else at the first start. If worker 0 has
+    another model or dtype, it is always at a later start, because worker 0 decides the content of a
+    new store. Returns the errors of the processes that ended by themselves.
     """
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
@@ -383,7 +384,7 @@ def _fill(disk: Path) -> Path:
 
 def play(fault: Fault, references: dict[str, Reference]) -> Outcome:
     """Run one fault, from the start of its processes until the last process has ended.
-    `references`: maps each flavour of a job to its run without faults.
+    `references`: maps each flavor of the job (its options) to a run of the job without faults.
     """
     of = KINDS[fault.kind]
     if (of.mounts and (why := no_disks())) or (of.alone and (why := no_llama())):
@@ -566,7 +567,7 @@ def command(
     """
     if faults is not None and faults < 1:
         raise ConfigError(
-            f"--faults {faults}: the number of faults must be at least 1", hint="--faults 300"
+            f"--faults must be at least 1, not {faults}", hint="for example --faults 300"
         )
     if sums:
         if only is not None:

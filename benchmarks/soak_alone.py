@@ -137,9 +137,9 @@ class AloneScene(Scene):
         return [WorkerLog.read(self.log(0))]
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
-        """Check what Scene.check checks, and two more properties. The file metrics.jsonl has each
-        step exactly once. After a committed step, the run never goes on with another store or an
-        older state.
+        """Make the checks of Scene.check, and check two more properties. The file metrics.jsonl has
+        each step exactly once. After a committed step, the run never goes on with another store or
+        an older state.
         """
         super().check(reference)
         if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
@@ -227,8 +227,9 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and the sync of the written data. Start it again; it goes on
-    from the files. Soon after this start, kill it and cut the power. Returns the trainer's errors.
+    """Kill the trainer between a write and the sync of the written data. Start the trainer again,
+    so that it goes on from the files. Soon after this start, kill the trainer and cut the power.
+    Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
@@ -405,8 +406,8 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
 @kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Start a second trainer on the store of the first, with the same run directory or another.
-    While the second trainer starts, the first is paused: it is creating the store, filling the
-    store or training. Returns the error of the second trainer.
+    While the second trainer starts, the first is paused. Before the pause, the first trainer was
+    creating the store, filling the store or training. Returns the error of the second trainer.
     """
     # a quarter of all syncs create the store
     moment = fault.moment / 4 if fault.choice % 2 else fault.moment

@@ -99,7 +99,7 @@ Play = Callable[[Any, Fault, Reference], list[str]]
 @dataclass(frozen=True)
 class Kind:
     """A kind of fault. `ends`: the required outcome: "went on", "sentence" (the run ends with an
-    error message), or "any" if both are allowed. `alone`: flavour of the job if a trainer runs
+    error message), or "any" if both are allowed. `alone`: flavor of the job if a trainer runs
     alone, "" if there are workers and servers. `mounts`: True if the fault needs a small file
     system of its own.
     """
@@ -122,7 +122,7 @@ def kind(
     Args:
         ends: required outcome. With "sentence", the run must end with an error. The function then
             repairs the cause, and lets the run go on.
-        alone: flavour of the job if a trainer runs alone, "" if there are workers and servers
+        alone: flavor of the job if a trainer runs alone, "" if there are workers and servers
         mounts: True if the fault needs a small file system of its own
     """
 
@@ -140,8 +140,8 @@ def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
     """Arrange that `do` is called at the moment of the fault, in the thread of the link's relay.
-    `first`: share of the bytes that must have been sent before. The moment of the fault is a share
-    of the other bytes.
+    `first`: share of the link's bytes that must pass before the fault can happen. Of the remaining
+    bytes, the share `fault.moment` passes before `do` is called.
     """
 
     def strike() -> None:
@@ -162,8 +162,9 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Wait for the fault and restart killed processes, as torchrun and a service manager do.
-    Returns the errors of workers that ended by themselves.
+    """Wait for the fault and restart killed processes, as torchrun and a service manager do. If
+    `last`, also let the run train to its end. Returns the errors of workers that ended by
+    themselves.
     """
     scene.wait_struck()
     if fault.prompt:

@@ -71,7 +71,7 @@ class WorkerArgs:
         grows_at: number of the step from which on the job commits more state, which needs more room
             on the disk
         stops_at: number of the step from which on the worker asks to stop. At the end of each step,
-            the workers agree whether to stop. If it is 0, workers do not exchange requests to stop.
+            the workers agree whether to stop. With 0, workers do not exchange requests to stop.
         run: run directory, which records the store; only worker 0 has one
     """
 

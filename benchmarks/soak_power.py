@@ -152,7 +152,7 @@ class Power:
 
     def pause(self) -> None:
         """Create the file `paused` in the shadow directory, and wait until the file `go` exists
-        there, at most PAUSE_S seconds.
+        there, at most 30 seconds.
         """
         paused, go = self.shadow / "paused", self.shadow / "go"
         paused.touch()

@@ -51,9 +51,9 @@ class Wrong(RoadtrainError):
 
 
 class CountedRelay(Relay):
-    """A relay that counts bytes. After a call of `at`, the relay calls `do` in its own thread,
-    right before it passes on byte `nbytes` of a direction. `cut_at`: monotonic time at which the
-    link was cut.
+    """A relay that counts bytes. After a call of `at(nbytes, way, do)`, the relay calls `do` in its
+    own thread, right before it passes on byte `nbytes` of the direction `way`. `cut_at`: monotonic
+    time at which the link was cut.
     """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
@@ -299,8 +299,8 @@ class Scene:
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait until all workers have ended, and return the errors of workers like wait_workers.
-        Also mark those servers as killed that a Strike has killed.
+        """Wait until all workers have ended, and return the errors of workers like wait_workers. If
+        a Strike has killed a server, also mark this server as killed.
         """
         sentences = self.wait_workers()
         for server in self.servers:
@@ -346,8 +346,8 @@ class Scene:
         """Compare the logs of all workers with those of a run without faults.
 
         Four properties are checked. Every loss of every start equals the loss of the same step
-        without faults. No step is missing. No step is repeated that a worker knew to be committed.
-        At the end, parameters and optimizer state are equal.
+        without faults. No step is missing. A step that a worker knew to be committed is not
+        repeated. At the end, parameters and optimizer state are equal.
         """
         for rank, (log, whole) in enumerate(zip(self.logs(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}

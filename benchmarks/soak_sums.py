@@ -1,12 +1,12 @@
 """`roadtrain soak --sums`: scripted faults of spare hosts, while workers compute sums without
 pause. All workers and hosts are real processes.
 
-A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). FAULTS_A_SCENE faults
-happen in it, one after another, while the workers go on. Every worker checks every sum of every
-round. A fault is over when all workers have done ROUNDS_ON more rounds. A round that takes more
-than GAP_S is a failure; time for which a process was stopped does not count. Fault K of a seed is
-always the same fault. Does NOT kill workers, because that ends DDP with an error, which tests
-check.
+A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). In each scene, ten
+faults happen, one after another, while the workers go on. In each round, the workers sum several
+tensors, and each worker checks the sums. A fault is over when all workers have done five more
+rounds. A round that takes more than five seconds is a failure; time for which a process was stopped
+does not count. Fault K of a seed is always the same fault. Does NOT kill workers: tests check that
+DDP then ends with an error.
 
     python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """
@@ -235,8 +235,8 @@ class Scene:
 
     def further(self, rounds: int, since: float) -> None:
         """Wait until all workers have done `rounds` rounds since the time `since`. Raises
-        TimeoutError after HARD_S seconds, or RoadtrainError with the last line of a worker if the
-        worker has ended.
+        TimeoutError after 60 seconds. If a worker has ended, raises RoadtrainError with the last
+        line of this worker's output.
         """
         deadline = time.monotonic() + HARD_S
         while True:

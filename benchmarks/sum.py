@@ -1,4 +1,4 @@
-"""Compare the summation kernel of a server with torch.add. The kernel adds BUFFERS received bf16
+"""Compare the summation kernel of a server with torch.add. The kernel adds eight received bf16
 gradients into one fp32 buffer in one pass.
 
 The kernel and torch.add run in turn on the same memory with the same number of threads. The floor

@@ -4,7 +4,7 @@ emulated links. The service is compared with gloo's ring.
 The optimum comes from sums/protocol/shares.py, with 0.956 of the rate of each link, because TCP
 carries only this share of whole Ethernet frames. A round cannot be shorter than the optimum.
 Goodput is the bytes of a gradient, divided by the seconds of a round. A round takes as long as its
-slowest worker, and the median of ROUNDS rounds counts. Every round's sums are checked against the
+slowest worker, and the median of three rounds counts. Every round's sums are checked against the
 promised order of summation. Needs root. Does NOT emulate latency.
 
     --only ITEM,..

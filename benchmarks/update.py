@@ -2,8 +2,8 @@
 and writes a bf16 copy of the parameters. An update of torch needs two casts for this.
 
 Roadtrain's updates run chunk by chunk over threads, as in a server. The floor is the rate at which
-the same number of threads reads, changes and writes three fp32 arrays. All are measured in turn on
-arrays of the same size. Does NOT touch storage.
+the same number of threads reads, changes and writes three fp32 arrays. Roadtrain's updates, torch's
+updates and the floor are measured in turn on arrays of the same size. Does NOT touch storage.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 and for different numbers of workers.
 
 Servers are processes of this host with state in files. Each worker is a process with one torch
-thread and a model built on `meta`. The results are the resident memory of a worker, minus that of a
-bare process. A bare process has imported all modules but has built no model. `peak` covers the
-whole life of the process, including the placing of the model; `while training` begins after
-placing. Of several workers, the worker with the most memory counts. Of REPS runs, the median
+thread and a model built on torch's `meta` device. The results are the resident memory of a worker,
+minus that of a bare process. A bare process has imported all modules but has built no model. `peak`
+covers the whole life of the process, including the placing of the model; `while training` begins
+after placing. Of several workers, the worker with the most memory counts. Of three runs, the median
 counts, because the layout of glibc's heap changes the memory of a run by some percent.
 
-Beyond the memory in use, the heap may hold the slack of device/buffers.py (16 MiB, doubled if a
-single block needs more). The slack alone is some percent of the memory beyond the bare process.
-Growth of the whole process is therefore shown too, as in `bench depth`.
+Beyond the memory in use, the heap may hold freed memory (device/buffers.py allows 16 MiB, doubled
+if a single block needs more). This freed memory alone is some percent of the memory beyond the bare
+process. Growth of the whole process is therefore shown too, as in the benchmark `depth`.
 
 Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32). These
 inputs are counted and shown. Roadtrain is compared with plain training, which has everything in
@@ -77,7 +77,8 @@ def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
     """Build the rows for the results `got`, which differ in depth or in the number of workers. The
-    first result is the smallest. `plain`: maps a depth to the result of plain training.
+    first result is that of the smallest depth or of the fewest workers. `plain`: maps a depth to
+    the result of plain training.
     """
     base, rows = got[0], []
     for result in got:

@@ -103,5 +103,5 @@ def test_a_shared_parameter_goes_once_each_way(first: int, last: int) -> None:
 
 
 def test_stages_that_are_not_those_of_the_parallelism() -> None:
-    with pytest.raises(ConfigError, match="got the bytes of 1 stages, but pp is 2"):
+    with pytest.raises(ConfigError, match="`stages` has 1 entries, but pp is 2"):
         link_bytes(Parallelism(pp=2), 1, NOTHING, [StageBytes()])
