@@ -39,10 +39,10 @@ class Placed:
 
     The optimizer has the parameter groups that the Trainer makes, with weight decay
     (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, `lr` is
-    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from there,
-    too. If other code than the Trainer calls the factory, the argument `weight_decay` (default 0)
-    applies to all parameters but biases and norms, and `lr` must be passed if the optimizer has no
-    default.
+    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from the
+    TrainingArguments, too. If other code than the Trainer calls the factory, the argument
+    `weight_decay` (default 0) applies to all parameters but biases and norms, and `lr` must be
+    passed if the optimizer has no default.
     """
 
     def __call__(
