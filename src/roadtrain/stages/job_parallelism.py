@@ -136,7 +136,7 @@ class ParallelismSection(Section):
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(f'"auto" takes all degrees from the plan, but {stated[0]} is set')
+            raise ValueError(f'{stated[0]} is set, but parallelism = "auto" plans all degrees')
         return self
 
     @property

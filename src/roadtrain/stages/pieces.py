@@ -61,7 +61,7 @@ class Piece:
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
-                f"the saved state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
+                f"the optimizer state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
                 f" {rule.name} keeps {', '.join(sorted(kept)) or 'none'}",
                 hint="continue with the optimizer that wrote the state",
             )

@@ -117,9 +117,9 @@ class Pipeline:
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs of the step, in the order of the state machine. A run is the forward or
-        the backward of one micro-batch through one segment. Each run is yielded when its inputs
-        have arrived."""
+        """Yield the runs of the step, in the order of the pipeline schedule (protocol/pipeline.py).
+        A run is the forward or the backward of one micro-batch through one segment. Each run is
+        yielded when its inputs have arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -176,8 +176,8 @@ class Pipeline:
         step.machine.here[run.what].add((run.micro, part))
 
     def _post(self, step: _Step) -> None:
-        """Post the receives whose buffers are free. The receives of each channel are posted in the
-        order in which their messages are sent."""
+        """Post the receives whose buffers are free. The receives of each channel (one direction of
+        a boundary between stages) are posted in the order in which the messages are sent."""
         for waiting in step.due.values():
             while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()
