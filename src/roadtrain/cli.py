@@ -130,7 +130,8 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the job file of the command `name`, if the command has one. Called before the command's
+    """Check the job file of the command `name`, if the command has one. `words`: the positional
+    arguments. `overrides`: options that replace keys of the job file. Called before the command's
     module imports torch. Raises ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic

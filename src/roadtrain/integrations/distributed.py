@@ -52,8 +52,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one optimizer's gradients. `division`: (divisor of the gradients before the sum,
-    factor of the result after the sum)."""
+    """The sums of one optimizer's gradients. `division`: two numbers. Gradients are divided by the
+    first number before the sum, and the sum is multiplied by the second number."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class GradientSums:
             )
 
     def begin_all(self) -> None:
-        """Begin the sums of all gradients for which backward has not begun a sum. Parameters that
-        were added to the optimizer since the last call are included."""
+        """Begin the sums of all gradients whose sums backward has not begun. Parameters that were
+        added to the optimizer since the last call are included."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
@@ -433,10 +433,11 @@ def distribute(
 ) -> Distributed:
     """Replace an optimizer's class by a subclass of Distributed.
 
-    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: if not
+    `passes`: number of backward passes per step. `division`: two numbers. Gradients are divided by
+    the first number before the sum, and the sum is multiplied by the second number. `model`: if not
     None, the updates of each step are deferred to the next forward of this model. `num_steps`:
-    number of the training's last step, which is not deferred; 0 if this number is not known.
-    Raises ConfigError."""
+    number of the training's last step, which is not deferred; 0 if this number is not known. Raises
+    ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(

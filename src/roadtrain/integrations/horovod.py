@@ -203,8 +203,10 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin a sum. `how`: (whether the sum replaces the values of `tensor`, whether this call waits
-    for the sum). Returns the sum if this call waits for the sum, else a Handle."""
+    """Begin the sum of a tensor over all workers. `average`: whether to divide the sum by the
+    number of workers. `how`: two flags: whether the sum replaces the values of `tensor`, and
+    whether this call waits for the sum. Returns the sum if this call waits for the sum, else a
+    Handle."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -225,7 +227,9 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         compression: str = Compression.none,
         op: str | None = None,
     ) -> Any:
-        """Return the average (or sum) of a tensor over all workers.
+        """Return the average or the sum of a tensor over all workers. The average is the default.
+        `op` (Average or Sum) or `average` (True or False) selects one of the two; pass only one of
+        these arguments.
 
         `allreduce_` and `allreduce_async_` write the result to `tensor` itself. `allreduce_async`
         and `allreduce_async_` return a Handle, which must be passed to `synchronize`; do not change
@@ -245,8 +249,8 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         priority: int = 0,
         compression: str = Compression.none,
     ) -> Any:
-        """Do an allreduce with the arguments of BytePS. Sums with a greater `priority` are sent
-        first. `version` is ignored."""
+        """Average a tensor over all workers, or sum it if `average` is False; an allreduce with the
+        arguments of BytePS. Sums with a greater `priority` are sent first. `version` is ignored."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
 
     return push_pull

@@ -61,7 +61,7 @@ class Placed:
                 optimizer (see `roadtrain check-rule`).
             whole_checkpoints: If True, the file optimizer.pt of a checkpoint has the whole state,
                 and the checkpoint does not need the store. If False, optimizer.pt only refers to a
-                step of the store. If None, True if the state is in RAM, else False.
+                step of the store. The default is True if the state is in RAM, and False otherwise.
             **kwargs: Options of `place`. Options that `place` does not have are passed to the
                 optimizer's class.
 

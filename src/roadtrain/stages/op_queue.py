@@ -36,9 +36,9 @@ class Pending(Protocol):
 @dataclass(frozen=True)
 class QueuedCollective:
     """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
-    operation and yields the operation, or yields None if there is nothing to wait for. When the
-    operation is done, the queue resumes the generator, which then finishes the job. `alone`:
-    whether the job starts only after all earlier jobs have ended."""
+    operation and yields it, or yields None if there is nothing to wait for. When the operation is
+    done, the queue resumes the generator, and the generator finishes the job. `alone`: whether the
+    job starts only after all earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]

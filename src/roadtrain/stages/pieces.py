@@ -21,8 +21,8 @@ VALUE = "value"  # the key of the parameter's fp32 master copy among a piece's a
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is a list of
-    its three fields."""
+    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is the list
+    [name, start, stop]."""
 
     name: str
     start: int

@@ -1,6 +1,6 @@
 """Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
-backwards of the rank's segments, in the order of `protocol.pipeline`. The segments compute with
-tensors that the neighboring stages send.
+backwards of the rank's segments, in the order that protocol/pipeline.py determines. The segments
+compute with tensors that the neighboring stages send.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
 and gradients are summed over a stage's ranks. So the sum is the gradient of the mean loss of the

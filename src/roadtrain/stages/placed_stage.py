@@ -1,7 +1,8 @@
 """PlacedStage: a pipeline stage whose parameters and optimizer state are in this host's files or
 memory, or on servers that all ranks of the stage share.
 
-    placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
+    group = group.of_stage(stage=1, replica=0, width=2)  # the first of two replicas of stage 1
+    placed = roadtrain.place(stage.model, optimizer, store=..., group=group)
     stage_optimizer = PlacedStage(placed)
 
 Servers average gradients over their workers. A stage needs the sum, so the gradients are multiplied
