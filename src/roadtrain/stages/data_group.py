@@ -138,7 +138,7 @@ class SharedCopies(RankCollectives):
 
     @property
     def stage(self) -> int:
-        """The index of this rank's stage among the stages that have a copy."""
+        """The index of this rank's stage among the stages that have a copy of the parameters."""
         return sum(end <= self.rank for end in accumulate(self.widths))
 
     @property
@@ -149,8 +149,8 @@ class SharedCopies(RankCollectives):
     @property
     def counts(self) -> bool:
         """Return whether sums over all parameters of the job, such as the gradient norm, include
-        this copy. Such sums include only the copy of the first stage, because a shared parameter
-        must be counted once."""
+        this rank's copy of the shared parameters. Such sums include only the copy of the first
+        stage, because a shared parameter must be counted once."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:

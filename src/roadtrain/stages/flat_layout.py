@@ -93,7 +93,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the buckets of each parameter."""
+        """For each parameter, the indices of the buckets that contain elements of the parameter."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
