@@ -2,16 +2,17 @@
 chunks, which are transferred and stored.
 
 The parameters of a block are laid out flat. Parameters with the same dtype, trainability and
-optimizer parameter group form a *run*. Each parameter starts at a multiple of PARAM_ALIGN elements,
-and the run is padded to a multiple of RUN_ALIGN. Padding is zero, and its gradients are zero. A
-chunk is a contiguous piece of one run, so all its elements have the same dtype and hyperparameters.
-Every chunk size is a multiple of SEGMENT, so partial sums over segments are the same for every
-chunk size (Rule 1).
+optimizer parameter group form a *run*. Each parameter starts at a multiple of 32 elements
+(PARAM_ALIGN), and the run is padded to a multiple of 2048 elements (RUN_ALIGN). Padding is zero,
+and its gradients are zero. A chunk is a contiguous piece of one run, so all its elements have the
+same dtype and hyperparameters. Every chunk size is a multiple of 65536 elements (SEGMENT). Partial
+sums are computed over segments of this length, so a partial sum has the same bits for every chunk
+size (Rule 1).
 
 A chunk is stored as a *record*: [weights | state]. A pull returns the weights part. The state part
 holds everything else that the update rule needs: the fp32 master copy if the weights are not fp32,
-the state arrays, and the scalars (float64, one row per parameter span). The record of a frozen
-chunk has no state part.
+the state arrays, and the scalars (float64, one row for each parameter that has elements in the
+chunk). The record of a frozen chunk has no state part.
 
 Assumes that parameter names are unique and that each parameter belongs to one block. Does NOT use
 files, tensors or devices.
@@ -156,8 +157,9 @@ class Block:
 @dataclass(frozen=True)
 class Record:
     """The layout of a chunk's record. `master`, `arrays` and `scalars` are the byte offsets of the
-    fp32 master copy, the state arrays and the scalars in the record. Each of these starts on a
-    page. `master` is 0 if the weights part itself is the fp32 master copy."""
+    fp32 master copy, the state arrays and the scalars in the record. Each of these offsets is a
+    multiple of the page size (4096 bytes). `master` is 0 if the weights part itself is the fp32
+    master copy."""
 
     weights_nbytes: int  # padded to pages
     state_nbytes: int  # padded to pages
@@ -171,8 +173,8 @@ class Record:
 
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
-    """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and
-    `n_scalars` scalars per parameter span.
+    """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and `n_scalars`
+    scalars for each parameter in the chunk.
 
     If `staleness` is not 0, the weights part is one update older than the master copy, so the last
     two versions can be pulled. Then the record has a master copy even if the weights are fp32.
@@ -232,7 +234,7 @@ class ChunkTable:
 
     def fingerprint(self) -> str:
         """Return a hash of the names, shapes and trainability of all parameters. The hash does not
-        depend on the chunk size, the dtypes or the number of directories."""
+        depend on the chunk size, the dtypes or the number of directories of the store."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
         body = [
             [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]

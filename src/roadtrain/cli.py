@@ -36,7 +36,7 @@ class Command:
         target: The function that runs the command, as module:function. It returns an exit code or
             None.
         words: Names of the positional arguments. [WORD] is optional.
-        job_keys: Whether every key of a job is also an option of the command. Such options are
+        job_keys: Whether every key of a job file is also an option of the command. Such options are
             passed to the function as `overrides`.
         job_word: The index in `words` of the argument that is a job file; -1 if the command has no
             job file. The job file is checked before torch is imported.
@@ -130,7 +130,8 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the job file of the command `name`, if the command has one. Called before the command's
+    """Check the job file of the command `name`, if the command has one. `words`: the positional
+    arguments. `overrides`: options that replace keys of the job file. Called before the command's
     module imports torch. Raises ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic

@@ -31,7 +31,7 @@ RoadtrainError
     +-- DeadlineError         a wait has timed out
     +-- LostError             the peer ended or the connection broke (cause: the peer's error)
     +-- WireError             the peer sent an invalid frame or handshake, or refused to communicate
-    |   +-- BusyError         the peer serves other workers, which may be leaving
+    |   +-- BusyError         the peer is busy with other workers
     +-- AuthError             a token, a certificate or a user id does not match
 """
 

@@ -25,8 +25,8 @@ def retry(
         attempt: The function to call.
         errors: The classes of errors after which `attempt` is called again. Errors of other classes
             are raised at once.
-        for_s: Number of seconds for which `attempt` is called again after an error. Then the error
-            is raised. If None, `attempt` is called once.
+        for_s: Number of seconds for which `attempt` is called again after an error. After this
+            time, the next error is raised. If None, `attempt` is called once.
         waits: Called every few seconds, between attempts, with the last error and the number of
             seconds that are left.
     """

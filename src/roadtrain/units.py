@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(text: str | int) -> int:
     """Parse a size, such as `"1.5GiB"`, `"800 MB"` or `4096`, and return it in bytes. Raises
-    UnitError if `text` is not a size, or if it is negative."""
+    UnitError if `text` is not a size or is negative."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))

@@ -150,7 +150,7 @@ def test_what_has_no_gradient_counts_too() -> None:  # Rule 6: not NaN, not the 
 
 def test_what_bypasses_a_cut_without_a_gradient_is_refused() -> None:  # Rule 6
     cuts = Cuts(WithoutGradient("mask"), (torch.zeros(2, 4),), {})
-    with pytest.raises(ModelError, match=r"before blocks 3 to 3: .* a result of 'blocks\.1'"):
+    with pytest.raises(ModelError, match=r"before blocks 3 to 3: .* results of 'blocks\.1'"):
         cuts.parameters(Segment(3, 4))
     assert "limit" not in cuts.parameters(Segment(2, 4))
 
@@ -234,7 +234,7 @@ def test_parts_without_blocks_are_refused() -> None:
 
 def test_what_bypasses_a_cut_is_refused() -> None:  # Rule 6
     cuts = Cuts(Chain(skip=True), (torch.zeros(2, 4),), {})
-    with pytest.raises(ModelError, match=r"before blocks 2 to 3: .* a result of 'blocks\.0'"):
+    with pytest.raises(ModelError, match=r"before blocks 2 to 3: .* results of 'blocks\.0'"):
         cuts.parameters(Segment(2, 4))
     assert "head.weight" in cuts.parameters(Segment(1, 4))  # nothing bypasses this cut
 

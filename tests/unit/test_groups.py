@@ -158,7 +158,7 @@ def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
 
 
 def test_what_needs_one_width_says_so() -> None:
-    with pytest.raises(ConfigError, match="widths 4, 2 differ, but must be equal here"):
+    with pytest.raises(ConfigError, match="widths 4, 2 must be equal in a simulation"):
         _ = Parallelism(pp=2, widths=(4, 2)).replicas
     with pytest.raises(ConfigError, match="a step has 3 micro-batches, but a stage has 4 replicas"):
         Parallelism(pp=2, widths=(4, 2)).check_micro_batches(3)

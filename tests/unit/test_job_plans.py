@@ -277,7 +277,7 @@ def test_files_and_gradients_that_do_not_travel() -> None:
 
 
 def test_auto_leaves_all_degrees_to_the_plan() -> None:
-    with pytest.raises(ConfigError, match="takes all degrees from the plan, but pp is set"):
+    with pytest.raises(ConfigError, match='pp is set, but parallelism = "auto" plans all degrees'):
         job(parallelism={"auto": True, "pp": 2})
 
 

@@ -9,7 +9,8 @@ Each worker's process also runs a reducer, which sums a part of the gradients of
 first sum their gradients in shared memory. Gradients are divided by the number of workers, then
 summed in the order of ranks. With two workers, the result has the same bits as that of DDP's own
 all-reduce. With more workers, the two results are equal up to rounding. Needs an initialized
-process group of torch.distributed, through which workers exchange their addresses at the start.
+process group of torch.distributed. At the start, workers exchange their addresses through this
+group.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ class Summation(TensorSums):
     Args:
         spares: HOST:PORT of spare hosts, or the path of a file with a HOST:PORT (and optionally a
             rate) on each line. Worker 0 rereads the file during training, so hosts can be added and
-            removed. If a host dies, training continues without the host, and uses it again when it
-            is back.
+            removed. If a host dies, training continues without the host until the host is back.
         rates: Link rates of the workers' hosts, by rank, in any unit. A host with a higher rate
             sums a larger part. If None, all rates are equal.
         spare_rates: Link rates of the spare hosts, in the unit of `rates`. If None, all are equal.
@@ -103,7 +103,7 @@ class Summation(TensorSums):
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
                 f"rule={self.rule!r} is not possible with format={self.format!r}",
-                hint="use 'sum', or 'accumulate' without a format, which would round stored values",
+                hint="use rule='sum', or rule='accumulate' with format='' to store exact values",
             )
         spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")

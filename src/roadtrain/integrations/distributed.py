@@ -22,7 +22,8 @@ synchronize() is called. model.state_dict() updates the parameters first. If a f
 parameter before the parameter was updated, the next backward raises an error. `p.grad` is None
 after step(). Hooks of the optimizer's step run once per module.
 
-Assumes that all workers train the same model. Small gradients are not fused.
+Assumes that all workers train the same model. Each gradient is summed separately: small gradients
+are not fused into larger messages.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one optimizer's gradients. `division`: (divisor of the gradients before the sum,
-    factor of the result after the sum)."""
+    """The sums of one optimizer's gradients. `division`: two numbers. Gradients are divided by the
+    first number before the sum, and the sum is multiplied by the second number."""
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class GradientSums:
             )
 
     def begin_all(self) -> None:
-        """Begin the sums of all gradients for which backward has not begun a sum. Parameters that
-        were added to the optimizer since the last call are included."""
+        """Begin the sums of all gradients whose sums backward has not begun. Parameters that were
+        added to the optimizer since the last call are included."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
@@ -162,8 +163,9 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """Check that `named` contains every trainable parameter of the optimizer. Returns these
-    parameters with their names, in the order of `named`. Raises ConfigError."""
+    """Return the optimizer's trainable parameters with their names, in the order of `named`. If
+    `named` is None, name the parameters by their positions in the parameter groups. Raises
+    ConfigError if a parameter is missing in `named`, or if a name appears twice."""
     if named is None:
         return _trained(optimizer)
     pairs, needed = list(named), {p for _, p in _trained(optimizer)}
@@ -178,10 +180,10 @@ def _checked(
 
 
 class DeferredSteps:
-    """The updates of an optimizer's steps, which the modules' forwards of `model` apply later: see
-    the Note "deferred steps". `step`: the optimizer's own step, which updates the parameters in its
-    groups. `num_steps`: number of the last step, which is not deferred; 0 if this number is not
-    known."""
+    """The deferred updates of an optimizer's steps: the forward of each module of `model` applies
+    the updates of the module's parameters (see the Note "deferred steps"). `step`: the optimizer's
+    own step, which updates the parameters in the optimizer's groups. `num_steps`: number of the
+    training's last step, which is not deferred; 0 if this number is not known."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
@@ -283,15 +285,15 @@ class Distributed(torch.optim.Optimizer):
         self._gradients.arrive_all()
 
     def apply_all(self) -> None:
-        """Apply the steps that `model=` has deferred."""
+        """Apply all deferred updates. If steps are not deferred, do nothing."""
         if self._deferred is not None:
             self._deferred.apply_all()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make step() use the gradients as they are while this context is active. Call
-        synchronize() first. Between synchronize() and step(), the summed gradients may be changed,
-        as for clipping."""
+        synchronize() first. Between synchronize() and step(), the caller may change the summed
+        gradients, for example clip them."""
         self._alone = True
         try:
             yield
@@ -387,7 +389,7 @@ class Asynchronous(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Do nothing, because step() has already waited."""
+        """Do nothing, because step() has already waited for the sum."""
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
@@ -431,9 +433,10 @@ def distribute(
 ) -> Distributed:
     """Replace an optimizer's class by a subclass of Distributed.
 
-    `passes`: number of backward passes per step. `division`: see GradientSums. `model`: if not
+    `passes`: number of backward passes per step. `division`: two numbers. Gradients are divided by
+    the first number before the sum, and the sum is multiplied by the second number. `model`: if not
     None, the updates of each step are deferred to the next forward of this model. `num_steps`:
-    number of the last step, which is not deferred; 0 if this number is not known. Raises
+    number of the training's last step, which is not deferred; 0 if this number is not known. Raises
     ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):

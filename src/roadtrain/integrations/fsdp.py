@@ -4,8 +4,8 @@
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
 Every worker receives the complete sum and keeps only its shard. With n workers, each worker
-receives n times the bytes of a ring reduce-scatter. So the summation service is faster than a ring
-only if links receive faster than they send, or if workers share a host. Parameters are still
+receives n times the bytes of a ring reduce-scatter. The summation service is therefore faster than
+a ring only if links receive faster than they send, or if workers share a host. Parameters are still
 gathered by FSDP2 itself. All workers must be in one FSDP2 group. FSDP2 waits for each
 reduce-scatter, so sums do not overlap with backward.
 """
@@ -24,7 +24,7 @@ from roadtrain.integrations.ddp import Summation
 
 
 class _Scatter(ReduceScatter):  # type: ignore[misc]
-    """The reduce-scatter that FSDP2 calls for one of its modules."""
+    """The reduce-scatter that FSDP2 calls for the gradients of one module of the model."""
 
     def __init__(self, state: Summation, number: int) -> None:
         self._state, self._number = state, number

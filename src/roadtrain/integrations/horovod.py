@@ -5,13 +5,13 @@ its import.
     hvd.init()
 
 torchrun starts the workers; a process without torchrun is the only worker. For an average, each
-worker's tensor is divided before the sum. So with two workers, the result has the same bits as that
-of DDP's all-reduce. The rules for names of tensors are in integrations/named_sums.py, Note "keys".
-If workers disagree (in type, shape, order or name), a DifferError is raised on every worker within
-seconds. (DifferError is a RuntimeError, as in Horovod.) After the error, the workers may continue.
-The argument `compression` of a call is a member of Compression; all members are strings. Process
-sets, operations other than sum and average, gather and similar calls, and elastic training are not
-supported. Sums are not differentiable.
+worker's tensor is divided before the sum, as in DDP. So with two workers, the result has the same
+bits as that of DDP's all-reduce. The rules for names of tensors are in integrations/named_sums.py,
+Note "keys". If workers disagree (in type, shape, order or name), a DifferError is raised on every
+worker within seconds. (DifferError is a RuntimeError, as in Horovod.) After the error, the workers
+may continue. The argument `compression` of a call is a member of Compression; all members are
+strings. Process sets, operations other than sum and average, gather and similar calls, and elastic
+training are not supported. Sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -203,8 +203,10 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin a sum. `how`: (whether the sum replaces the values of `tensor`, whether this call waits
-    for the sum). Returns the sum if this call waits for the sum, else a Handle."""
+    """Begin the sum of a tensor over all workers. `average`: whether to divide the sum by the
+    number of workers. `how`: two flags: whether the sum replaces the values of `tensor`, and
+    whether this call waits for the sum. Returns the sum if this call waits for the sum, else a
+    Handle."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -225,7 +227,9 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         compression: str = Compression.none,
         op: str | None = None,
     ) -> Any:
-        """Return the average (or sum) of a tensor over all workers.
+        """Return the average or the sum of a tensor over all workers. The average is the default.
+        `op` (Average or Sum) or `average` (True or False) selects one of the two; pass only one of
+        these arguments.
 
         `allreduce_` and `allreduce_async_` write the result to `tensor` itself. `allreduce_async`
         and `allreduce_async_` return a Handle, which must be passed to `synchronize`; do not change
@@ -245,8 +249,8 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         priority: int = 0,
         compression: str = Compression.none,
     ) -> Any:
-        """Do an allreduce with the arguments of BytePS. Sums with a greater `priority` are sent
-        first. `version` is ignored."""
+        """Average a tensor over all workers, or sum it if `average` is False; an allreduce with the
+        arguments of BytePS. Sums with a greater `priority` are sent first. `version` is ignored."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
 
     return push_pull
@@ -259,8 +263,8 @@ push_pull_async, push_pull_async_inplace = _push_pull(False, False), _push_pull(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for the result of the sum of a handle, and return the result. Call `synchronize` once
-    per handle."""
+    """Wait for the sum that belongs to `handle`, and return the result. Call `synchronize` once per
+    handle."""
     return _exchange().finish(handle)
 
 
@@ -275,9 +279,9 @@ def declare(name: str) -> str:
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call. Raises DifferError if they make different
-    calls. Without this check, the torch.distributed call that follows would hang if workers made
-    different calls."""
+    """Wait until all workers have made the same call. `identity`: the name of the call.
+    `signature`: a description of the call's arguments. Raises DifferError if workers make different
+    calls. Without this check, the torch.distributed call that follows would hang in this case."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -351,8 +355,8 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 def _broadcast_value(value: Any, root: int) -> Any:
     """Return a new copy of the root's `value` on every worker. The value is encoded by
-    streaming/plain.py, without pickle. Tensors are returned on the host. Raises ConfigError on all
-    workers if the value cannot be encoded."""
+    streaming/plain.py, without pickle. Tensors in the returned value are in host memory. Raises
+    ConfigError on all workers if the value cannot be encoded."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
@@ -405,7 +409,8 @@ def DistributedOptimizer(
         model: If set, step() does not wait for the sums. Instead, each module's next forward waits
             for the module's sums, with the same results (integrations/distributed.py, Note
             "deferred steps").
-        num_steps: Number of the last step, which is not deferred. 0 if this number is not known.
+        num_steps: Number of the training's last step, which is not deferred. 0 if this number
+            is not known.
         **others: Other options of Horovod and BytePS. Options that do not change results are
             ignored. All others raise ConfigError.
 
@@ -424,7 +429,7 @@ def DistributedOptimizer(
             or model is not None
             or op != Average
         ):
-            raise ConfigError("asynchronous training takes no options", hint="leave options out")
+            raise ConfigError("an asynchronous optimizer takes no options", hint="leave them out")
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):

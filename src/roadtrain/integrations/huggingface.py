@@ -39,10 +39,10 @@ class Placed:
 
     The optimizer has the parameter groups that the Trainer makes, with weight decay
     (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, `lr` is
-    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from there,
-    too. If other code than the Trainer calls the factory, the argument `weight_decay` (default 0)
-    applies to all parameters but biases and norms, and `lr` must be passed if the optimizer has no
-    default.
+    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from the
+    TrainingArguments, too. If other code than the Trainer calls the factory, the argument
+    `weight_decay` (default 0) applies to all parameters but biases and norms, and `lr` must be
+    passed if the optimizer has no default.
     """
 
     def __call__(
@@ -61,7 +61,7 @@ class Placed:
                 optimizer (see `roadtrain check-rule`).
             whole_checkpoints: If True, the file optimizer.pt of a checkpoint has the whole state,
                 and the checkpoint does not need the store. If False, optimizer.pt only refers to a
-                step of the store. If None, True if the state is in RAM, else False.
+                step of the store. The default is True if the state is in RAM, and False otherwise.
             **kwargs: Options of `place`. Options that `place` does not have are passed to the
                 optimizer's class.
 

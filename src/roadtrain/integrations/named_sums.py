@@ -61,8 +61,8 @@ class Handle:
 
 
 class Exchange:
-    """Sums of tensors over all workers, on one worker. Call close() before the process group is
-    destroyed."""
+    """Sums of tensors over all workers. Each worker has its own Exchange. Call close() before the
+    process group is destroyed."""
 
     def __init__(self, summation: Summation) -> None:
         self.summation, self.rank, self.workers = summation, summation.rank, summation.workers
@@ -87,8 +87,8 @@ class Exchange:
 
         The tensor must not change before `finish` returns. Sums with smaller priorities go first.
         If `accumulate` is set, the tensor is added to the value that an asynchronous service
-        stores. An asynchronous service computes no other sums; torch.distributed computes them
-        instead. Raises ConfigError or LoopError.
+        stores. An asynchronous service only adds to stored values, so torch.distributed computes
+        all other sums. Raises ConfigError or LoopError.
         """
         if self._closed:
             raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")
@@ -146,8 +146,9 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the error that ended the sum of `handle`, or the error that ended the whole
-        Summation."""
+        """Return the reason why a sum failed: the error of the sum of `handle` or, if there is
+        none, the error that ended the Summation. If neither is known, return a PeerError with the
+        text of `error`, the error that torch raised."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
@@ -171,7 +172,8 @@ def _by_torch(
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
     """Begin a sum by torch.distributed. Averages of integers are rounded down, as in Horovod.
 
-    Returns a function that waits for the sum, and a function that returns whether it is done."""
+    Returns a function that waits for the sum, and a function that returns whether the sum is
+    done."""
     exact = tensor.is_floating_point() or tensor.is_complex()
     carried = on_link(tensor).clone()
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)

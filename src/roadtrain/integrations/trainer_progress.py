@@ -1,9 +1,10 @@
 """TrainerProgress: the progress of Hugging Face's Trainer, committed with each step.
 
-The Trainer saves its step, log, schedule and position in the data in checkpoints. After a run was
-killed, the last checkpoint is older than the store. So the progress is committed to the store with
-each step, like other tracked objects. If the store has progress, the Trainer continues at the
-store's step, with or without `resume_from_checkpoint` for the last checkpoint.
+The Trainer writes its progress (step, log, schedule and position in the data) to checkpoints. After
+a run was killed, the last checkpoint is older than the store. So the progress is also committed to
+the store with each step, like other tracked objects. If the store has progress, the Trainer
+continues at the store's step, whether `resume_from_checkpoint` is left out or names the last
+checkpoint.
 
 Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer,
 so the store cannot change this decision. But the Trainer's method `_run_epoch` takes all that it
@@ -57,10 +58,10 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
     goes_on = recorded and (checkpoint is None or (begun <= step and _is_last(trainer, checkpoint)))
     if step and checkpoint is None and not goes_on:
         raise ConfigError(
-            f"the store is at step {step}, but has no progress of a Trainer: it was trained by"
-            " another program, or by an earlier version",
-            hint="pass a checkpoint of this step as resume_from_checkpoint=DIR, or begin a new run"
-            " with the store's values by exporting them to a new store; nothing was changed",
+            f"the store is at step {step}, but has no progress of a Trainer: another program, or"
+            " an earlier version of roadtrain, wrote the store",
+            hint="pass a checkpoint of this step as resume_from_checkpoint=DIR, or export the"
+            " store's values and begin a new run with them; nothing was changed",
         )
     if not hasattr(trainer, "_run_epoch"):
         raise ConfigError(

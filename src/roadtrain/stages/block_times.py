@@ -135,8 +135,7 @@ def block_parameters(
 
 def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
     """Return the estimated weight of each block: the block's number of parameters divided by the
-    mean over all blocks, but at least LEAST_WEIGHT. counts: the number of parameters of each
-    block."""
+    mean over all blocks, but at least 0.01. counts: the number of parameters of each block."""
     mean = sum(counts) / len(counts)
     return tuple(max(count / mean, LEAST_WEIGHT) if mean else 1.0 for count in counts)
 
@@ -145,9 +144,10 @@ def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
     """Return two tuples: the memory of each block, and the memory of the layers before the first
-    block and of the layers after the last block. parameters: as for `block_parameters`. times: the
-    measurements of all ranks. A block that no rank measured is assumed to keep as many activation
-    bytes as the measured block that keeps the most."""
+    block and of the layers after the last block. parameters: the number of elements of every
+    parameter of the model, by name. times: the measurements of all ranks. A block that no rank
+    measured is assumed to keep as many activation bytes as the measured block that keeps the
+    most."""
     counts, ends = block_parameters(cuts, parameters)
     kept: dict[int, int] = {}
     for measured in times:

@@ -1,14 +1,14 @@
 """BucketState: the memory of one bucket (a range of a stage's flat parameters, see flat_layout.py)
 on one rank, and the optimizer update. A rank keeps and updates the state of its share of the bucket
-or, with `whole`, of the complete bucket. ShardedPieces: a stage's parameters and optimizer state as
-pieces (pieces.py), for snapshots and for moving blocks between stages.
+or, if `whole` is set, of the complete bucket. ShardedPieces: a stage's parameters and optimizer
+state as pieces (pieces.py), for snapshots and for moving blocks between stages.
 
 With d ranks and an optimizer rule that keeps k arrays, a parameter element needs these bytes on
 each rank: the size of the compute dtype for the value, 4 for the gradient, 4 k/d for the rule's
 arrays, and 4/d for the fp32 master copy. The gradient is fp32, because gradients of micro-batches
 and ranks are summed in fp32. If the values are fp32 and the update runs on their device, the values
-are the master copy, which then needs no further memory. With `whole`, every rank updates all
-elements, so d is 1 in these numbers.
+are the master copy, which then needs no further memory. If `whole` is set, every rank updates all
+elements, and d is 1 in these formulas.
 
 The state is on the device on which the update runs: the GPU if the rule has a GPU kernel, and
 otherwise the CPU. For an update on the CPU, gradients are copied to the host. Does NOT communicate.
@@ -81,8 +81,8 @@ class BucketState:
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
         """Set the fp32 master copies and the optimizer state to their initial values. masters: the
-        values of some parameters, as flat fp32 tensors by `Span.param`. The master of a parameter
-        that is not in `masters` starts from the parameter's current value."""
+        initial masters of some parameters, as flat fp32 tensors by parameter index. The master of
+        any other parameter starts from the parameter's current value."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -115,8 +115,9 @@ class BucketState:
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
         """Update the masters, the optimizer state and the values of this rank's elements. hyper:
-        the rule's hyperparameters. scale: a factor of the gradients. has_gradient: returns whether
-        the parameter with a given index has a gradient. Other parameters are not updated."""
+        the rule's hyperparameters. scale: the factor by which gradients are multiplied.
+        has_gradient: returns whether the parameter with a given index has a gradient. Parameters
+        without a gradient are not updated."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -232,12 +233,13 @@ class ShardedPieces:
         self._shares = [extent for extents in shares.values() for extent in extents]
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this rank saves."""
+        """Return the extents (ranges of a parameter's elements) that this rank saves."""
         frozen = ((name, p.numel()) for name, p in self._frozen.items())
         return [*self._shares, *even_shares(frozen, self._rank, self._width)]
 
     def needed(self) -> list[Extent]:
-        """Return the extents that this rank loads: `take` must receive all of them."""
+        """Return the extents (ranges of a parameter's elements) that this rank loads. `take` must
+        receive all of these extents."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
         own = [extent for kept in self._kept.values() for _, _, extent in kept]
         return [*own, *frozen]

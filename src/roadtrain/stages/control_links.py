@@ -101,9 +101,9 @@ class ControlLinks:
         return self.agree(mine, what)[0]
 
     def together(self, call: Callable[[], T], what: str) -> T:
-        """Call `call` on every rank, and return the result of this rank's call. If the call raises
-        a RoadtrainError on some rank, this rank raises the same error, and all other ranks raise a
-        LostError with the same text."""
+        """Call `call` on every rank, and return the result of this rank's call. A rank whose call
+        raises a RoadtrainError raises this error again. All other ranks raise a LostError with the
+        text of this error."""
         failed: RoadtrainError | None = None
         try:
             out = call()
@@ -122,8 +122,8 @@ class ControlLinks:
 
     def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
         """Send a contiguous host tensor to rank `peer`, and wait until the tensor is sent. what:
-        the subject, for errors. reply: whether the message uses the second process group. Raises
-        DeadlineError and LostError."""
+        the subject, for errors. reply: whether to use the process group `replies` instead of
+        `group`. Raises DeadlineError and LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.isend, tensor, group=group, group_dst=peer)
         self._wait(begin, peer, what, self.deadline_s)

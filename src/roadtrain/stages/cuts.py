@@ -117,8 +117,9 @@ class DataFlow(TorchDispatchMode):
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
     def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return the numbers of the nodes `ends` and of all nodes from which they were computed.
-        The search does not go beyond the nodes `stops`, and the result does not contain `stops`."""
+        """Return the numbers of the nodes `ends` and of all nodes from which the nodes `ends` were
+        computed. The search does not go beyond the nodes `stops`, and the result does not contain
+        `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -171,10 +172,11 @@ class Cuts:
     ) -> None:
         """Record the forward of one micro-batch.
 
-        args, kwargs: the model's arguments for the micro-batch. blocks: as in `place`. dtype: the
-        compute dtype of floating-point parameters; if None, parameters keep their dtypes. Raises
-        ModelError if the forward fails on `meta`, if a block runs twice or not at all, or if no
-        result has a gradient. Raises ConfigError for a block name that matches nothing."""
+        args, kwargs: the model's arguments for the micro-batch. blocks: names or patterns of the
+        blocks; if None, blocks are found as in `place`. dtype: the compute dtype of floating-point
+        parameters; if None, parameters keep their dtypes. Raises ModelError if the forward fails on
+        `meta`, if a block runs twice or not at all, or if no result has a gradient. Raises
+        ConfigError for a block name that matches nothing."""
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
@@ -233,7 +235,7 @@ class Cuts:
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
                 f"no cut is possible before {segment}: block {self.blocks[segment.begin - 1]!r}"
-                f" does not return a result of {self.blocks[max(past)]!r} that these blocks use",
+                f" does not pass on results of {self.blocks[max(past)]!r} that these blocks use",
                 hint="keep these blocks in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}

@@ -83,9 +83,9 @@ class DataGroup(RankCollectives):
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
-        """Start a reduce-scatter. grads: this rank's gradients, fp32 [width * share]. arriving: a
-        receive buffer of the same dtype and length. When the operation is done, call `sum_arrived`
-        to complete the sum."""
+        """Start a reduce-scatter. grads: this rank's gradients for the shares of all ranks, flat
+        fp32. arriving: a receive buffer of the same dtype and length. When the operation is done,
+        call `sum_arrived` to complete the sum."""
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -105,8 +105,8 @@ class DataGroup(RankCollectives):
             add_in_order(own, [*arriving.view(self.width, -1)])
 
     def all_gather(self, values: torch.Tensor) -> Pending | None:
-        """Start an all-gather that fills `values` [width * share] in place: each rank provides its
-        share, and receives the shares of all other ranks."""
+        """Start an all-gather that fills `values`, the shares of all ranks one after another, in
+        place. Each rank provides its share, and receives the shares of all other ranks."""
         if self.width == 1:
             return None
         shares = values.view(self.width, -1)
@@ -138,7 +138,7 @@ class SharedCopies(RankCollectives):
 
     @property
     def stage(self) -> int:
-        """The index of this rank's stage among the stages that have a copy."""
+        """The index of this rank's stage among the stages that have a copy of the parameters."""
         return sum(end <= self.rank for end in accumulate(self.widths))
 
     @property
@@ -149,14 +149,14 @@ class SharedCopies(RankCollectives):
     @property
     def counts(self) -> bool:
         """Return whether sums over all parameters of the job, such as the gradient norm, include
-        this copy. Such sums include only the copy of the first stage, because a shared parameter
-        must be counted once."""
+        this rank's copy of the shared parameters. Such sums include only the copy of the first
+        stage, because a shared parameter must be counted once."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
         """Start to exchange this rank's share of the gradients with the other stages. own: the
-        gradients of the share, summed over this stage, fp32 [share]. arriving: a receive buffer,
-        fp32 [stages - 1, share]."""
+        gradients of the share, summed over this stage, flat fp32. arriving: a receive buffer for
+        the other stages' sums of the same elements, fp32 [stages - 1, len(own)]."""
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -180,7 +180,7 @@ class SharedCopies(RankCollectives):
 
 
 class Messages:
-    """Sends and receives in flight, which together are one operation (a Pending) of the
+    """Sends and receives in flight. All of them together are one operation of the
     CollectiveQueue."""
 
     def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:

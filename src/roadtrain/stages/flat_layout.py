@@ -51,7 +51,8 @@ class FlatRun:
 class Bucket:
     """Elements [start, stop) of the run with the index `run`. `group`: the index of the run's
     parameter group. `spans`: the positions of the parameters in the bucket, in elements. `width`:
-    the number of ranks that have a share of the bucket. `link`: as in FlatRun."""
+    the number of ranks that have a share of the bucket. `link`: the index of the set of stages that
+    share these parameters; None if only this stage has them."""
 
     run: int
     group: int
@@ -92,7 +93,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the buckets of each parameter."""
+        """For each parameter, the indices of the buckets that contain elements of the parameter."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
@@ -216,7 +217,7 @@ class StageParameters:
         devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
         if p.is_meta or len(devices) > 1:
             raise ModelError(
-                f"parameter {name!r} is on {p.device}, but a stage must be on one device, not meta",
+                f"parameter {name!r} is on {p.device}, but a stage must be on one CPU or GPU",
                 hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES

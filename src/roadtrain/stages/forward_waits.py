@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 class ForwardWaits:
     """Hooks on all modules of `model`. `numbers_of`: for each parameter, the numbers of the buckets
     (stages/flat_layout.py) that contain the parameter. `wait`: a function that waits until the
-    buckets with the given numbers have arrived. If its argument is None, the function waits for all
-    buckets."""
+    buckets with the given numbers have arrived. If the function is called with None, it waits for
+    all buckets."""
 
     def __init__(
         self,

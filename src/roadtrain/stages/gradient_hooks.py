@@ -1,12 +1,12 @@
 """GradientHooks: move gradients into flat fp32 memory while backward computes them, and report each
 bucket as soon as its gradients are complete.
 
-Note: making `p.grad` a view of the flat memory would not save a pass over the memory. The memory
-would have to be zeroed in every step, and a missing gradient could not be distinguished from a
-gradient of zeros. Instead, the first gradient of a step is copied while it is in the cache, and
-gradients of further micro-batches are added to the copy. The copy is fp32, whatever the dtype of
-the parameter. Another advantage: no code can mistake one rank's `p.grad` for the gradient of the
-step.
+Note: `p.grad` is not a view of the flat memory. Such a view would have to be zeroed in every step,
+which costs a pass over the memory, as a copy does. Moreover, a missing gradient could not be
+distinguished from a gradient of zeros. Instead, the first gradient of a step is copied to the flat
+memory, and gradients of further micro-batches are added to the copy. The copy is fp32, whatever the
+dtype of the parameter. Another advantage: no code can mistake one rank's `p.grad` for the gradient
+of the step.
 
 Counting: usually, each backward adds to a parameter's gradient once, and the gradient is complete
 after `backwards` additions. If each backward adds to a gradient k times (because of a module that

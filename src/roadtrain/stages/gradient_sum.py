@@ -33,8 +33,8 @@ class SumUnderWay(Protocol):
 
 class GradientSum(Protocol):
     """The connection of one rank to a summation service. The gradients of ranks are added in rank
-    order. If the service first adds the gradients of each host, it then adds the sums of the hosts
-    in the order of their ranks."""
+    order. If the service first adds the gradients of each host, the sums of the hosts are then
+    added in the order of the hosts' ranks."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
         """Start a sum. All ranks must make the same calls in the same order, with the same `number`

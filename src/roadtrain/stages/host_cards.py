@@ -1,9 +1,9 @@
 """Detect the network cards of this host: the interfaces, with their addresses, kinds and rates.
 
-The kind is certain for an RDMA device (/sys/class/infiniband, by its link layer) and for an
-InfiniBand interface. Any other card counts as Ethernet, unless the user states another kind. The
-following are left out: interfaces that are down, the loopback interface, bridges without a card
-(container networks), and link-local addresses.
+The kind of a card (InfiniBand, RoCE or Ethernet) is certain for an RDMA device
+(/sys/class/infiniband, by its link layer) and for an InfiniBand interface. Any other card counts as
+Ethernet, unless the user states another kind. The following are left out: interfaces that are down,
+the loopback interface, bridges without a card (container networks), and link-local addresses.
 
 Assumes Linux. Does NOT choose among cards (stages/networks.py).
 """

@@ -1,11 +1,11 @@
 """The mapping of ranks to hosts: check that a parallelism fits given hosts, and propose
 parallelisms that fit them.
 
-Ranks are numbered host by host. A tensor group is inside one host. A data group is inside one
-cluster, because the slow networks between clusters would delay every sum of gradients. Only
-pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may have different
-numbers of hosts, and hosts may have different numbers of devices. Does NOT consider which network a
-group uses, or how fast a device is.
+Ranks are numbered host by host. A tensor group is inside one host. By default, a data group is
+inside one cluster, because the slow networks between clusters would delay every sum of gradients.
+So only pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may have
+different numbers of hosts, and hosts may have different numbers of devices. Does NOT consider which
+network a group uses, or how fast a device is.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _replicas(hosts: Hosts, tp: int) -> list[int]:
             )
     clusters = [at.cluster for at in host_of]
     if not clusters:
-        raise ConfigError("no hosts are listed, but 1 is needed", hint="list the hosts")
+        raise ConfigError("no hosts are listed, but at least 1 is needed", hint="list the hosts")
     names = [name for name, _ in itertools.groupby(clusters)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(

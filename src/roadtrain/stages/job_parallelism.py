@@ -55,7 +55,7 @@ class StagePlacement(Section):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         if bool(self.files) + bool(self.servers) + self.memory != 1:
-            raise ValueError(f"stage {self.stage} needs one of files, servers and memory = true")
+            raise ValueError(f"stage {self.stage} needs exactly one of files, servers and memory")
         if self.token_file and not self.servers:
             raise ValueError(f"stage {self.stage} has a token_file, which needs servers")
         return self
@@ -136,7 +136,7 @@ class ParallelismSection(Section):
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(f'"auto" takes all degrees from the plan, but {stated[0]} is set')
+            raise ValueError(f'{stated[0]} is set, but parallelism = "auto" plans all degrees')
         return self
 
     @property

@@ -116,7 +116,7 @@ class StageLinks:
                     hint="check that the other rank's host and network are up, and read its output",
                 ) from error
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise LostError(f"{sentence}, which was lost: {first}") from error
+            raise LostError(f"{sentence}, but lost the connection: {first}") from error
 
     def _sentence(self, transfer: Transfer, sending: bool) -> str:
         own = f"stage {self._at.stage}, replica {self._at.replica}"

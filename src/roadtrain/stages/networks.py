@@ -93,7 +93,7 @@ class NetworkStatement(Section):
     @model_validator(mode="after")
     def _says_which(self) -> Self:
         if self.hosts == ["*"] and self.interface == "*" and not self.subnet:
-            raise ValueError("without hosts, interface or subnet, a statement matches every card")
+            raise ValueError("hosts, interface or subnet must be set, but all are missing")
         return self
 
     def __str__(self) -> str:
@@ -279,7 +279,8 @@ def choose_networks(
     groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
     """Choose a network for each group, and for CONTROL, the group of all ranks. Return the networks
-    by the name of the group. hosts: the host of each rank. Raises ConfigError as `pick` does."""
+    by the name of the group. hosts: the host of each rank. Raises ConfigError with the reason if
+    the hosts of a group cannot reach each other."""
     host_of = dict(enumerate(hosts))
     every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}

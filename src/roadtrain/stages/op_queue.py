@@ -36,9 +36,9 @@ class Pending(Protocol):
 @dataclass(frozen=True)
 class QueuedCollective:
     """A job of the queue. `what`: the job's name in errors. `run`: a generator that starts an
-    operation and yields the operation, or yields None if there is nothing to wait for. When the
-    operation is done, the queue resumes the generator, which then finishes the job. `alone`:
-    whether the job starts only after all earlier jobs have ended."""
+    operation and yields it, or yields None if there is nothing to wait for. When the operation is
+    done, the queue resumes the generator, and the generator finishes the job. `alone`: whether the
+    job starts only after all earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
@@ -83,7 +83,7 @@ class CollectiveQueue:
     def wait(self, until: Callable[[], bool], what: str) -> None:
         """Wait until `until()` returns true. `until` is called again whenever a job ends. `what`:
         the event for which the caller waits, for errors. If a job failed, raises the error of that
-        job. Raises DeadlineError if no job ends for PATIENCE times `deadline_s`."""
+        job. Raises DeadlineError if no job ends for twice `deadline_s`."""
         with self._changed:
             while True:
                 # must precede `until()`, which may return true because an error clears all jobs
@@ -215,9 +215,9 @@ class SideStream:
     """A device stream for the queue's thread. Events keep the order between this stream and the
     stream of the thread that computes.
 
-    On an accelerator, the queue's thread runs on `stream`. A mark is a device event: with it, one
-    stream waits for the results of the other stream. On the CPU, there is no stream, and all
-    methods do nothing, because results are complete when an operation has ended.
+    On an accelerator, the queue's thread runs on `stream`. Marks are device events with which each
+    stream waits for results of the other stream. On the CPU, there is no stream, and all methods do
+    nothing, because results are complete when an operation has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -245,14 +245,14 @@ class SideStream:
 
     def leave_mark(self, number: int) -> None:
         """Record the mark of bucket `number`: an event that occurs when all work that the side
-        stream has started so far is done. When the event occurs, the bucket is written. Called by
-        the queue's thread."""
+        stream has started so far is done. The bucket has been written when the event occurs. Called
+        by the queue's thread."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 
     def wait_for(self, numbers: Collection[int]) -> None:
-        """Make the computing stream wait until the buckets `numbers` are written. Called by the
-        computing thread."""
+        """Make the computing stream wait until the buckets `numbers` have been written. Called by
+        the computing thread."""
         if self.stream is None:
             return
         for number in numbers:

@@ -98,7 +98,7 @@ class UserOptimizer:
     """The user's optimizer, and a copy of its original parameter groups, which contain the
     parameters of the whole model. Raises ConfigError if the optimizer has parameters that are not
     in the model, or if it has taken steps. Later, the optimizer's `load_state_dict` raises
-    ConfigError if the loaded state is that of an optimizer that has taken steps."""
+    ConfigError if the loaded state contains the results of steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -122,8 +122,8 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Keep only the parameters of `model` in the optimizer's groups, out of all original
-        parameters. Return the optimizer."""
+        """Set the parameters of each optimizer group to those of the group's original parameters
+        that are in `model`. Return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -209,7 +209,8 @@ def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCop
     pair for each set of stages that share parameters with this stage. names: the names of the
     shared parameters. copies: the group of the ranks that have a copy of these parameters. The
     order of the pairs is the same in all of these stages. Raises ConfigError if only some stages of
-    a set have a store, because the two kinds of stages sum gradients in different ways."""
+    a set have a store, because stages with a store sum gradients in another way than stages without
+    a store."""
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():

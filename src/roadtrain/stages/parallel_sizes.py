@@ -234,6 +234,6 @@ def check_shared(context: RankContext, layout: StageLayout) -> None:
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(
-                f"stages of {layout} have {group.name}, but no process group for them",
+                f"stages of {layout} need a process group for {group.name}, which does not exist",
                 hint="set these sizes with stages=[...] at the next start",
             )

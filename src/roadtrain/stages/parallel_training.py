@@ -119,9 +119,9 @@ class ParallelTraining:
 
     @contextlib.contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """Context of one collective operation. After an error, no further operation may start (Rule
-        6): different ranks may then run different operations, and a rank could take a message of
-        another operation for a message of its own operation. what: the operation, for errors."""
+        """Context manager for one collective operation. After an error, no further operation may
+        start (Rule 6). Otherwise, ranks could run different operations, and take messages of one
+        operation for messages of another. what: the name of the operation, for errors."""
         if self._closed:
             raise LoopError("this ParallelTraining is closed, so no step can run")
         if self._failed:
@@ -259,7 +259,7 @@ class ParallelTraining:
         """Compute the mean loss over num_microbatches micro-batches in eval mode. Collective.
 
         Args:
-            batch: As in `step`.
+            batch: Function from the number of a micro-batch to the micro-batch, as in `step`.
 
         Returns:
             The mean loss, equal on all ranks.

@@ -10,7 +10,7 @@ et al. (Holmes), equations 1 to 3, with indices from 0:
                                                                            consecutive devices
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
-Stages may differ in their number of data-parallel ranks (`widths`). In this case, devices are
+Stages may differ in their number of data-parallel ranks (`widths`). If widths differ, devices are
 numbered by stage, then by replica, then by tensor rank. If all widths are d, this numbering is the
 same as above. If stage s has d_s replicas, micro-batch i of a step goes through replica i mod d_s
 of the stage. The devices that a micro-batch passes form a pipeline group, so a device of a narrow
@@ -125,7 +125,7 @@ class Parallelism:
         replicas."""
         if self.widths:
             raise ConfigError(
-                f"widths {', '.join(map(str, self.widths))} differ, but must be equal here",
+                f"widths {', '.join(map(str, self.widths))} must be equal in a simulation",
                 hint="set dp instead of widths",
             )
         return self.dp * self.cp

@@ -79,7 +79,7 @@ def parallelize(
     Raises:
         ConfigError: Options are invalid, or do not fit the hosts, the networks or the model.
         ModelError: The model cannot be divided into these stages.
-        DeadlineError: A process did not arrive, or a network did not work, in time (Rule 5).
+        DeadlineError: A process did not start in time, or a network did not work in time (Rule 5).
     """
     check_options(parallelize, locals())
     # 1. options, and the device of this process

@@ -21,8 +21,8 @@ VALUE = "value"  # the key of the parameter's fp32 master copy among a piece's a
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is a list of
-    its three fields."""
+    """Elements [start, stop) of the flattened parameter `name`. In messages, an extent is the list
+    [name, start, stop]."""
 
     name: str
     start: int
@@ -61,7 +61,7 @@ class Piece:
         found, kept = {*self.arrays, *self.scalars} - {VALUE}, {*rule.arrays, *rule.scalars}
         if found and found != kept:
             raise ForeignError(
-                f"the saved state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
+                f"the optimizer state of {self.extent.name!r} has {', '.join(sorted(found))}, but"
                 f" {rule.name} keeps {', '.join(sorted(kept)) or 'none'}",
                 hint="continue with the optimizer that wrote the state",
             )

@@ -1,6 +1,6 @@
 """Pipeline: run one rank's part of a pipelined step. This part consists of the forwards and
-backwards of the rank's segments, in the order of `protocol.pipeline`. The segments compute with
-tensors that the neighboring stages send.
+backwards of the rank's segments, in the order that protocol/pipeline.py determines. The segments
+compute with tensors that the neighboring stages send.
 
 A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
 and gradients are summed over a stage's ranks. So the sum is the gradient of the mean loss of the
@@ -117,9 +117,9 @@ class Pipeline:
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """Yield the runs of the step, in the order of the state machine. A run is the forward or
-        the backward of one micro-batch through one segment. Each run is yielded when its inputs
-        have arrived."""
+        """Yield the runs of the step, in the order of the pipeline schedule (protocol/pipeline.py).
+        A run is the forward or the backward of one micro-batch through one segment. Each run is
+        yielded when its inputs have arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -176,8 +176,8 @@ class Pipeline:
         step.machine.here[run.what].add((run.micro, part))
 
     def _post(self, step: _Step) -> None:
-        """Post the receives whose buffers are free. The receives of each channel are posted in the
-        order in which their messages are sent."""
+        """Post the receives whose buffers are free. The receives of each channel (one direction of
+        a boundary between stages) are posted in the order in which the messages are sent."""
         for waiting in step.due.values():
             while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()

@@ -1,7 +1,8 @@
 """PlacedStage: a pipeline stage whose parameters and optimizer state are in this host's files or
 memory, or on servers that all ranks of the stage share.
 
-    placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
+    group = group.of_stage(stage=1, replica=0, width=2)  # the first of two replicas of stage 1
+    placed = roadtrain.place(stage.model, optimizer, store=..., group=group)
     stage_optimizer = PlacedStage(placed)
 
 Servers average gradients over their workers. A stage needs the sum, so the gradients are multiplied
@@ -134,7 +135,8 @@ class PlacedStage:
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:
-        """Send the remaining gradients to the servers."""
+        """Sum the gradients of shared parameters over all stages, and pass all remaining gradients
+        to the store."""
         if self._finished:
             return
         for name, p in self._copies.items():
@@ -327,9 +329,10 @@ class StagedPieces:
 
 
 def for_mean(scale: float, width: int) -> float:
-    """Return a factor for gradients whose sum the servers will divide by `width`, so that both
-    together multiply the gradients by `scale`. If no factor gives exactly `scale`, `scale` is first
-    rounded to fp32, because the product of an fp32 number and `width` is exact."""
+    """Return a factor for gradients. The servers later divide the sum of the gradients by `width`,
+    so that the factor and this division together multiply the gradients by `scale`. If no factor
+    gives exactly `scale`, `scale` is first rounded to fp32, because the product of an fp32 number
+    and `width` is exact."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width
