@@ -1,7 +1,7 @@
 """The table at the end of a run: time, memory, disk and results, and the command to continue.
 
-The training thread either computes or waits, so the time of a step is the sum of both. This module
-measures nothing, but adds up the lines of metrics.jsonl.
+The training thread either computes or waits, so the time of a step is the sum of both. The table is
+computed from the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
