@@ -84,8 +84,7 @@ class RemoteServers:
     ) -> None:
         """Connect to the servers. On worker 0, also open the store.
 
-        `anew`: None, or a step. With a step, worker 0 fills the servers again with the contents of
-        this step.
+        `anew`: None, or a step with whose contents worker 0 fills the servers again.
         """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
@@ -247,8 +246,9 @@ class RemoteServers:
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Whether enough servers have joined for worker 0 to open the store.
 
-        All servers are enough. Servers that together hold every chunk are also enough, but worker 0
-        then waits GRACE_S for further servers, and longer if a server is busy.
+        Returns True if all servers have joined. Servers that together hold every chunk are also
+        enough, but worker 0 first waits 5 seconds for further servers, and longer if a server is
+        busy.
         """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
