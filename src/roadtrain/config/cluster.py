@@ -280,8 +280,8 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """Return the name of the switch that `nic` is connected to: its `switch`, or its `kind` if
-        `switch` is empty."""
+        """Return the name of the switch that `nic` is connected to: `nic.switch`, or `nic.kind` if
+        `nic.switch` is empty."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
@@ -503,7 +503,8 @@ def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
 
 def template(kind: str, name: str) -> dict[str, Any]:
     """Return the table of the device or cluster called `name` in devices.toml, without the key
-    `source`. `kind`: "device" or "cluster". Raises ConfigError for an unknown name."""
+    `source`, which cites a data sheet or a paper. `kind`: "device" or "cluster". Raises ConfigError
+    for an unknown name."""
     templates = _templates()[kind]
     if name not in templates:
         raise ConfigError(

@@ -207,9 +207,9 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer that applies `weights` parameters at `spatial` positions.
-    `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs are saved
-    twice: by the layer and by the activation function."""
+    """Return the shape of a layer with `weights` parameters, which are applied at each of `spatial`
+    positions. `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs
+    are saved twice: by the layer and by the activation function."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 

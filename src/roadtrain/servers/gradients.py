@@ -241,7 +241,9 @@ class PushedGradients:
 
 
 def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
-    """Add `grad` to `acc`, and round the sum to the dtype of `acc` as torch does for `p.grad`."""
+    """Add `grad` to `acc`. The sum is rounded to the dtype of `acc`, like sums in `p.grad` in
+    torch.
+    """
     if dtype == "fp32":
         accumulate(acc, grad, of_grad)
         return

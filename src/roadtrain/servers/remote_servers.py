@@ -121,7 +121,7 @@ class RemoteServers:
     def again(self, step: int) -> RemoteServers:
         """Start a new session, and fill the same servers with the contents of `step`.
 
-        All workers must call this method. This session must be closed.
+        All workers must call this method, after closing the old session.
         """
         group = replace(self.group, session=f"{self.group.session}:from step {step}")
         return RemoteServers(

@@ -71,7 +71,9 @@ def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[Para
 
 
 def residual_block_of(table: ChunkTable) -> dict[int, int]:
-    """Map each block that has residuals in `table` to the block of its residuals."""
+    """Return a dict from each block that has residuals in `table` to the block with these
+    residuals.
+    """
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}

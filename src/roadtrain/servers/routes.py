@@ -193,7 +193,7 @@ def greeting_of(name: str) -> bytes:
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """Split a hello into the name of the route and the rest.
+    """Split a hello into the name of the route and the bytes after the name.
 
     Returns None if the route is direct.
     """

@@ -188,8 +188,8 @@ def _check_server(
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
-            ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-            + " cannot be combined",
+            "invalid options: "
+            + ", ".join(f"{name} {value}" for name, value in values.items() if value is not None),
             hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must"
             " be at least 1",
         )
@@ -276,7 +276,9 @@ class SessionHost:
             return self.front.accept(link, greeting)
 
     def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
-        """Return the error for a worker whose route differs from the route of the session."""
+        """Return the error for a worker whose route differs from the route of the session. `words`:
+        The message, with places for the worker's rank and the option.
+        """
         assert self.session is not None
         if hello.session != self.session.name:
             return self.session.busy()

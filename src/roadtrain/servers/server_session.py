@@ -381,7 +381,9 @@ class ServerSession(ParameterSession):
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
-        """Close the files of the store and of its snapshots. The caller holds `_storing`."""
+        """Stop the server, and close the files of the store and its snapshots. The caller holds
+        `_storing`.
+        """
         if self.server is not None:
             self.server.stop(END_S)
         tiers, self.tier, self.kept = (self.tier, self.kept), None, None

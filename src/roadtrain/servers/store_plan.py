@@ -127,9 +127,10 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` for the parameter at index `span` of the chunk's spans.
+    """Write the initial state of `rule` for one parameter of a chunk.
 
-    The state arrays and scalars of this parameter must be zero before.
+    `span` is the index of the parameter in `chunk.spans`. The state arrays and scalars of this
+    parameter must be zero before.
     """
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(

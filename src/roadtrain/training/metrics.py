@@ -37,9 +37,9 @@ class Metrics:
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and `aside` is the
-        new name. Otherwise `aside` is None, and `dropped` is the number of lines that were moved to
-        the file `uncommitted`.
+        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and the attribute
+        `aside` has the new name. Otherwise `aside` is None, and the attribute `dropped` has the
+        number of lines that were moved to the file `uncommitted`.
 
         Raises:
             DamagedError: The line of a committed step is missing. (The whole file may be absent.)

@@ -185,7 +185,9 @@ class PlacedJob:
         return int(self.optimizer.memory()["plain"])
 
     def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        """Return the table printed at the end. `program` is the command line of roadtrain."""
+        """Return the rows (name, value) of the table at the end. `program`: The command that starts
+        roadtrain.
+        """
         return rows(self.job, summary, totals, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:

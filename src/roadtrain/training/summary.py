@@ -81,7 +81,7 @@ class Totals:
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
 ) -> list[tuple[str, str]]:
-    """Return the rows of the table.
+    """Return the rows (name, value) of the table.
 
     `plain`: The memory in bytes that ordinary training of the model needs. `program`: The command
     that starts roadtrain.
