@@ -5,9 +5,9 @@
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
 
-The frames before the bar set up a session (servers/serve.py, servers/remote_servers.py). The frames
-after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on arrival:
-an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
+The frames before the bar (|) set up a session (servers/serve.py, servers/remote_servers.py). The
+frames after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on
+arrival: an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
 
 Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
 of these frames differ from the numbers in this module.

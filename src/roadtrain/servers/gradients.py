@@ -180,7 +180,7 @@ class PushedGradients:
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
         """For each host, yield the sum of the gradients of the host's workers.
 
-        The sum of the first host is computed in `total`.
+        `total`: The array in which the sum of the first host is computed.
         """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):

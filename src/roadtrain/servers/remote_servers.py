@@ -10,7 +10,7 @@ worker 0 fills this server again from servers that have these steps. The other w
 decisions of worker 0. If the newest step cannot be restored from the servers' stores, worker 0
 sends all servers back to a snapshot (opening.py).
 
-A store with another number of servers, chunk size or dtype is refused; it is NOT converted.
+A store with another number of servers, chunk size or dtype is refused, not converted.
 """
 
 from __future__ import annotations
@@ -403,8 +403,8 @@ class RemoteServers:
     def _leave_witness(self) -> None:
         """Record at one of two servers that this server may resume without the other server.
 
-        Only worker 0 does this, and only with two servers and without a run directory. If a server
-        was lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
+        Worker 0 calls this method if there are two servers and no run directory. If a server was
+        lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
         other server has not begun this session, nothing is recorded.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2

@@ -7,7 +7,7 @@ packages register further routes:
 
 A route consists of three classes:
 
-    Route       the option value, at the worker; checks whether it fits the options and the job
+    Route       at the worker: the value of an option, with checks against the job and other options
     OpenRoute   at the worker: one link to each server, for one session
     RouteEnd    at the server: accepts the links of workers that use this route
 

@@ -167,7 +167,7 @@ def _check_server(
     """Raise ConfigError if options of a server contradict each other."""
     if (store is None) != sum:
         raise ConfigError(
-            f"--store {store} and --sum: a server can do only one of them"
+            f"--store {store} and --sum are both set, but exclude each other"
             if sum
             else "nothing to serve: neither --store nor --sum is set",
             hint=(

@@ -548,7 +548,8 @@ class Worker:
     def words(self, step: int) -> Sequence[bytes]:
         """Wait until all workers have ended `step`, and return the bytes that each worker sent.
 
-        Call this only if every worker sends bytes in `step`. Drops the bytes of earlier steps.
+        Call this method only if every worker sends bytes in `step`. Drops the bytes of earlier
+        steps.
         """
         words = self.machine.words
         with self._lock:

@@ -1,8 +1,8 @@
 """Conversion of a job's sections to options of place() and parallelize(), with checks for keys that
 contradict each other.
 
-If a field has the same name in the class of the section and in the class of the options, its value
-is copied without further code.
+If a field has the same name in the class of the section and in the class of the options, the value
+is copied automatically.
 """
 
 from __future__ import annotations

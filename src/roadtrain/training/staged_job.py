@@ -255,8 +255,8 @@ def unused(job: Job) -> list[str]:
     """Return the keys of [store] and [servers] that are set, but have no effect in a job with
     stages.
 
-    The state of a stage is in the memory of the stage's ranks, or in the place that
-    parallelism.placements names.
+    The state of a stage is in the memory of the stage's ranks, or in the store that
+    parallelism.placements gives for the stage.
     """
     plain = job.changed({"store": {}, "servers": {}})
     return [

@@ -3,8 +3,9 @@ from a run directory. For a run with servers, switches or reducers, the command 
 these nodes what the node does and what the node waits for. The nodes answer during training.
 
 The endurance of a device is the number of bytes that its data sheet allows to be written (TBW, in
-decimal terabytes). The output compares the endurance with the bytes that this run has written,
-without the device's internal write amplification. This module does not import torch.
+decimal terabytes). The output compares the endurance with the bytes that this run has written;
+bytes that the device writes internally (write amplification) are not counted. This module does not
+import torch.
 """
 
 from __future__ import annotations

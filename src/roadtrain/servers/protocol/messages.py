@@ -257,7 +257,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Make all records of the step durable. On the first server this commits the step."""
+    """Make all records of the step durable. On the first server, this action commits the step."""
 
     step: int
     blobs: Sequence[Any]  # job state of each worker; empty if this server does not keep it

@@ -357,8 +357,8 @@ class WorkerStateMachine:
             fresh: If True, the gradients replace the gradients that the servers hold. If False, the
                 gradients are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: If True, servers may keep all gradient buffers until the update. Set it
-                only if updates begin before step() is called.
+            keep_always: If True, servers may keep all gradient buffers until the update. Only
+                allowed if updates begin before step() is called.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
