@@ -140,7 +140,7 @@ def test_what_cannot_be_a_model() -> None:
         ({"head_dim": 256}, "needs head_dim = 128, but the config has 256"),
         ({"attention_bias": True}, "does not count `attention_bias`"),
         ({"model_type": "qwen3"}, "no formula gives the number of parameters of a `qwen3`"),
-        ({"model_type": "mixtral"}, "has 0 experts, of which 0 are active"),
+        ({"model_type": "mixtral"}, "with 0 experts cannot have 0 active per token"),
         ({"model_type": ""}, "model without model_type"),
         ({"vocab_size": None}, "has none of vocab_size"),
         ({"hidden_size": "wide"}, "hidden_size of a model's config is 'wide'"),

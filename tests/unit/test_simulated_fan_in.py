@@ -241,7 +241,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_a_host_outside_the_tree_is_named() -> None:
     where = racks(2, 2)
     apart = where.model_copy(update={"links": where.links[:1]})
-    with pytest.raises(ConfigError, match="do not reach root over switches that sum"):
+    with pytest.raises(ConfigError, match="are not connected to root by switches that sum"):
         run(apart)
     mute = tuple(s.model_copy(update={"sums": s.name != "rack1"}) for s in where.switches)
     with pytest.raises(ConfigError, match="host workers 1 is connected to no switch that sums"):

@@ -16,9 +16,10 @@
 
 Every rate is for one direction, in bytes or bits per second. An SSD has three limits: its media
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
-SSDs of a host share. NICs that name no switch are connected to one switch for each kind of NIC. If
-the file leaves out a value, a typical value is filled in, and the key is listed in `assumed`
-(`guesses` returns these values). Keys of measured values are listed in `measured`."""
+SSDs of a host share. NICs of the same kind that name no switch are all connected to the same
+switch. If the file leaves out a value, a typical value is filled in, and the cluster's list
+`assumed` gets the key of this value. The list `measured` of the file has the keys of values that
+were measured."""
 
 from __future__ import annotations
 
@@ -84,11 +85,12 @@ class Device(Section):
 
 
 class Ssd(Section):
-    """SSDs of one kind. `mixed`: a factor from 1 (reads and writes share one rate) to 2 (reads and
-    writes do not slow each other down). `depth`: the largest number of reads that run at the same
-    time, which is also the largest number of writes. With a `depth` of 1, requests run one after
-    another in the order of arrival. `updates`: bytes of optimizer state per second that a processor
-    in the SSD updates (near-storage); 0 if the SSD has no such processor."""
+    """SSDs of one kind. `mixed`: the combined rate of simultaneous reads and writes, as a multiple
+    of the rate of reads alone: from 1 (reads and writes share one rate) to 2 (reads and writes do
+    not slow each other down). `depth`: the largest number of reads, and also of writes, that run at
+    the same time. With a `depth` of 1, requests run one after another in the order of arrival.
+    `updates`: bytes of optimizer state per second that a processor in the SSD updates
+    (near-storage); 0 if the SSD has no such processor."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
@@ -164,9 +166,9 @@ def _device(value: object) -> object:
 
 class Host(Section):
     """Machines of one kind. `fabric`: bytes per second that one device sends to the other devices
-    of the machine; the device receives at the same rate. `updates`: bytes of state and gradients
-    that the CPUs process per second when they update parameters. `sums`: bytes of received
-    gradients that the CPUs add up per second.
+    of the machine; the device receives at the same rate. `updates`: bytes of optimizer state and
+    gradients that the CPUs process per second during updates of parameters. `sums`: bytes of
+    received gradients that the CPUs add up per second.
     """
 
     name: str = Field(description="name of this kind of host")
@@ -278,17 +280,17 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """Return the name of the switch that `nic` is connected to: its `switch`, or its `kind` if
-        `switch` is empty."""
+        """Return the name of the switch that `nic` is connected to: `nic.switch`, or `nic.kind` if
+        `nic.switch` is empty."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
         """Return the network card of each host that connects the hosts fastest.
 
-        If every host has a card of the same kind on the same switch, the fastest such cards are
-        returned. (This rule is the general case in section 3.2 of Yang et al. (Holmes).) Otherwise,
-        the fastest card of each host is returned. The `rate` of each card is then at most the rate
-        of the slowest route between the switches, and the `latency` includes the latency of this
+        If every host has a card of the same kind on the same switch, the fastest cards that meet
+        this condition are returned (Yang et al., Holmes, section 3.2). Otherwise, the fastest card
+        of each host is returned. In the returned copies of these cards, `rate` is limited to the
+        rate of the slowest route between the switches, and `latency` includes the latency of this
         route. Raises ConfigError if the hosts are not connected.
         """
         cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
@@ -390,7 +392,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
     """Choose typical values for the keys that the tables of a host leave out. Returns a pair: a
-    dict from attributes of the host to values, and the names of the keys for `assumed`."""
+    dict from attributes of the host to these values, and the keys to add to the cluster's list
+    `assumed`."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -420,8 +423,8 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Return a dict from every assumed key to the pair (value, text to print). The value is in
-    bytes per second, in seconds, or without a unit."""
+    """Return a dict from each key in `cluster.assumed` to the pair (value, text to print). Rates
+    are in bytes per second, and latencies in seconds."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
@@ -432,9 +435,9 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return a list of (key, value, text) for the assumed key `what` of a host. If `what` is a
-    whole table (`device` or `nics`), the list has an entry for each key that the table may leave
-    out."""
+    """Return the typical values that were assumed for the key `what` of a host, as a list of tuples
+    (key, value, text to print). If `what` is the whole table `device`, the list has a tuple for
+    each assumed key of the table."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
@@ -456,8 +459,8 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """Return a host that has the smallest amount of each resource among `hosts`. The network cards
-    are those of the first host."""
+    """Return an imaginary host that has, of each resource, the smallest amount that any of `hosts`
+    has. The returned host has the network cards of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -493,13 +496,15 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Return a dict from each name in `names` to the minimum of this attribute over `parts`."""
+    """For each attribute in `names`, find the minimum over the objects `parts`. Returns a dict from
+    names to minima."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
     """Return the table of the device or cluster called `name` in devices.toml, without the key
-    `source`. `kind`: "device" or "cluster". Raises ConfigError for an unknown name."""
+    `source`, which cites a data sheet or a paper. `kind`: "device" or "cluster". Raises ConfigError
+    for an unknown name."""
     templates = _templates()[kind]
     if name not in templates:
         raise ConfigError(

@@ -3,7 +3,8 @@
 The TOML file and the command line have the same keys. The command line overrides the file, and the
 file overrides defaults. Unknown keys and wrong types raise ConfigError with the nearest valid name.
 Relative paths are relative to the working directory; `{run}` in a store directory stands for the
-run directory. Does not import torch, so names of optimizers and dtypes are plain text.
+run directory. This module does not import torch. Therefore, optimizers and dtypes are given as
+plain text.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class ServersSection(Section):
         refusing(lambda _: self.fan_in)(None)
         options = (self.wire, self.window, self.multicast)
         if not self.switches and options != ("int32", WINDOW, "auto"):
-            raise ValueError("wire, window or multicast is given, but no switches are given")
+            raise ValueError("a switch option (wire, window, multicast) is given, but no switches")
         return self
 
     @property
@@ -261,8 +262,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """The options that make training lossy or delayed (Rule 2), as a dict from the key that
-        the option has in metrics to the value of the option. Empty if training is exact."""
+        """The options that make training lossy or delayed: a dict from names to values. The names
+        are those in metrics.jsonl, such as "staleness". The dict is empty if training is exact."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -277,8 +278,8 @@ class Job(Section):
         return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
-        """Format the job as TOML. Store directories inside the run directory are written with
-        `{run}`. If the run directory is copied, the file in the copy then refers to the copy.
+        """Format the job as TOML. In store directories inside the run directory, the text `{run}`
+        stands for the run directory, so the file remains correct in a copy of the run directory.
         `leave_out`: (section, key) pairs to omit."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for section, name in leave_out:
@@ -311,8 +312,9 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """Raise ConfigError if `path` is the job.toml of a run directory that was copied or moved, and
-    `job` still uses directories of the original run. `job`: the job that was read from `path`."""
+    """Check that a job does not continue a run from a copy of the run's job.toml. Raises
+    ConfigError if the run directory that contains `path` was copied or moved, and `job`, which was
+    read from `path`, still refers to the original run directory."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -354,9 +356,9 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
     """Parse arguments such as `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback`.
 
-    Returns a dict from dotted keys to values. Values are parsed as TOML or JSON literals (`null`
-    restores the default). A value that is not a literal is text. The value of an option whose type
-    is text is not parsed. Raises ConfigError.
+    Returns a dict from dotted keys to values. If the type of a key is text, the value is the given
+    text. Other values are parsed as TOML or JSON literals; values that are not literals remain
+    text. The literal `null` restores the default. Raises ConfigError.
     """
     out: dict[str, Any] = {}
     pending: str | None = None
@@ -407,8 +409,8 @@ def _check_key(key: str) -> None:
 
 
 def _flag(key: str) -> bool:
-    """Return True as the value of the option `key`, which was given without a value. Raises
-    ConfigError if the option is not a flag."""
+    """Return True, the value of an option that was given without a value. Raises ConfigError if the
+    option `key` is not a flag."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True

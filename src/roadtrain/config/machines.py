@@ -16,8 +16,7 @@
     address = "10.0.0.9"
     servers = [{ store = "/mnt/ssd0/run", port = 7000 }]
 
-`roadtrain launch` takes all names, paths and ports from these tables and chooses none itself. This
-module does not depend on a job, or on how processes are started.
+`roadtrain launch` takes all names, paths and ports of processes from these tables.
 """
 
 from __future__ import annotations
@@ -108,7 +107,8 @@ class PlanHost:
 
 @value
 class Machines:
-    """All machines of a run. Names are unique, and so are ports and directories at each address."""
+    """All machines of a run. The names of hosts are unique. At each address, ports and directories
+    are unique too."""
 
     hosts: tuple[PlanHost, ...]  # the hosts with workers are in the order of their workers' ranks
     spares: tuple[PlanHost, ...] = ()  # hosts that are idle until they replace a lost host
@@ -134,7 +134,7 @@ class Machines:
                 raise ConfigError(
                     f"spare host {host.name!r} listens at {len(host.ports)} ports, but a spare"
                     " host runs nothing until it replaces a lost host",
-                    hint="move a host that runs servers to `hosts`",
+                    hint="list a host that runs servers under `hosts`, not under `spares`",
                 )
         first = self.worker_hosts[0]
         by_address: dict[str, list[PlanHost]] = {}

@@ -37,19 +37,20 @@ class BlockShape:
 
     `params`: number of parameters.
     `tables`: number of parameters in embedding tables. A sample reads only some rows of a table.
-    `touched`: bytes of the rows that a sample reads.
+    `touched`: bytes of the rows of embedding tables that a sample reads.
     `attention`: FLOPs for attention scores and their products with values; included in `flops`.
     `experts`: number of parameters of experts; included in `params`.
     `routed`: bytes of a sample's tokens that are sent to experts.
     `kv`: bytes of keys and values.
     `logits`: number of logits; 0 except for the output layer.
-    `whole`: bytes in `saved` that every tensor-parallel rank holds if the sequence is not split.
+    `whole`: the part of `saved` (in bytes) that every tensor-parallel rank holds if tensor
+    parallelism does not split the sequence.
     `products`: bytes kept for backward if backward recomputes everything except attention and
     every second matrix product.
-    `again`: FLOPs of this recomputation.
+    `again`: FLOPs of the recomputation that the entry `products` describes.
     `matrices`: number of experts; 1 without experts.
-    `passing`: bytes of earlier blocks' results that are held for later blocks, in addition to
-    `input`."""
+    `passing`: bytes of results of earlier blocks that are held because later blocks need the
+    results; not included in `input`."""
 
     name: str
     params: int
@@ -206,9 +207,9 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer that applies `weights` parameters at `spatial` positions.
-    `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs are saved
-    twice: by the layer and by the activation function."""
+    """Return the shape of a layer with `weights` parameters, which are applied at each of `spatial`
+    positions. `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs
+    are saved twice: by the layer and by the activation function."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
@@ -341,9 +342,9 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
         limit = f"the model's longest is {longest or 'unknown'}"
         return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
-        limit = f"the model supports at most {longest}" if seq_len > 0 else "need at least 1"
+        limit = f"supports at most {longest}" if seq_len > 0 else "needs at least 1"
         raise ConfigError(
-            f"samples have {seq_len} tokens, but {limit}",
+            f"samples have {seq_len} tokens, but the model {limit}",
             hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []
@@ -366,9 +367,9 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     describes.
 
     The formula is exact for a few architectures only. For every other architecture, this function
-    raises ConfigError, and `planner/model_config.py` counts the modules instead. `seq_len`: number
-    of tokens per sample; if None, `chosen_length` chooses it. Also raises ConfigError if a required
-    key is missing."""
+    raises ConfigError; use `planner/model_config.py`, which counts the parameters of the model's
+    modules. `seq_len`: number of tokens per sample; if None, `chosen_length` chooses it. Also
+    raises ConfigError if a required key is missing."""
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
@@ -396,7 +397,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     active = _whole(config, "num_experts_per_tok")
     if kind == "mixtral" and not 0 < active <= experts:
         raise ConfigError(
-            f"a `mixtral` config has {experts} experts, of which {active} are active per token",
+            f"a `mixtral` config with {experts} experts cannot have {active} active per token",
             hint="set num_local_experts and num_experts_per_tok",
         )
     longest = found["max_position_embeddings"]
@@ -422,8 +423,9 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Return name -> value for each name of KEYS, read from `config`. The value of an optional key
-    that is missing is 0. Raises ConfigError if a required key is missing."""
+    """Read the sizes of a model from `config`. Returns a dict from Hugging Face's usual names of
+    keys, such as "hidden_size", to values. If an optional key is missing, its value is 0. Raises
+    ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()

@@ -5,8 +5,8 @@ The file may also contain the machines that run the plan (`Machines`), the predi
 top of the file, everything else is in tables.
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
-and where the update runs. Other systems, including baselines, are named combinations of these
-choices (docs/design.md).
+and where the update runs. Each name in the table PLACEMENTS, such as "ddp" or "zero3", stands for
+one combination of these choices (docs/design.md).
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ class Plan:
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """Return a copy of the plan with the values `changes`. A change may name a field of the
-        plan, or a field of one of its parts (see PARTS)."""
+        """Return a copy of the plan with the values `changes`. The names in `changes` are fields of
+        Plan, or of the objects that a Plan contains, such as PlanMemory."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)

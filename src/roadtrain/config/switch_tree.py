@@ -3,8 +3,8 @@
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
 The root is the server's switch. Without a server, the root is the switch that gives the tree with
-the fewest switches. Every switch of the tree must sum: a switch that only forwards would pass on
-several partial sums, which nothing would add up. Pure functions.
+the fewest switches. Every switch of the tree must sum, because a switch that only forwards would
+pass on several partial sums instead of their total.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class SwitchTree:
 
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
     """Find the tree of summing switches from `hosts` (the compute hosts) to `node` (the server's
-    host). If there is no such tree, raises a ConfigError that says what is missing."""
+    host; None without a server). If there is no such tree, raises a ConfigError that says what is
+    missing."""
     summing = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not summing:
         raise ConfigError(
@@ -82,8 +83,8 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
     trees = [(root, parents) for root, parents in found if parents is not None]
     if not trees:
         raise ConfigError(
-            f"switches {listed(needed)} of cluster {cluster.name!r} do not reach"
-            f" {roots[0] if above is not None else 'one another'} over switches that sum",
+            f"switches {listed(needed)} of cluster {cluster.name!r} are not connected to"
+            f" {roots[0] if above is not None else 'each other'} by switches that sum",
             hint="add [[links]] between these switches, and `sums = true` to switches in between",
         )
     root, parents = min(trees, key=lambda tree: len(tree[1]))
@@ -118,9 +119,9 @@ def _from(
     """Find the summing switches that connect the switches `needed` to the switch `root` over the
     fewest links.
 
-    Returns a dict from each of these switches, except the root, to the next switch towards the
-    root. The switches nearest to the root come first. Returns None if a switch of `needed` cannot
-    be reached."""
+    Returns a dict from each of the summing switches, except the root, to the next switch towards
+    the root. The switches nearest to the root come first. Returns None if a switch in `needed` is
+    not connected to the root over summing switches."""
     parents: dict[str, str] = {}
     front = [root]
     for here in front:  # breadth first: `front` grows while it is iterated

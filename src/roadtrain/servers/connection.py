@@ -2,15 +2,15 @@
 a server, relay, reducer or coordinator. WorkerConnection: the connection of one worker to a
 HostedSession.
 
-    listener: a link and its hello --> HostedSession.join --> WorkerConnection, the link's Receiver
-    link:     room, arrived        --> the header is checked --> HostedSession.take
-    link:     lost                 --> HostedSession.left --> end, if all links are closed
-    end                            --> every worker gets the reason, every link is closed
+    a worker connects --> HostedSession.join --> a WorkerConnection, the Receiver of the link
+    a frame arrives   --> WorkerConnection checks the header --> HostedSession.take
+    a link is lost    --> HostedSession.left --> end, if all links are closed
+    end               --> every worker gets the reason, every link is closed
 
 A session has one connection per rank. A second connection for the same rank is refused with
 BusyError. A connection from another start of the job is refused as well. An invalid frame from any
-worker ends the session for all workers. Assumes that the listener has checked the hello. Does NOT
-know what frames mean.
+worker ends the session for all workers. The listener checks the hello of a worker before `join`.
+Subclasses of HostedSession handle the contents of frames.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SLOW = (
 
 class MessageLink(Protocol):
     """A link to one server, in this process or in another. A message does not contain parameters or
-    gradients, but a memoryview of the memory that has them (`Pull.into`, `Push.grad`)."""
+    gradients. Instead, `Pull.into` and `Push.grad` are memoryviews of the memory for parameters and
+    gradients."""
 
     peer: str  # name in messages to the user: "server 0 (/mnt/ssd0/run)"
 
@@ -75,9 +76,9 @@ class WorkerConnection:
         self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Send a frame ahead of queued parameters.
+        """Send a frame to the worker, ahead of parameters that are queued.
 
-        If the link is lost, this method does not raise an exception: the link calls `lost`.
+        If the link is lost, no exception is raised here, because the link calls `lost`.
         """
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
@@ -85,7 +86,8 @@ class WorkerConnection:
     def silent_for(self, limit_s: float) -> float:
         """Return the seconds since the worker's last frame if they exceed `limit_s`, else 0.
 
-        While a frame is being received, the limit is at least COMING_S seconds.
+        While a frame is being received, the limit is at least 600 seconds, because links may be
+        slow.
         """
         if self._allocating or self._handling:
             return 0.0
@@ -132,8 +134,8 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """The session of the workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once `over` is set, `over`
-    does not change, and no worker can join.
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once the session has ended
+    (`over` is set), `over` does not change, and no worker can join.
     """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
@@ -174,7 +176,9 @@ class HostedSession(Generic[C]):
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """Handle a frame. An exception in this method ends the session."""
+        """Handle a frame that arrived on `connection`. An exception in this method ends the
+        session.
+        """
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -182,9 +186,10 @@ class HostedSession(Generic[C]):
             return list(self.connections.values())
 
     def left(self, connection: C, error: PeerError) -> None:
-        """Record that the link of a worker is closed.
+        """Record that the link of a worker is closed, and call `one_left`.
 
-        Then call `one_left`, which ends the session if necessary.
+        The method `one_left` ends the session if all links are closed. Subclasses may end the
+        session earlier.
         """
         with self.lock:
             self.lost_ranks.add(connection.rank)
@@ -205,16 +210,17 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Handle the end of the session.
+        """Handle the end of the session. `error` is the reason of the end.
 
-        Called once. The caller may be the thread of a link, so this method must not block.
+        The session calls this method once, possibly in the thread of a link, so the method must not
+        block.
         """
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
         """Send `error` to all workers, and close the links of all workers.
 
-        Each link is closed in a new thread, because a link's own thread cannot close it.
+        Each link is closed in a new thread, because the thread of a link cannot close the link.
         """
         for connection in self.everyone():
             connection.say(m.FAILED, (type(error).__name__, str(error)))
@@ -243,8 +249,9 @@ def link_to(
 ) -> Link:
     """Connect to a reducer or its coordinator, and return the link.
 
-    A TCP or shared-memory address leads to another process. If `address` is None, connect to `own`,
-    the function that accepts links in this process. `name` names the peer in messages to the user.
+    A TCP or shared-memory address leads to another process. If `address` is None, the peer is in
+    this process, and `own` is its function that accepts links. `hello` is the greeting to send.
+    `name` names the peer in messages to the user.
     """
     greeting = m.encode(hello)
     if isinstance(address, str):

@@ -5,9 +5,9 @@
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
 
-The frames before the bar set up a session (servers/serve.py, servers/remote_servers.py). The frames
-after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on arrival:
-an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
+The frames before the bar (|) set up a session (servers/serve.py, servers/remote_servers.py). The
+frames after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on
+arrival: an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
 
 Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
 of these frames differ from the numbers in this module.
@@ -77,7 +77,7 @@ class StepHeader(NamedTuple):
 
 
 class OpenHeader(NamedTuple):
-    """Worker 0's order to open or make the server's part of the store.
+    """Request of worker 0 to open or make the server's part of the store.
 
     The payload describes the store.
     """
@@ -104,8 +104,8 @@ WAITS_ONLY = -1
 class ProgressHeader(NamedTuple):
     """The reason why a server keeps its workers waiting (`doing`), and the server's progress.
 
-    The progress is `done` of `of` bytes. If `of` is WAITS_ONLY, the frame reports no progress, and
-    `doing` names the peer that does not answer ("" if all peers answer).
+    The progress is `done` of `of` bytes. If `of` is -1, the frame reports no progress, and `doing`
+    names the peer that does not answer ("" if all peers answer).
     """
 
     doing: str
@@ -296,7 +296,7 @@ def as_bytes(array: np.ndarray) -> memoryview:
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
     """Return the frame of a worker's message as (kind, header, payload).
 
-    The frame of a Pull does not contain `into`, which only the worker uses.
+    The frame of a Pull does not contain the memory `into`, because the server does not need `into`.
     """
     match message:
         case messages.Pull(chunk, version, _, ticket):

@@ -2,12 +2,12 @@
 
 A pushed gradient is kept in place, copied, or written to the spill file. A top-k gradient is kept
 as indices and values. With several workers, their gradients are summed in fp32, first over the
-workers of each host, then over the hosts. The sum is computed for the norm. If this sum could not
-be cached, it is computed again for the update. Several pushes of one worker are accumulated in the
-chunk's dtype, also if the pushes were downcast.
+workers of each host, then over the hosts. The sum is first computed for the norm of the gradient.
+If no memory is free to keep the sum, the sum is computed again for the update. Several pushes of
+one worker are accumulated in the chunk's dtype, also if the pushes were downcast.
 
-Assumes that only one thread works on a chunk at a time. Does NOT know which step a gradient belongs
-to.
+Only one thread at a time may work on a chunk. The caller must not add gradients of the next step
+before the gradients of this step are taken.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class PushedGradients:
     Args:
         chunks: The server's chunks by number.
         tier: The files of the server, which contain the spill file. None if there are no files.
-        buffers: Number of scratch buffers of `scratch_bytes`, at least two. A sum, a spilled
-            gradient and an expanded sparse gradient take a buffer each.
+        buffers: Number of scratch buffers, at least two. Each sum, spilled gradient and expanded
+            sparse gradient takes a buffer.
+        scratch_bytes: Size of a scratch buffer in bytes.
         workers: Number of workers, or number of relays if workers push through relays.
-        local: Number of workers per host. A negative number means that workers push through
-            relays: each push is then the fp32 sum of the gradients of a host.
+        local: Number of workers per host. A negative number means that workers push through relays,
+            and each push is the fp32 sum of the gradients of a host.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class PushedGradients:
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """Add a push to the gradient of the worker that sent the push.
+        """Add the gradient in `push` to the gradient that is held for the sender of `push`.
 
-        Returns a pair: the sums of squares of the worker's gradient, one per segment; and whether
+        Returns a pair: the sums of squares of the sender's gradient, one per segment; and whether
         the memory of the push (`push.grad`) stays in use.
         """
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
@@ -141,7 +142,7 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Remove the gradient of a chunk, and return the gradient for the update.
+        """Remove and return the gradient of a chunk, summed over all workers, for the update.
 
         Returns (scratch buffer or None, values, dtype). The caller must pass the buffer to `done`
         after use.
@@ -179,7 +180,7 @@ class PushedGradients:
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
         """For each host, yield the sum of the gradients of the host's workers.
 
-        The sum of the first host is computed in `total`.
+        `total`: The array in which the sum of the first host is computed.
         """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
@@ -240,7 +241,9 @@ class PushedGradients:
 
 
 def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
-    """Add `grad` to `acc`, and round the sum to the dtype of `acc` as torch does for `p.grad`."""
+    """Add `grad` to `acc`. The sum is rounded to the dtype of `acc`, like sums in `p.grad` in
+    torch.
+    """
     if dtype == "fp32":
         accumulate(acc, grad, of_grad)
         return

@@ -1,9 +1,9 @@
 """Status queries: ask every server of a job what it does, and which worker waits for what.
 
-Each query uses a link of its own. A server answers every caller that proves to know the token, with
-one frame of JSON. It also answers while a session is running or hangs. Workers and relays are not
-asked: the servers report which pulls a worker waits for, and which messages a worker has not sent
-yet. Does NOT disturb training.
+Each query uses a separate link, so training is not disturbed. A server answers with one frame of
+JSON, also while a session is running or hangs. The caller must prove to know the job's token.
+Workers and relays are not asked: the servers report which pulls a worker waits for, and which
+messages a worker has not sent yet.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def answer(link: Link, status: Status) -> Watcher:
 
 
 def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
-    """Query the server at `address`. Return the server's status, or an error without an answer."""
+    """Query the server at `address`. Returns the server's status, or the error if the server does
+    not answer.
+    """
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)

@@ -1,8 +1,9 @@
 """HostedStore: the directories of a server for its store and its snapshots.
 
 The process of a server has one HostedStore for all its sessions. A session must hold the lock
-(`storing`) to open or make the store. If a session hangs because of a device, it keeps the lock,
-and the next session is refused. The open store belongs to the session, not to the HostedStore.
+(`storing`) to open or make the store. If a session hangs because a storage device does not respond,
+the session keeps the lock, and the next session is refused. The open store belongs to the session,
+not to the HostedStore.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class HostedStore:
     def storing(self) -> Iterator[None]:
         """Lock the directory.
 
-        Raises BusyError if the previous session still uses the directory. This happens when a
-        device hangs.
+        Raises BusyError if the previous session still uses the directory, for example because a
+        storage device does not respond.
         """
         if not self._lock.acquire(timeout=LOCK_S):
             raise BusyError(f"the previous session still uses the directory {self.directory}")
@@ -47,13 +48,16 @@ class HostedStore:
             self._lock.release()
 
     def file_bytes(self) -> int:
-        """Return the size of the store's files in bytes, as a measure of progress."""
+        """Return the size of the store's files in bytes. While a store is made, the size shows the
+        progress.
+        """
         with suppress(OSError):
             return sum(path.stat().st_size for path in self.directory.glob("gen-*/*"))
         return 0
 
     def held(self, opened: FileTier | None) -> tuple[int, tuple[int, ...], StoreMeta | None]:
-        """Return the newest step of the store, the steps of its snapshots, and its metadata.
+        """Return the newest step of the store, the steps of the store's snapshots, and the metadata
+        of the store.
 
         The newest step is -1 if there is no store. `opened` is the part of the store that the
         running session has open, or None.
@@ -72,9 +76,9 @@ class HostedStore:
     ) -> StoreMeta | None:
         """Record in the store's metadata that this server may resume without `servers`.
 
-        `link` is the id of the session that has ended. Returns the metadata after writing the
-        metadata durably. If `link` is not the last session of this store, records nothing and
-        returns None.
+        `link` is the id of the session that has ended. If `link` is not the last session of this
+        store, records nothing and returns None. Otherwise, returns the metadata once the record is
+        durable.
         """
         with self.storing():
             home = None if opened is None else opened.directory

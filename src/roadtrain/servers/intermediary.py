@@ -142,9 +142,9 @@ class IntermediarySession(ParameterSession):
             worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     def _part_of(self, rank: int, blobs: list[bytes]) -> bytes:
-        """Return the blobs that the workers of a participant committed.
+        """Return the job states (blobs) that the workers of participant `rank` have committed.
 
-        If the step was committed by a different number of workers, return only the first blob.
+        If the step was committed by a different number of workers, returns only the first blob.
         """
         each = self._stands_for
         mine = blobs[each * rank : each * (rank + 1)]

@@ -113,7 +113,7 @@ class LocalServers:
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         """Return a view of a chunk's committed record.
 
-        Only the part of the record that contains the array `what` is guaranteed to be valid.
+        Read only the array `what` from the view; other parts of the record may be invalid.
         """
         if self.store is not None:
             return read_record(self.store, chunk, what)
@@ -139,7 +139,7 @@ class LocalServers:
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
-        """Close the store. Call it after the worker is closed."""
+        """Close the store. Call this method after the worker is closed."""
         if self.store is not None:
             self.store.close()
 
@@ -184,5 +184,7 @@ def open_or_none(
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index of first element, values) for each chunk with a piece of a parameter's array."""
+    """Read the array `what` of the parameter `name` chunk by chunk. For each chunk, yields (index
+    of the first element in the parameter, values).
+    """
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

@@ -1,8 +1,8 @@
 """Decide how worker 0 opens a job's store on remote servers.
 
 The decision is based on the reports of the servers that answer. Each server reports which steps its
-store holds. storage/history.py explains from which steps a job may resume. Does NOT communicate
-with servers; remote_servers.py does.
+store holds. storage/history.py explains from which steps a job may resume. The communication with
+the servers is in remote_servers.py.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class FoundStores:
 
     Attributes:
         found: The reports, by number of the server.
-        given_up: The servers whose contents are ignored. If the reports show which contents are the
-            newest, no contents are ignored. Otherwise, these are the servers in `give_up`.
+        given_up: The servers whose contents are ignored: the servers in `give_up` if the reports do
+            not show which contents are the newest, otherwise no servers.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class FoundStores:
         return Histories(held, self.names, self._holders())
 
     def _witness(self) -> Witness | None:
-        """Return the run directory's record of the history of these servers, if any."""
+        """Return the record in the run directory about the sessions of these servers, or None."""
         jobs = {found.meta.job for found in self.found.values() if found.meta is not None}
         record = None if self._mark is None else self._mark.record
         return Witness.of(record.history) if record is not None and record.job in jobs else None
@@ -209,7 +209,9 @@ class FoundStores:
         return {self._meta.holders(chunk.id) for chunk in self._store_plan.table.chunks}
 
     def _unborn(self) -> bool:
-        """Whether no session has begun on this store. Such an unfinished store is made again."""
+        """Whether the store is unfinished: no session has begun on the store. Worker 0 makes such a
+        store again.
+        """
         steps = [found.newest for found in self.found.values()]
         if max(steps) > 0 or min(steps) >= 0:
             return False

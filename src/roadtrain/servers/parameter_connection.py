@@ -2,8 +2,7 @@
 
 Frames that open or read the store are handled by the session. The other frames are converted to
 messages for a state machine. Gradients arrive in buffers of `pool`, in order. While the pool is
-empty, receiving blocks, which throttles the worker (back-pressure). Does NOT know what a server
-does with a message.
+empty, receiving blocks, which throttles the worker (back-pressure).
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """The destination of a pull whose worker is in another process.
+    """The destination of requested parameters if the worker that sent the pull is in another
+    process.
 
-    The state machine gets a PullReply as `Pull.into`.
+    A PullReply takes the place of the worker's memory in `Pull.into`.
     """
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
@@ -64,8 +64,8 @@ class PullReply:
 class ParameterConnection(WorkerConnection):
     """The connection of one worker at a parameter server.
 
-    Invariants: `_coming` has the buffers of dense gradients that are being received, in order. A
-    buffer in `_kept` returns to `pool` when the server no longer needs the buffer.
+    Invariants: `_coming` has the buffers of dense gradients that are being received, in order of
+    arrival. A buffer in `_kept` returns to `pool` when the server no longer needs the buffer.
     """
 
     session: ParameterSession

@@ -148,7 +148,7 @@ class RemoteServer:
             expected, into = self._into.get(ticket, (-1, memoryview(b"")))
             if expected != chunk or len(into) != nbytes:
                 raise WireError(
-                    f"ticket {ticket} requested {len(into)} bytes of chunk {expected}, but"
+                    f"pull {ticket} requested {len(into)} bytes of chunk {expected}, but"
                     f" {nbytes} bytes of chunk {chunk} arrived"
                 )
             return into

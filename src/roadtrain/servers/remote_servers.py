@@ -10,7 +10,7 @@ worker 0 fills this server again from servers that have these steps. The other w
 decisions of worker 0. If the newest step cannot be restored from the servers' stores, worker 0
 sends all servers back to a snapshot (opening.py).
 
-A store with another number of servers, chunk size or dtype is refused; it is NOT converted.
+A store with another number of servers, chunk size or dtype is refused, not converted.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class RemoteServers:
     ) -> None:
         """Connect to the servers. On worker 0, also open the store.
 
-        `anew`: None, or a step. With a step, worker 0 fills the servers again with the contents of
-        this step.
+        `anew`: None, or a step with whose contents worker 0 fills the servers again.
         """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
@@ -122,7 +121,7 @@ class RemoteServers:
     def again(self, step: int) -> RemoteServers:
         """Start a new session, and fill the same servers with the contents of `step`.
 
-        All workers must call this method. This session must be closed.
+        All workers must call this method, after closing the old session.
         """
         group = replace(self.group, session=f"{self.group.session}:from step {step}")
         return RemoteServers(
@@ -247,8 +246,9 @@ class RemoteServers:
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Whether enough servers have joined for worker 0 to open the store.
 
-        All servers are enough. Servers that together hold every chunk are also enough, but worker 0
-        then waits GRACE_S for further servers, and longer if a server is busy.
+        Returns True if all servers have joined. Servers that together hold every chunk are also
+        enough, but worker 0 first waits 5 seconds for further servers, and longer if a server is
+        busy.
         """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
@@ -403,8 +403,8 @@ class RemoteServers:
     def _leave_witness(self) -> None:
         """Record at one of two servers that this server may resume without the other server.
 
-        Only worker 0 does this, and only with two servers and without a run directory. If a server
-        was lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
+        Worker 0 calls this method if there are two servers and no run directory. If a server was
+        lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
         other server has not begun this session, nothing is recorded.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2

@@ -7,7 +7,7 @@ packages register further routes:
 
 A route consists of three classes:
 
-    Route       the option value, at the worker; checks whether it fits the options and the job
+    Route       at the worker: the value of an option, with checks against the job and other options
     OpenRoute   at the worker: one link to each server, for one session
     RouteEnd    at the server: accepts the links of workers that use this route
 
@@ -64,17 +64,19 @@ class OpenRoute(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for the end of everything that `Route.open` started. The links must be closed."""
+        """Wait until all threads and processes that `Route.open` started have ended. Close the
+        links first.
+        """
 
     def abort(self) -> None:
-        """End everything that `Route.open` started, without waiting."""
+        """End all threads and processes that `Route.open` started, without waiting."""
 
 
 class RouteEnd(Protocol):
     """The part of a route that runs at a server: accepts participants (workers or relays), and
     passes the messages of participants to a session.
 
-    An instance is created when the first participant connects. The arguments of the class are the
+    The server creates an instance when the first participant connects, with three arguments: the
     greeting, the SessionHost and the options of links.
     """
 
@@ -85,7 +87,7 @@ class RouteEnd(Protocol):
     def greeting(rest: bytes) -> Any:
         """Decode the bytes that follow `greeting_of(name)` in a hello. Raises WireError.
 
-        The attribute `hello` of the result is a worker's Hello.
+        The returned object must have an attribute `hello`, the Hello of a worker.
         """
 
     def is_of(self, hello: m.Hello) -> bool:
@@ -114,9 +116,9 @@ class Route(Protocol):
         """
 
     def lossy(self, group: WorkerIdentity) -> str:
-        """Return a text that tells the user how this route is lossy (Rule 2).
+        """Return a text that tells the user how this route makes gradients inexact.
 
-        Returns "" if the route is not lossy.
+        Returns "" if gradients stay exact.
         """
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
@@ -191,7 +193,7 @@ def greeting_of(name: str) -> bytes:
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """Split a hello into the name of the route and the rest.
+    """Split a hello into the name of the route and the bytes after the name.
 
     Returns None if the route is direct.
     """

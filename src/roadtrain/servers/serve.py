@@ -2,13 +2,12 @@
 
     listening -> a worker joins -> ServerSession -> all workers leave, or one is lost -> listening
 
-Workers send heartbeats. A worker that is silent for SILENT_S counts as stopped. A lost or stopped
+Workers send heartbeats. A worker that is silent for 60 seconds counts as stopped. A lost or stopped
 worker ends the session: uncommitted contents are dropped, the other workers are notified, and the
 next session starts at the last committed step (Rule 3). If this process is restarted with the same
 directory, the first session of the new process also starts at the last committed step.
 
-The server checks that all workers of a session run the same job. Does NOT restart workers; torchrun
-does.
+The server checks that all workers of a session run the same job. torchrun restarts workers.
 """
 
 from __future__ import annotations
@@ -140,7 +139,9 @@ def budget_of(text: str | None) -> int:
 def _check_switch(
     switch: bool, of_switches: Mapping[str, str | None], of_servers: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError for options of servers with --switch, or of switches without --switch."""
+    """Raise ConfigError if `switch` is True and an option of servers is set, or if `switch` is
+    False and an option of switches is set.
+    """
     extra = [name for name, value in of_servers.items() if value is not None and value is not False]
     if switch and extra:
         raise ConfigError(
@@ -163,10 +164,10 @@ def _check_server(
     snapshot: str | None,
     snapshot_every: int | None,
 ) -> None:
-    """Raise ConfigError for options that contradict each other."""
+    """Raise ConfigError if options of a server contradict each other."""
     if (store is None) != sum:
         raise ConfigError(
-            f"--store {store} and --sum: a server can do only one of them"
+            f"--store {store} and --sum are both set, but exclude each other"
             if sum
             else "nothing to serve: neither --store nor --sum is set",
             hint=(
@@ -187,8 +188,8 @@ def _check_server(
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
         values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
-            ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-            + " cannot be combined",
+            "invalid options: "
+            + ", ".join(f"{name} {value}" for name, value in values.items() if value is not None),
             hint="--snapshot and --store must differ; --snapshot-every needs --snapshot, and must"
             " be at least 1",
         )
@@ -226,7 +227,9 @@ class SessionHost:
         self.where = "{}:{}".format(*self._listener.address)
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept a link. The listener calls this after the caller has proven the token."""
+        """Accept a link. The listener calls this method after the peer has proved to know the
+        token.
+        """
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if hello.startswith(m.WITHOUT):
@@ -273,7 +276,9 @@ class SessionHost:
             return self.front.accept(link, greeting)
 
     def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
-        """Return the error for a worker whose route differs from the route of the session."""
+        """Return the error for a worker whose route differs from the route of the session. `words`:
+        The message, with places for the worker's rank and the option.
+        """
         assert self.session is not None
         if hello.session != self.session.name:
             return self.session.busy()

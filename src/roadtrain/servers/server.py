@@ -218,9 +218,9 @@ class Server:
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """Run `call` in the loop thread between two events, and return its result. An exception in
-        `call` is raised here and ends the server. Raises DeadlineError with the message `late`
-        after `wait_s`."""
+        """Call `call()` in the loop thread between two events, and return the result. If the call
+        fails, the exception is raised here and ends the server. Raises DeadlineError with the
+        message `late` after `wait_s`."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -258,7 +258,7 @@ class Server:
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
-        """Write the initial record of a chunk. Call it only before `start`."""
+        """Write the initial record of a chunk. Call this method only before `start`."""
         if self.tier is not None:
             self.tier.write(chunk, "record", view)
         else:
@@ -385,8 +385,8 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """Read the weights part of a record from the file. If the file has no weights part, or if
-        `newest` is set, read the master and cast the master."""
+        """Read the weights of a chunk from its file into `into`. If the file has no weights, or if
+        `newest` is set, read the fp32 master and cast the master to the chunk's dtype."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:

@@ -1,5 +1,5 @@
-"""ServerSession: the session of a job's workers at one parameter server. It begins when the first
-worker joins, and ends when all workers have left or a worker is lost.
+"""ServerSession: the session of a job's workers at one parameter server. The session begins when
+the first worker joins, and ends when all workers have left or a worker is lost.
 
     Open, Begin -> served                       the store exists
     Open, Fill, Settle, Begin -> served         the store is new, or is filled again
@@ -69,8 +69,8 @@ MemoryBeside = Callable[[StoreMeta, int, int], int]
 class ServerSession(ParameterSession):
     """The session of one start of a job.
 
-    `server` is set at Begin. `host` provides memory and files. When the session ends, `host` is
-    notified once, and must then call `tear_down`.
+    `server` is set when the frame Begin arrives. `host`, the process, provides memory and files.
+    When the session ends, `host` is notified once, and must then call `tear_down`.
     """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
@@ -381,7 +381,9 @@ class ServerSession(ParameterSession):
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
-        """Close the files of the store and of its snapshots. The caller holds `_storing`."""
+        """Stop the server, and close the files of the store and its snapshots. The caller holds
+        `_storing`.
+        """
         if self.server is not None:
             self.server.stop(END_S)
         tiers, self.tier, self.kept = (self.tier, self.kept), None, None

@@ -135,7 +135,7 @@ class JobSession:
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the pieces of the array that `read` returns, as (index of first element, values).
+        """Yield the array that `read` returns in parts, as (index of the first element, values).
 
         If `what` is WEIGHTS, the values are pulled from the servers. These values include updates
         that are not committed yet, because a commit may need the other workers.

@@ -1,7 +1,7 @@
 """StorePlan: the requested layout and update rules of a job's store.
 
 This module also checks whether an existing store fits a plan, and makes the initial record of each
-chunk. Does NOT open or write stores; local_servers.py and remote_servers.py do.
+chunk. local_servers.py and remote_servers.py open and write stores.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class StorePlan:
 def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
     """Raise ForeignError if an existing store does not fit `store_plan`.
 
-    The store must be of the same model and optimizer, with the same staleness and replicas.
-    `where` is the location of the store, and `held` its metadata.
+    The store must be of the same model and optimizer, with the same staleness and replicas. `where`
+    is the location of the existing store, and `held` has the metadata of the existing store.
     """
     if held.table.fingerprint() != store_plan.table.fingerprint():
         ours, theirs = (
@@ -113,8 +113,8 @@ def fill_record(
     """Return the initial record of `chunk`.
 
     Values come from `source`, and the chunk's update rule defines the initial state. `groups` are
-    the optimizer's parameter groups. Residuals have group numbers above these groups, and no
-    hyperparameters.
+    the optimizer's parameter groups. A chunk of residuals belongs to none of these groups, so its
+    rule gets no hyperparameters.
     """
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
@@ -127,9 +127,10 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` for the parameter at index `span` of the chunk's spans.
+    """Write the initial state of `rule` for one parameter of a chunk.
 
-    The state arrays and scalars of this parameter must be zero before.
+    `span` is the index of the parameter in `chunk.spans`. The state arrays and scalars of this
+    parameter must be zero before.
     """
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(

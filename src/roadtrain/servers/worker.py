@@ -167,7 +167,7 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """Return a link's error, with the open step and operation added to the message (Rule 5)."""
+        """Return a link's error, with the open step and the operation `doing` in the message."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
         detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
@@ -272,7 +272,7 @@ class Worker:
         return host.view
 
     def give_up_slots(self, count: int) -> None:
-        """Free `count` slots. Call it only before the first step."""
+        """Free `count` slots. Call this method only before the first step."""
         slots = self.buffers.slots
         self.prefetch.shrink(len(slots) - count)
         for _ in range(count):
@@ -280,11 +280,11 @@ class Worker:
 
     @property
     def root_is_old(self) -> bool:
-        """Whether updates that have begun make the root parameters on the device obsolete."""
+        """Whether the open step needs newer root parameters than the device has."""
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Fetch the root block if it is obsolete. Returns whether the root block was fetched."""
+        """Fetch the root block if `root_is_old`. Returns whether the root block was fetched."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -548,7 +548,8 @@ class Worker:
     def words(self, step: int) -> Sequence[bytes]:
         """Wait until all workers have ended `step`, and return the bytes that each worker sent.
 
-        Call this only if every worker sends bytes in `step`. Drops the bytes of earlier steps.
+        Call this method only if every worker sends bytes in `step`. Drops the bytes of earlier
+        steps.
         """
         words = self.machine.words
         with self._lock:

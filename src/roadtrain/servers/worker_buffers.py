@@ -33,14 +33,16 @@ class WorkerBuffers:
         yield from self.residuals.values()
 
     def slot(self, target: Any) -> HostBuffer:
-        """Return the buffer of a pull. `target`: The key of the buffer."""
+        """Return the buffer for the parameters of a pull. `target`: The key of the buffer."""
         return self.slots[target] if isinstance(target, int) else target
 
     def gradient(self, key: Any) -> HostBuffer:
         return self.gradients[key] if isinstance(key, int) else key
 
     def key(self, host: HostBuffer) -> Hashable:
-        """Return the key of a buffer. The method `gradient` maps the key to the buffer."""
+        """Return the key of a buffer for gradients, which is the argument of the method
+        `gradient`.
+        """
         return self.gradients.index(host) if host in self.gradients else host
 
     def with_gradient(self, flat: torch.Tensor) -> HostBuffer:

@@ -1,7 +1,7 @@
 """Construction of a job's text, config, model, optimizer and loss with torch and transformers.
 
-The model must be a causal language model of `transformers`. This module does not place the model
-and downloads nothing.
+The model must be a causal language model of `transformers`. All files are local: nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
     """Return the job, its text as tokens, and the device to train on.
 
-    The returned job has the vocabulary size of its text. Raises ConfigError.
+    If the job has no vocabulary size, the returned job has the vocabulary size of the text. Raises
+    ConfigError.
     """
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(
@@ -42,7 +43,8 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """Return `job`. If the job has no vocabulary size, the returned job has that of the text.
+    """Return `job`. If the job has no vocabulary size, the returned job has the vocabulary size of
+    `tokens`.
 
     Raises ConfigError if the text does not fit the model.
     """
@@ -141,7 +143,7 @@ def named(text: str, where: str) -> Any:
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of a causal language model's output.
 
-    `y`: The index of the token that follows each position.
+    `y`: For each position, the id of the next token.
     """
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

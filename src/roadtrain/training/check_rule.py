@@ -26,8 +26,8 @@ FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 
 
 def command(name: str, dir: str = ".", report: Report = print) -> int:
-    """Compare an update rule with its reference on random data, and compare the speed of the rule
-    with the speed of the storage.
+    """Compare an update rule with its reference implementation on random data, and compare the
+    speed of the rule with the speed of the storage.
 
     `name` is MODULE:NAME of a Rule object, a Rule class or a torch optimizer class. The exit code
     is 1 if the rule differs from its reference.
@@ -42,7 +42,7 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
             optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
         except Exception as cause:
             raise ConfigError(
-                f"{name} does not accept one flat parameter with its default options: {cause}"
+                f"cannot make a {name} with default options for one flat parameter: {cause}"
             ) from cause
         rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
     else:
@@ -84,7 +84,7 @@ class CheckReport:
         name: The rule's name.
         cases: The number of cases that were compared.
         failures: A line for each difference that was found.
-        bytes_per_s: Bytes that one thread updates per second (defined in kernels/generic.py).
+        bytes_per_s: Bytes that one thread reads and writes per second when it applies the rule.
     """
 
     name: str
@@ -99,9 +99,10 @@ def check_rule(
     elements: int = 1 << 20,
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
-    """Compare `rule` with its reference on random data of several sizes, applied to whole arrays
-    and to two parts of each array, and time the rule. Each entry of `formats` is a pair: the dtype
-    of the gradient, and the dtype of the 16-bit copy of the parameters (None for no copy)."""
+    """Compare `rule` with its reference implementation on random arrays of several sizes, and time
+    the rule. The rule is also applied to two parts of each array, which must give the same result
+    as the whole array. Each entry of `formats` is a pair: the dtype of the gradient, and the dtype
+    of the 16-bit copy of the parameters (None for no copy)."""
     rng = np.random.default_rng(3)
     failures = []
     cases = [*product((1, 7, 64, 1000, 4099), formats)]

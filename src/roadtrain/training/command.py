@@ -1,5 +1,5 @@
 """`roadtrain train`: train a job in this process or, if the job has [parallelism], train this
-process's stage of the job. An invalid job is refused before torch is imported."""
+process's stage of the job. An invalid job is refused quickly, before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     Raises RoadtrainError.
 
     Args:
-        new_store: accept a store that belongs to another run or is at an earlier step; if there is
-            no store, make a new one
+        new_store: accept a store that belongs to another run or is at an earlier step than this
+            run; if the store of this run is missing, make a new store
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)

@@ -2,9 +2,10 @@
 
 A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
 all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
-any number of workers. The text is divided into PIECES pieces. The end of each piece is held out, so
-that held-out text resembles the training text. All tokens are kept in memory, in the narrowest
-integer type that fits the vocabulary. This module downloads nothing."""
+any number of workers. The text is divided into 64 sections, or is a single section if it has less
+than 4096 tokens. The end of each section is held out, so that the held-out text resembles the
+training text. All tokens are kept in memory, in the narrowest integer type that fits the
+vocabulary. All files are local: nothing is downloaded."""
 
 # B = rows of a batch, T = seq_len
 
@@ -34,8 +35,8 @@ _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 class Tokens:
     """The tokens of all files under `paths` (files, folders, globs), sorted by path.
 
-    The fingerprint of the tokens is committed with each step, so that a run cannot continue with
-    another text. `begun` is True once a step was trained on the tokens.
+    A hash of the tokens is committed with each step, so that a run cannot continue with another
+    text. `begun` becomes True before the first step is trained on the tokens.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Tokens:
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (x_BT, y_BT) as int64 tensors, where y is one token ahead of x.
+        """Return (x_BT, y_BT), int64 tensors of tokens. y_BT has the token that follows each token
+        of x_BT.
 
-        The positions at which rows start are drawn at random for each step.
+        Each row starts at a random position of the training text.
         """
         room = len(self.train) - seq_len
         if room < 1:
@@ -100,7 +102,7 @@ class Tokens:
         if n < 1:
             raise ConfigError(
                 f"{len(self.held_out)} tokens are held out, but a batch needs"
-                f" {batch_size * seq_len + 1}",
+                f" {batch_size * seq_len + 1} tokens",
                 hint="raise data.held_out",
             )
         starts = [i * rows // (n * batch_size) * seq_len for i in range(n * batch_size)]
@@ -135,8 +137,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import an optional package. If the package is not installed, raises a ConfigError that names
-    the extra to install."""
+    """Import and return an optional package. If the package is not installed, raises a ConfigError
+    that names the extra of roadtrain to install."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:

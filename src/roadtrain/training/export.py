@@ -101,7 +101,8 @@ def _export_store(
 def import_weights(
     directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print
 ) -> int:
-    """Create a run (--run.dir) from the weights of a Hugging Face folder, and write its job.toml.
+    """Create a run (--run.dir) from the weights of a Hugging Face folder, and write the run's
+    job.toml.
 
     The weights are read tensor by tensor, and the model is placed at step 0. Raises StoreError, or
     ConfigError if the run has already trained a step."""

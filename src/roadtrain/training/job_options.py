@@ -1,8 +1,8 @@
 """Conversion of a job's sections to options of place() and parallelize(), with checks for keys that
-do not go together.
+contradict each other.
 
-A field that has the same name in the section and in the options class is passed on by name, so an
-option is declared in these two classes only. This module opens no files and no connections.
+If a field has the same name in the class of the section and in the class of the options, the value
+is copied automatically.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RETRY_S = 120.0  # seconds to retry a connection, because servers may still be s
 
 
 def check(job: Job) -> None:
-    """Raise ConfigError for keys of a job that do not go together."""
+    """Raise ConfigError for keys of a job that contradict each other."""
     conflicts = _staged_conflicts if job.parallelism.used else _placed_conflicts
     for both, what, hint in conflicts(job):
         if both:
@@ -145,7 +145,7 @@ def _promise(job: Job) -> int | None:
 def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
     """Return the options of parallelize().
 
-    `shared` is text that must be equal on all processes. Raises ConfigError.
+    `shared` is a text that parallelize() compares between all processes. Raises ConfigError.
     """
     check(job)
     section = job.parallelism
@@ -188,9 +188,9 @@ def _same_named(section: Section, kind: type) -> dict[str, Any]:
 def check_job(job: Job, workers: Sequence[int]) -> None:
     """Check a job by making the same options as `train` makes.
 
-    Raises ConfigError if an option is wrong. Reads no text, tokens or certificates. Assumes that
-    a job that needs servers names the servers. `workers` is the number of workers on each host, in
-    the order of ranks.
+    Raises ConfigError if an option is wrong. Files of text, access tokens and certificates are not
+    read, because these files may be missing on this host. `workers` is the number of workers on
+    each host, in the order of ranks.
     """
     if job.parallelism.used:
         stage_options(job, sum(workers))

@@ -34,7 +34,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
     Raises:
         ConfigError: The system does not enforce the limit, or the process already exceeds the
             limit.
-        BudgetError: An allocation in the body failed. The hint includes `way_out`.
+        BudgetError: An allocation in the body failed. The hint to the user begins with `way_out`.
     """
     if nbytes is None:
         yield
@@ -78,7 +78,9 @@ def peak() -> int:
 
 
 def _set(nbytes: int, most: int) -> None:
-    """Set the limit. `most` is the hard limit of this process, which cannot be exceeded."""
+    """Set the limit to `nbytes`. `most` is the hard limit of this process; `nbytes` must not exceed
+    this hard limit.
+    """
     if most not in (resource.RLIM_INFINITY, -1) and most < nbytes:
         raise ConfigError(
             f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
@@ -97,7 +99,7 @@ def _set(nbytes: int, most: int) -> None:
 def _check_enforced(nbytes: int) -> None:
     """Raise ConfigError if the system does not enforce the limit.
 
-    The check allocates `nbytes` more, which must fail.
+    The check tries to allocate `nbytes` more, and expects an error.
     """
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()

@@ -30,15 +30,16 @@ _UNCOMMITTED_AT_MOST = 16
 class Metrics:
     """An open metrics file.
 
-    Invariant: the lines of the file have consecutive steps, and the last line is of step `done`.
+    Invariant: the lines of the file have consecutive steps, and the last line is that of step
+    `done`.
     """
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and `aside` is the
-        new name. Otherwise `aside` is None, and `dropped` is the number of lines that were moved to
-        the file `uncommitted`.
+        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and the attribute
+        `aside` has the new name. Otherwise `aside` is None, and the attribute `dropped` has the
+        number of lines that were moved to the file `uncommitted`.
 
         Raises:
             DamagedError: The line of a committed step is missing. (The whole file may be absent.)
@@ -142,7 +143,7 @@ def sessions_in(path: Path) -> dict[int, str]:
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
     """Return the lines, among the last `many`, that have the same plan as the last line.
 
-    A run that was replanned, or continued on fewer hosts, has lines of several plans.
+    The lines of a run differ in their plan if the run was replanned, or continued on fewer hosts.
     """
     lines = read_metrics(path)[-many:]
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
@@ -151,10 +152,10 @@ def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
 def committed_by(path: Path) -> int:
     """Return the latest step that is certainly committed according to the file; -1 for none.
 
-    The line of step N is written only after step N - k was committed (`Worker.end_step` waits for
-    this). The number k is 2, or the staleness if the staleness is larger. If lines have a number
-    "snapshot_every", only steps that are multiples of this number are committed. Each of these
-    steps is committed before the line of the next step is written.
+    Before a worker writes the line of step N, it waits until step N - k is committed, where k is
+    the larger of 2 and the staleness. If the lines have a key "snapshot_every", only multiples of
+    its value are committed, and each such step is committed before the line of the next step is
+    written.
     """
     lines = read_metrics(path)
     if not lines:
@@ -167,9 +168,9 @@ def committed_by(path: Path) -> int:
 
 
 def missed_steps(path: Path, done: int) -> bool:
-    """Return whether the last line of the file is of a step before `done`.
+    """Return whether the last line of the file belongs to a step before `done`.
 
-    In this case, this rank or its host did not take part in the steps up to `done`.
+    If so, this rank or its host did not take part in the later steps up to `done`.
     """
     lines = read_metrics(path)
     return bool(lines) and lines[-1]["step"] < done
@@ -191,12 +192,14 @@ def _rename_aside(path: Path) -> Path | None:
 
 
 def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
-    """Return (line, size in bytes) of every intact line before the first damaged one."""
+    """Return (line, size in bytes) for each line before the first damaged line."""
     return list(takewhile(lambda pair: pair[0], _raw(path)))  # type: ignore[arg-type]
 
 
 def _counts(path: Path, done: int) -> bool:
-    """Return whether any line is of a step up to `done`, including lines after a damaged line."""
+    """Return whether any line belongs to a step up to `done`. Lines after a damaged line count
+    too.
+    """
     return any(line["step"] <= done for line, _ in _raw(path) if line)
 
 

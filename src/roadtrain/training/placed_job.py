@@ -1,6 +1,7 @@
-"""A job whose model is placed, with its state on files, in RAM or on servers.
+"""A job whose model is placed by place(), with parameters and optimizer state in files, in RAM or
+on servers.
 
-`step` is a training step as any user of place() would write it. place() moves the parameters.
+The function `step` is an ordinary PyTorch training step, without code for moving parameters.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ class PlacedJob:
         return int(self.optimizer.steps_done)
 
     def is_stale(self, lines: Path) -> bool:
-        """Return whether the metrics file `lines` cannot be continued with the next step.
+        """Return whether the line of the next step must not be appended to the metrics file
+        `lines`.
 
-        This is the case if the lines belong to another store, or if this worker has missed steps.
+        Returns True if the lines belong to another store, or if this worker has missed steps.
         """
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
@@ -130,9 +132,9 @@ class PlacedJob:
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
         """Return `own` with the mean loss and the total number of tokens of all workers.
 
-        With a delay, the losses of the other workers are not available yet. In this case, the loss
-        of worker 0 is kept, and the key "loss_of" records this. On workers other than worker 0,
-        return `own` unchanged.
+        With optimizer.delay, the losses of the other workers are not available yet. The result then
+        has the loss of worker 0, and a key "loss_of" that says so. On workers other than worker 0,
+        returns `own` unchanged.
         """
         if self.words is None or self.rank:
             return own
@@ -142,9 +144,9 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the mark of the run directory (storage/mark.py).
+        """Record the committed step in the run directory's file mark.json (storage/mark.py).
 
-        Called after the metrics line of the step was written.
+        Call this method after the metrics line of the step was written.
         """
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
@@ -183,7 +185,9 @@ class PlacedJob:
         return int(self.optimizer.memory()["plain"])
 
     def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        """Return the table printed at the end. `program` is the command line of roadtrain."""
+        """Return the rows (name, value) of the table at the end. `program`: The command that starts
+        roadtrain.
+        """
         return rows(self.job, summary, totals, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:
@@ -217,8 +221,8 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Prepare the text, model and optimizer of a job, and place the model and the optimizer.
 
-    `mark`: The record of the run directory about its store (storage/mark.py). If None, the state of
-    the run directory is not resumed. Raises RoadtrainError.
+    `mark`: The record of the run directory about its store (storage/mark.py). If None, no earlier
+    training is resumed. Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
@@ -249,9 +253,9 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward, without the waiting time inside them.
+    """Times of Forward and Backward, without the time spent waiting during Forward and Backward.
 
-    `other`: The Stages in which the optimizer measures the waiting time, as stage "Wait".
+    `other`: The Stages that measure the waiting time of the optimizer, under the name "Wait".
     """
 
     def __init__(self, other: Stages) -> None:

@@ -2,7 +2,7 @@
 measured times.
 
 In predicted and in measured times, Forward and Backward exclude waiting; the waiting time is called
-Wait. The plan contains the predicted times. Times that servers measure are not compared.
+Wait. The predicted times come from the plan. Only times that workers measure are compared.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
     """Return a list of tables that compare predicted and measured times.
 
-    There is a table for each predicted part of the pipeline, such as "stage 0 replica 1". A row has
-    the predicted seconds, the measured seconds, and the ratio measured / predicted. The
+    There is a table for each stage and replica that has a prediction, such as "stage 0 replica 1".
+    A row has the predicted seconds, the measured seconds, and the ratio measured / predicted. The
     measurements are from the first rank of the stage and replica.
     """
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))

@@ -1,4 +1,5 @@
-"""Progress display during training: a bar on a terminal, otherwise lines. Measures nothing.
+"""Progress display during training: a bar on a terminal, otherwise lines. All numbers come from the
+lines of metrics.jsonl.
 
 A line shows the percentages of a step that the training thread spent in Forward and Backward
 (without waiting), in Wait, and in the rest (batches, clipping, printing). The percentages add up to
@@ -95,7 +96,8 @@ def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
     """Return the name of the resource that limits steps that took `seconds`.
 
     `busy` maps stages to their seconds. The training thread either computes or waits. If the thread
-    mostly computes, computing limits the step. Otherwise, the awaited resource limits the step.
+    mostly computes, computing limits the step. Otherwise, the resource that the thread waits for
+    limits the step.
     """
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"

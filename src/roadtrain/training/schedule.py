@@ -1,4 +1,6 @@
-"""The learning rate as a function of the step number, so that a resumed run repeats it."""
+"""The learning rate as a function of the step number. A resumed run thus has the same learning
+rates as an uninterrupted run.
+"""
 
 from __future__ import annotations
 

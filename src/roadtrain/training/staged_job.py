@@ -1,9 +1,9 @@
 """A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
-Micro-batch i of a step has the data of batch i of the same step in a placed job, so losses are the
-same in both. Dropout is an exception: random numbers are drawn per step in a placed job, but per
-micro-batch and block in stages. Process 0 writes the files of the run directory, and all
-processes write snapshots. parallelize() does the communication between stages.
+Micro-batch i of a step has the data of batch i of the same step in a placed job, so both kinds of
+jobs have the same losses. Models with dropout are an exception: a placed job seeds the random
+numbers per step, but a staged job per micro-batch and block. Process 0 writes the files of the run
+directory, and all processes write snapshots. parallelize() does the communication between stages.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class StagedJob:
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def held_out_loss(self) -> float | None:
-        """Return the mean loss of as many held-out batches as a placed job evaluates.
+        """Return the mean loss of held-out batches, the same number of batches as in a placed job.
 
         Returns None if no text is held out.
         """
@@ -255,8 +255,8 @@ def unused(job: Job) -> list[str]:
     """Return the keys of [store] and [servers] that are set, but have no effect in a job with
     stages.
 
-    The state of a stage is in the memory of the stage's ranks, or in the place that
-    parallelism.placements names.
+    The state of a stage is in the memory of the stage's ranks, or in the store that
+    parallelism.placements gives for the stage.
     """
     plain = job.changed({"store": {}, "servers": {}})
     return [
@@ -290,7 +290,7 @@ def snapshot_options(job: Job) -> SnapshotOptions:
 
 def resume(staged: StagedJob, mark: Mark | None) -> None:
     """Resume from the last committed step of the run directory. `mark`: the record of the run
-    directory about this step (storage/mark.py)."""
+    directory about its last committed step (storage/mark.py)."""
     job, training, report = staged.job, staged.training, staged.report
     blobs = training.keep(job.run_dir, snapshot_options(job), mark, report)
     if DATA in blobs:

@@ -3,8 +3,9 @@ from a run directory. For a run with servers, switches or reducers, the command 
 these nodes what the node does and what the node waits for. The nodes answer during training.
 
 The endurance of a device is the number of bytes that its data sheet allows to be written (TBW, in
-decimal terabytes). The table compares it with the bytes written by this run, without the device's
-internal write amplification. This module does not import torch.
+decimal terabytes). The output compares the endurance with the bytes that this run has written;
+bytes that the device writes internally (write amplification) are not counted. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ def report_run(
 
 
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Query the reducers of a job in stages. Returns rows of a table and the answers.
+    """Query the reducers of a job in stages. Returns a pair: rows (node, state of the node) of a
+    table, and the answers of the reducers.
 
-    The list of reducers may change during training.
+    If the job lists its reducers in a file, the file is read now, because the list may change
+    during training.
     """
     section = job.parallelism
     names = [*SpareHosts(section.reducers, None, None).now()]

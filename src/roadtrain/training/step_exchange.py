@@ -1,6 +1,6 @@
-"""Exchange of loss, tokens and stop requests at the end of each step, among workers that train with
-the same servers. Therefore all workers stop after the same step, and worker 0 can report the loss
-of the whole run.
+"""Exchange of loss, number of tokens and stop requests at the end of each step, among workers that
+train with the same servers. The exchange lets all workers stop after the same step, and lets worker
+0 report the mean loss of all workers.
 
 Without a delay, a worker waits until it has the data of all workers for step n, and then begins
 step n + 1. With a delay of k steps, a worker reads the data of step n - k - 1 at the end of step n.

@@ -1,7 +1,7 @@
 """The table at the end of a run: time, memory, disk and results, and the command to continue.
 
-The training thread either computes or waits, so the time of a step is the sum of both. This module
-measures nothing, but adds up the lines of metrics.jsonl.
+The training thread either computes or waits, so the time of a step is the sum of both. The table is
+computed from the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Totals:
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
 ) -> list[tuple[str, str]]:
-    """Return the rows of the table.
+    """Return the rows (name, value) of the table.
 
     `plain`: The memory in bytes that ordinary training of the model needs. `program`: The command
     that starts roadtrain.

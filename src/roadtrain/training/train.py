@@ -2,8 +2,7 @@
 parallelize() has split into stages (`StagedJob`).
 
 Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats
-them. The line of a step is in metrics.jsonl before the step can be committed. The loop does not
-know how parameters or gradients travel.
+them. The line of a step is in metrics.jsonl before the step can be committed.
 """
 
 from __future__ import annotations

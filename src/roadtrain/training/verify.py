@@ -4,10 +4,11 @@ job's own. In variant "in RAM", the model is placed in RAM. In variant "plain", 
 ordinary torch model, and the same update rules are applied to whole tensors.
 
 The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
-rules, but no stream, servers, stores or chunks. In addition, torch's own optimizer gets
-the same gradients in fp32. The deviation of this optimizer, which is due to rounding, is reported.
-verify() refuses to run if the memory for all variants is not free. A job with gradient compression
-is not compared with the plain variant.
+rules, but its parameters stay in memory as whole tensors, without servers, stores or chunks. Beside
+the rules, torch's own optimizer gets the same gradients in fp32. verify() reports the deviation of
+torch's optimizer, which is due to rounding. verify() refuses to run if less memory is free than
+four times the memory that ordinary training needs. A job with gradient compression is not compared
+with the plain variant.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class _RefParam:
         arrays: The rule's state arrays, in the order of `rule.arrays`.
         row: The rule's scalars, in the order of `rule.scalars`.
         shadow: A copy of the parameter that is trained by torch's own optimizer.
-        grid: Offsets at which the sum of squares is split, as on servers.
-        held: The values of the gradient while `p.grad` is a handle, else None.
+        grid: Offsets of the segments whose sums of squares are added, the same as on servers.
+        held: The values of the gradient while `p.grad` is a PlacedGrad (without values), else None.
     """
 
     spec: ParamSpec
@@ -126,9 +127,9 @@ class _RefParam:
 class PlainOptimizer(torch.optim.Optimizer):
     """An optimizer that applies the update rules to whole tensors.
 
-    `read` returns values like `read` of a placed optimizer. Global norms are summed over the same
-    segments as on servers, because the bits of a sum depend on its order. For this purpose,
-    gradients are replaced by handles before clipping, as in a placed model.
+    `read` returns values like `read` of a placed optimizer. The norm of the gradients is summed in
+    the same order as on servers, because the bits of a sum depend on the order. For this purpose,
+    `gather` replaces gradients by objects of class PlacedGrad before clipping.
     """
 
     _step_supports_amp_scaling = True
@@ -156,7 +157,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.torch = build_optimizer(job, [ref.shadow for ref in self.all])
 
     def gather(self) -> None:
-        """Replace the gradients of blocks by handles, as in a placed model.
+        """Replace the gradient tensors of blocks by PlacedGrad objects, as in a placed model.
 
         The gradients of the root block stay tensors.
         """
@@ -210,9 +211,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Return the largest deviation of torch's own optimizer.
+        """Return the largest deviation of torch's own optimizer from the update rules.
 
-        Returns a pair: the name of the parameter that deviates most, and its deviation.
+        Returns a pair: the name of the parameter that deviates most, and the deviation of this
+        parameter.
         """
         far = []
         for ref in self.all:

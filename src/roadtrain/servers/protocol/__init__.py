@@ -1,1 +1,3 @@
-"""The state machines of servers and workers: events in, actions out (Rule 7)."""
+"""The state machines of servers and workers: events in, actions out. The simulator and real
+processes run the same state machines (Rule 7).
+"""

@@ -40,7 +40,7 @@ CLOSED = frozenset({GradPhase.EMPTY_CLOSED, GradPhase.HELD_CLOSED})
 
 @dataclass
 class SquareSums:
-    """Sums of squares of the gradients of a block in one step."""
+    """The sums of squares of a block's gradients in one step, as far as the sums have arrived."""
 
     # chunk -> number of GradAccumulated messages that have not arrived yet. The messages about a
     # chunk arrive in the order of the pushes, also across steps.
@@ -95,5 +95,5 @@ class BlockState:
             self.enter(GradPhase.HELD if self.held else GradPhase.EMPTY)
 
     def steps_due(self) -> int:
-        """Count the ended steps whose sums have not all arrived."""
+        """Return the number of ended steps for which sums of squares have not arrived yet."""
         return sum(bool(sums.due) for sums in self.ended)

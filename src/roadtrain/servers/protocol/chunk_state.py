@@ -101,7 +101,7 @@ class ChunkState:
 
     @property
     def changing(self) -> bool:
-        """Whether the memory from which pulls copy is being changed."""
+        """Whether an update is changing the memory from which pulls are answered."""
         return self.phase is ChunkPhase.UPDATING and self.in_memory
 
     @property
@@ -123,7 +123,8 @@ class ChunkState:
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
-        """Remove and return the kept pushes of a worker, as (worker, ticket) pairs.
+        """Remove and return the pushes of a worker whose memory was in use until the update, as
+        (worker, ticket) pairs.
 
         If `worker` is None, the pushes of all workers are removed and returned.
         """

@@ -68,7 +68,7 @@ class Diverged:
 
 
 def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
-    """Return `sums` with the checksum of a further chunk added. See Note "two sums"."""
+    """Return the two sums after adding the checksum of a chunk. See Note "two sums"."""
     return (sums[0] + checksum) & _MASK, (sums[1] + (chunk + 1) * checksum) & _MASK
 
 
@@ -100,7 +100,7 @@ class CommitStateMachine:
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
         """End the step. No further updates can be requested in this step.
 
-        `word`: Bytes for the other workers.
+        `word`: Bytes that the servers pass on to all workers.
         """
         assert step == self.ended + 1
         self.ended = step
@@ -154,7 +154,7 @@ class CommitStateMachine:
         return [server for server in servers if server not in self.written[step]]
 
     def _move(self, step: int) -> list[Addressed]:
-        """Return the commit messages of `step` that can be sent now."""
+        """Return the messages about the commit of `step` that can be sent now."""
         if step not in self.blobs or self._unwritten(step) or self.diverged is not None:
             return []
         out: list[Addressed] = []

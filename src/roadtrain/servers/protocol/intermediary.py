@@ -1,5 +1,5 @@
 """The state machine of an intermediary (a relay or a fan-in), a process between several workers and
-one server. Pure. Messages of workers are handled as follows:
+one server. Messages of workers are handled as follows, without I/O and without a clock:
 
     Pull            A version of a chunk is pulled once. The copy stays in a buffer until the buffer
                     is needed (least recently used first).

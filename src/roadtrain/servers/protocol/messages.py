@@ -53,7 +53,9 @@ class Push(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Any:
-        """The part of the memory `grad` that is sent, for a dense gradient."""
+        """The part of the memory `grad` to send: all of `grad`, or the first half if the gradient
+        was downcast. Only for dense gradients.
+        """
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
@@ -90,8 +92,9 @@ class DiscardGrad(msgspec.Struct, frozen=True):
 class EndStep(msgspec.Struct, frozen=True):
     """The sender requests no more updates in this step.
 
-    `word`: Bytes for all workers. StepWords delivers these bytes when all workers have ended the
-    step. Only the first server gets a word. A relay sends a list of the words of its workers.
+    `word`: Bytes that the first server passes on to all workers, in StepWords, when all workers
+    have ended the step. For the other servers, `word` is empty. A relay sends a list of the bytes
+    of its workers.
     """
 
     step: int
@@ -125,7 +128,9 @@ class CommitDone(msgspec.Struct, frozen=True):
 
 
 class StepWords(msgspec.Struct, frozen=True):
-    """All workers have ended the step. Sent by the first server if any worker sent a word."""
+    """All workers have ended the step. The first server sends this message if the `word` of any
+    worker's EndStep was not empty.
+    """
 
     step: int
     words: Sequence[bytes]  # one per worker
@@ -152,7 +157,7 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The step is durable on this server. The first server sends CommitDone instead."""
+    """The step is durable on this server. The first server sends CommitDone instead of Prepared."""
 
     server: int
     step: int
@@ -252,7 +257,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Make all records of the step durable. On the first server this commits the step."""
+    """Make all records of the step durable. On the first server, this action commits the step."""
 
     step: int
     blobs: Sequence[Any]  # job state of each worker; empty if this server does not keep it

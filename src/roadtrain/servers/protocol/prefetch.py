@@ -5,7 +5,8 @@ latest is dropped first (Belady's rule). Backward visits the blocks in reverse o
 blocks of the forward are used again without a fetch. If the slots can hold the whole model, no
 block is fetched twice in a step.
 
-Pure: events in, actions out. All slots have the same size and hold one block each.
+The Prefetcher does no I/O: calls return the pulls to send. All slots have the same size and hold
+one block each.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Prefetcher:
         self.needed: int | None = None
 
     def shrink(self, slots: int) -> None:
-        """Reduce the number of slots. Call it only before the first pull."""
+        """Reduce the number of slots. Call this method only before the first pull."""
         assert not self.where and slots >= 2
         del self.slots[slots:]
 
@@ -174,9 +175,11 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """Return a free slot, or the slot whose block is needed last.
+        """Return a free slot, or the slot whose block is needed last. `rank` has the positions at
+        which blocks are needed.
 
-        Returns None if there is no free slot, and no block in a slot is needed after `needed_at`.
+        Returns None if there is no free slot, and no block that could be dropped is needed after
+        position `needed_at`.
         """
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):

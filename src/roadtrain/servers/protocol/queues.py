@@ -6,7 +6,7 @@ mixed mode, reads and writes of state run concurrently. In burst mode, only one 
 time; the direction changes after `burst_ops` operations, or when no operation of this direction is
 waiting. Some devices are faster in bursts. `Trial` measures both modes and chooses the faster.
 
-Pure. The caller must hold a lock.
+The classes do no I/O and use no locks: the caller must hold a lock.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DeviceQueue:
 class Trial:
     """The choice between mixed mode and burst mode, based on rates measured in the first steps.
 
-    After one step to warm up, the modes alternate until each mode was measured in TRIED steps.
+    After one step to warm up, the modes alternate until each mode was measured in two steps.
     """
 
     TRIED = 2

@@ -198,7 +198,9 @@ class ServerStateMachine:
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """Keep a message about the chunk's next step until the current update is done."""
+        """Keep a message about the chunk's next step until the current update of the chunk is
+        done.
+        """
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
@@ -219,7 +221,9 @@ class ServerStateMachine:
         return [m.Send(m.BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
 
     def _in_turn(self, chunk: ChunkState) -> list[m.Action]:
-        """Handle the early messages, up to the first push that is still being spilled."""
+        """Handle the kept messages about the chunk's next step, up to the first push that is still
+        being spilled.
+        """
         out: list[m.Action] = []
         early: deque[Early] = deque(chunk.early)
         chunk.early = []
@@ -373,7 +377,7 @@ class ServerStateMachine:
         """Start all writes, updates and reads that can start.
 
         A write can start when the previous step is committed. Updates and reads start in the order
-        of the queues.
+        in which they were queued.
         """
         return [
             *self._start_writes(),

@@ -84,11 +84,15 @@ class ServerSteps:
         self.open_updates.setdefault(step, set()).add(chunk)
 
     def update_over(self, step: int, chunk: int) -> None:
-        """Record that an update was written, or is not needed because no worker had a gradient."""
+        """Record that a chunk's update was written, or is not needed because no worker had a
+        gradient.
+        """
         self.open_updates[step].discard(chunk)
 
     def updated(self, step: int, chunk: int, checksum: int) -> None:
-        """Add the checksum of an updated record to the sums. Does nothing without replicas."""
+        """Add the checksum of an updated record to the sums of checksums of the step. Does nothing
+        without replicas.
+        """
         owner = self.spec.owners.get(chunk)
         if owner is not None:
             sums = self.sums.setdefault(step, {})
@@ -113,7 +117,9 @@ class ServerSteps:
         return self.prepare()
 
     def prepare(self) -> list[m.Action]:
-        """Prepare the oldest step that has ended, if nothing is missing for it."""
+        """Prepare the oldest step that has ended, if its updates are written, the previous step is
+        committed, and the needed job state has arrived. Returns the actions to carry out.
+        """
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
             return []
         step = self.ended[0]

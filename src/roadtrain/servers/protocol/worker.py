@@ -7,9 +7,9 @@ servers/worker.py waits for the precondition before the call, with `slot_of`, `i
 `may_send`, `sums_here` and `may_end`.
 
 The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
-    grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
-    close_grad -> *_CLOSED  (several workers) the servers know that this worker's part is complete
-    drop_grad  -> EMPTY     the servers drop it
+    grad_ready -> HELD      send_dense or send_packed follows; the block's servers hold the gradient
+    close_grad -> *_CLOSED  (several workers) the servers know that the gradient is complete
+    drop_grad  -> EMPTY     the servers drop the gradient
     begin_update, end_update -> UPDATED   the update has begun; pulls request the next version
     end_step -> EMPTY
 
@@ -175,7 +175,9 @@ class WorkerStateMachine:
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """Return the slot in which `block` is used, or the latest of several such slots."""
+        """Return the slot in which `block` is used. If `block` is used in several slots, return the
+        slot that was taken last.
+        """
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
@@ -187,11 +189,11 @@ class WorkerStateMachine:
 
     @property
     def root_is_old(self) -> bool:
-        """Whether updates that have begun make the last requested root block obsolete."""
+        """Whether the open step needs a newer version of the root block than was last requested."""
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers still read pushes from this buffer."""
+        """Whether servers still read gradients from this buffer."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
@@ -229,15 +231,17 @@ class WorkerStateMachine:
             )
 
     def committed_before_end(self, step: int) -> int:
-        """Return the step that must be committed before `step` may end (Rule 4)."""
+        """Return the step that must be committed before `step` may end, so that memory is
+        bounded.
+        """
         return step - max(UNCOMMITTED, self.setup.staleness)
 
     @property
     def sums_behind(self) -> int:
         """Largest number of ended steps whose sums of squares may still be missing for a block.
 
-        With replicas the number is 0, because the reports of two servers about different steps may
-        interleave.
+        With replicas the number is 0, because otherwise a report of one server about this step
+        could arrive before a report of the other server about an earlier step.
         """
         return 0 if self.commit.everywhere else self.setup.staleness
 
@@ -321,7 +325,7 @@ class WorkerStateMachine:
     # pushes
 
     def take_buffer(self) -> Hashable:
-        """Take a gradient buffer. Call it only if `free` is not empty."""
+        """Take a gradient buffer. Call this method only if `free` is not empty."""
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
@@ -353,8 +357,8 @@ class WorkerStateMachine:
             fresh: If True, the gradients replace the gradients that the servers hold. If False, the
                 gradients are added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: If True, servers may keep all gradient buffers until the update. This
-                requires that updates do not wait for step().
+            keep_always: If True, servers may keep all gradient buffers until the update. Only
+                allowed if updates begin before step() is called.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -465,8 +469,8 @@ class WorkerStateMachine:
     def end_update(self, block: int) -> list[Action]:
         """Finish an update after the actions of `begin_update` were carried out.
 
-        If the update leaves chunks `unchanged`, this method requires `may_send` and
-        `sums_here(block)`.
+        If some chunks are not updated (see `unchanged`), the method drops their gradients, and
+        requires `may_send` and `sums_here(block)`.
         """
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
@@ -480,7 +484,7 @@ class WorkerStateMachine:
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
         """End `step`. Requires `may_end`, and that all updates of the step have begun.
 
-        `word`: Bytes for the other workers.
+        `word`: Bytes that the servers pass on to all workers.
         """
         assert self.may_end(step)
         out = _sends(self.commit.end_step(step, word))
