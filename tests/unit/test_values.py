@@ -71,7 +71,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A], fan_in=["rack"]), "'rack' is not an address"),
         (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
-        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link=? is .*OtherOptions"),
+        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "`link` is .*OtherOptions"),
     ],
 )
 def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:
