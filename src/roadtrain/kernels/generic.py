@@ -56,8 +56,8 @@ class Field:
 
 
 class TorchRule(Rule):
-    """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes`: the
-    other attributes that `cls.__init__` set. The row of a parameter holds the parameter's scalars.
+    """A rule that runs the torch optimizer class `cls` with the options `defaults`. `attributes`:
+    further attributes that `cls.__init__` has set. The row of a parameter holds its scalars.
     The last scalar, "present", is a bitmap of the state entries that exist; it is 0 before the
     first step.
     """
@@ -328,7 +328,8 @@ def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> floa
 
 
 def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
-    """Report each optimizer class that has no compiled rule (Rule 6), with its measured speed."""
+    """Report each optimizer class that has no compiled rule, with its measured speed: a fallback to
+    a slower path must not be silent (Rule 6 of docs/design.md)."""
     generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)

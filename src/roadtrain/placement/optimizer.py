@@ -436,7 +436,8 @@ class PlacedOptimizer(StoredOptimizer):
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """Return the factor that undoes the loss scaling, and whether to skip the step.
 
-    GradScaler.step stores the scale, and whether it found inf or nan, in attributes of `optimizer`.
+    GradScaler.step stores two attributes in `optimizer`: the scale, and whether a gradient contains
+    inf or nan.
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
