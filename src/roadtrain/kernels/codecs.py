@@ -67,8 +67,8 @@ class Codec:
 
 
 class TopKCodec(Codec):
-    """The codec topk:FRACTION, which sends this fraction of the values: those of largest magnitude,
-    with their indices."""
+    """The codec topk:FRACTION, which sends the given fraction of the values: the values of largest
+    magnitude, together with their indices."""
 
     name = "topk"
 
@@ -82,7 +82,7 @@ class TopKCodec(Codec):
         return min(n, max(1, round(self.keep * n))) * (4 + ITEMSIZE[self.dtype])
 
     def pairs(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """View the indices (uint32 [k]) and the values ([k]) inside `raw`."""
+        """Return views of the indices (uint32 [k]) and of the values ([k]) inside `raw`."""
         k = raw.size // (4 + ITEMSIZE[self.dtype])
         return raw[: 4 * k].view(np.uint32), raw[4 * k :].view(NUMPY_OF[self.dtype])
 

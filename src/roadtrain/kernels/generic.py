@@ -341,8 +341,8 @@ def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None
 
 
 class RuleRun:
-    """A slice of parameters that a rule updates, with its state arrays, its row of scalars and its
-    16-bit copy. Two runs are equal (`==`) if all of these are equal."""
+    """A slice of parameters that a rule updates, and the slice's state arrays, row of scalars and
+    16-bit copy. Two runs are equal (`==`) if they have equal parameters, state and copies."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -103,7 +103,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._made = id(self)
 
     def start(self, parts: Split, plan: SessionPlan) -> None:
-        """Commit a new store as step 0 or resume an old store, and attach to the model's blocks.
+        """Commit a new store as step 0 or resume an old store, and install hooks in the model.
 
         place() calls this method once. A new store must already have its initial values.
         """
@@ -212,7 +212,7 @@ class PlacedOptimizer(StoredOptimizer):
             param_group: A torch parameter group.
 
         Raises:
-            LoopError: The optimizer is placed.
+            LoopError: Always.
         """
         if hasattr(self, "session"):
             raise LoopError(
@@ -403,7 +403,7 @@ class PlacedOptimizer(StoredOptimizer):
         self.session.close()
 
     def __del__(self) -> None:
-        """Close an optimizer that was dropped without close(), for example by a rerun cell."""
+        """Close an optimizer that was dropped without close(), as when a notebook cell is rerun."""
         # Lightning's optimizer is an instance of a subclass and has a copy of our attributes.
         if getattr(self, "_made", 0) != id(self) or self._closed:
             return

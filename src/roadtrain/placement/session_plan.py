@@ -180,8 +180,8 @@ def plan_session(
 ) -> SessionPlan:
     """Plan the session of `request` without changing anything.
 
-    `rules` has one update rule per parameter group. Reports lossy and delayed options. Raises
-    BudgetError or ConfigError.
+    `rules` has one update rule per parameter group. Reports each option that makes training lossy
+    or delays updates. Raises BudgetError or ConfigError.
     """
     whole, all_rules = table, rules
     if request.error_feedback:

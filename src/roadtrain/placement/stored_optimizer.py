@@ -230,8 +230,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The "roadtrain" entry of a state dict in the reference form. The entry names the store
-        and the store's current step."""
+        """The "roadtrain" entry of a state dict in the reference form, which refers to the store
+        instead of containing values. The entry names the store and the store's current step."""
         meta = self.session.meta
         return {
             "step": self.steps_done,

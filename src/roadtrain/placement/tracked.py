@@ -219,9 +219,8 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 class _Batches:
     """The iterator over the batches of one epoch.
 
-    `begin`: A function that starts an epoch. If the iterator resumes within an epoch, and no batch
-    of this epoch is left, the iterator calls `begin` to start the next epoch. If the iterator does
-    not resume, `begin` is None.
+    `begin`: None, or, if the iterator resumes within an epoch, a function that starts the next
+    epoch. The function is called if no batch of the resumed epoch is left.
     """
 
     def __init__(

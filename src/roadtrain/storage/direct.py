@@ -33,8 +33,7 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Context manager that converts each OSError of its body: FullError, GoneError or StoreError is
-    raised instead.
+    """Context manager that raises FullError, GoneError or StoreError in place of an OSError.
 
     Args:
         path: The file, named in the message.

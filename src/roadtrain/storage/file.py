@@ -139,7 +139,7 @@ class FileTier:
         return "; ".join(dict.fromkeys(lines))
 
     def check_all(self) -> None:
-        """Read every chunk of the newest step and verify its checksums. Raises DamagedError."""
+        """Verify the checksums of all chunks of the newest step. Raises DamagedError."""
         most = max((place.record.nbytes for place in self._places.values()), default=0)
         buffer = Buffer(most).view
         for chunk, place in self._places.items():

@@ -365,8 +365,8 @@ class Histories:
 
 
 def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...]:
-    """Return a copy of a history from which the last sessions are removed, if they began after
-    `step`. Used when a start goes back to a snapshot of `step`."""
+    """Return a copy of a history without the last sessions that began after `step`. Used when a
+    start goes back to a snapshot of `step`."""
     links = tuple(history)
     while links and links[-1].step > step:
         links = links[:-1]
@@ -374,8 +374,8 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
-    """Find the chunks that no server in `members` holds, and return the servers that should hold
-    these chunks. `holders`: For every chunk, the servers that should hold the chunk."""
+    """Return the servers that should hold the lost chunks: the chunks that no server in `members`
+    holds. `holders`: For every chunk, the servers that should hold the chunk."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

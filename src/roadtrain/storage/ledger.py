@@ -66,7 +66,7 @@ Rows = np.ndarray[Any, Any]
 
 
 def digest(view: memoryview | bytes) -> int:
-    """Return the xxh3_64 checksum, never 0."""
+    """Return the xxh3_64 checksum of `view`, but never 0, because 0 stands for absent data."""
     return xxhash.xxh3_64_intdigest(view) or 1
 
 

@@ -170,8 +170,8 @@ class Snapshots:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies of all chunks, then commit the snapshot. This method is the last task
-        of the snapshot in the pool."""
+        """Wait for the copies of all chunks, then commit the snapshot. This method runs in a thread
+        of the pool, after the copies were started."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())
