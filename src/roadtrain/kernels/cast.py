@@ -3,8 +3,8 @@ for elements that other kernels call in their loops.
 
 Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside kernels, the type of an
 array encodes its format: float32 is fp32, uint16 is bf16, and int16 is fp16 (`typed`). So one
-kernel source compiles to a loop for each format. If the values of an output array are not read
-soon, `uncached` adds a second dimension of size 1 to the array. Kernels then write the array with
+kernel source compiles to a loop for each format. For an output array that is not read soon, callers
+use `uncached`, which adds a second dimension of size 1. Kernels write such an array with
 nontemporal stores, which bypass the cache. Rounding is to nearest even, overflow gives infinity,
 subnormals are exact, and a NaN stays a NaN without its payload.
 

@@ -133,7 +133,7 @@ class Compressor:
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """Compress the gradient of a block's trainable `chunks`, which lies in the flat `view`.
+        """Compress the gradient of a block's trainable `chunks`. `view`: the flat gradient.
 
         For each chunk, yields (chunk, (indices, values), sums of squares). The sums of squares are
         those of the gradient before compression, one per segment of the chunk. `residual`: None, or

@@ -57,7 +57,8 @@ class Field:
 
 class TorchRule(Rule):
     """A rule that runs the torch optimizer class `cls` with the options `defaults`. `attributes`:
-    further attributes that `cls.__init__` has set. The row of a parameter holds its scalars.
+    further attributes that `cls.__init__` has set. The row of a parameter holds the scalars of the
+    parameter's state.
     The last scalar, "present", is a bitmap of the state entries that exist; it is 0 before the
     first step.
     """

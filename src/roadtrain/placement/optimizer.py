@@ -216,7 +216,7 @@ class PlacedOptimizer(StoredOptimizer):
         """
         if hasattr(self, "session"):
             raise LoopError(
-                "groups cannot be added to a placed optimizer", hint="add them before place()"
+                "groups cannot be added to a placed optimizer", hint="add groups before place()"
             )
         super().add_param_group(param_group)
 

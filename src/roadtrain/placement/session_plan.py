@@ -71,8 +71,8 @@ class Request:
 
     @property
     def staleness(self) -> int:
-        """The number of updates that may be missing when a step computes: the latest updates. 0 if
-        each step computes with all earlier updates."""
+        """The number of latest updates that the parameters of a step may lack. 0 if each step
+        computes with all earlier updates."""
         return self.delay.staleness if self.delay else 0
 
     @property

@@ -45,7 +45,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the process's random generators. `state`: their states, as returned by `generators`."""
+    """Set the process's random generators to `state`, a dict that `generators` has returned."""
     torch.set_rng_state(state["torch"])
     if (saved := state["cuda"]) and device.type == "cuda":
         # the first version of the format stored the generators of all devices
@@ -87,9 +87,9 @@ def trackable(
 def _has_state(thing: Any) -> bool:
     """Whether `thing` can save and restore its state.
 
-    The loaders of accelerate wrap other loaders. They always have the methods state_dict and
-    load_state_dict, but these methods fail if the wrapped loader lacks them. So the state_dict
-    method of a DataLoader is called as a test.
+    A loader of accelerate always has the methods state_dict and load_state_dict, but both methods
+    fail if the wrapped loader lacks these methods. So the state_dict method of a DataLoader is
+    called as a test.
     """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):

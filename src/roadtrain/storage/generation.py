@@ -196,7 +196,7 @@ def _check_free(paths: Sequence[Path]) -> None:
     for path in paths:
         if (path / NAME).exists():
             raise ForeignError(
-                f"{path}: already holds a store", hint="open it, or name another directory"
+                f"{path}: already holds a store", hint="open this store, or name another directory"
             )
     _check_unfinished(paths)
     _remove_unfinished(paths)

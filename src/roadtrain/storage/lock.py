@@ -67,8 +67,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _locked(fd: int, directory: Path) -> int:
     """Lock a directory. `fd` is the directory's descriptor. Returns the descriptor that holds the
-    lock. This is `fd`, or, if the file system cannot lock directories, the descriptor of a file in
-    the directory; `fd` is then closed."""
+    lock: `fd` itself, or, if the file system cannot lock directories, the descriptor of a file in
+    the directory. `fd` is closed if it is not returned."""
     try:
         lock(fd, directory)
         return fd

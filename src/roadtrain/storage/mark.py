@@ -8,8 +8,9 @@ before anything is created, moved or removed. The user accepts a refused store w
 
 The mark is the file `mark.json`. It contains the uuid of the store's job, the highest step known to
 be committed, and the session that trains the store. The file is replaced only every few seconds.
-Later committed steps are known from metrics.jsonl, because the line of a step is durable before the
-step can be committed (arguments `witness` and `sessions` of Mark).
+Later committed steps are known from metrics.jsonl (arguments `witness` and `sessions` of Mark). The
+line of a step is durable before the step can be committed, so a store at a step without a line was
+trained outside of this run.
 
 Note "settled": a run that may go back to an earlier step first writes settled=False to the mark.
 While settled is False, the lines of metrics.jsonl are ignored, because they may describe undone
