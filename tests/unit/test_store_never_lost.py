@@ -133,7 +133,7 @@ def test_what_cannot_be_proven_is_an_error_and_is_left_alone(part: Path, tmp_pat
         for call in (open_part, lambda d: open_store([d]), lambda d: create_part(d, PART)):
             with pytest.raises(DamagedError, match="CURRENT is damaged") as raised:
                 call(directory)
-            assert "hint: write the N" in str(raised.value)
+            assert "hint: write the number N of the right gen-N into CURRENT" in str(raised.value)
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
 

@@ -3,13 +3,14 @@ for elements that other kernels call in their loops.
 
 Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside kernels, the type of an
 array encodes its format: float32 is fp32, uint16 is bf16, and int16 is fp16 (`typed`). So one
-kernel source compiles to a loop for each format. A second dimension of size 1 marks an output that
-is written with nontemporal stores (`uncached`), which bypass the cache because the values are not
-read soon. Rounding is to nearest even, overflow gives infinity, subnormals are exact, and a NaN
-stays a NaN without its payload.
+kernel source compiles to a loop for each format. For an output array that is not read soon, callers
+use `uncached`, which adds a second dimension of size 1. Kernels write such an array with
+nontemporal stores, which bypass the cache. Rounding is to nearest even, overflow gives infinity,
+subnormals are exact, and a NaN stays a NaN without its payload.
 
-Assumes little endian. Does NOT start threads or hold the GIL. numba's cache only notices changes in
-the file of a kernel. After a change of `widen` or `put` in this file, remove `__pycache__`."""
+Assumes little endian. Does NOT start threads or hold the GIL. numba caches a compiled kernel until
+the file of the kernel changes. Kernels in other files use `widen` and `put`, so remove
+`__pycache__` after a change of these two functions."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def uncached(array: np.ndarray) -> np.ndarray:
 def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
     """Emit a 16-bit store that LLVM compiles to a nontemporal store. The store is declared to be
     aligned to 32 bytes, like the vectors that LLVM uses for the loop (`uncached` checks the array).
-    The last elements do not fill a vector: for them LLVM emits ordinary stores, which need no
-    alignment.
+    If the last elements do not fill a vector, LLVM stores these elements with ordinary stores,
+    which need no alignment.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -177,7 +178,7 @@ def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> No
     """Convert the elements of src and write them to dst. src, dst: [N]. Raises RuleError if the
     type of an array does not match its dtype name, or if the lengths differ."""
     if src.size != dst.size:
-        raise RuleError(f"cannot cast {src.size} elements into an array of {dst.size}")
+        raise RuleError(f"cannot cast {src.size} elements into {dst.size} elements")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
 
 

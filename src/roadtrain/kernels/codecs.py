@@ -5,12 +5,13 @@ sums/formats.py registers the codecs for gradients that are summed over the netw
 
 With error feedback (Karimireddy et al. 2019), the encoding error, called residual, is kept and
 added to the next gradient of the same elements (`encode_with_feedback`). A block's gradient that is
-pushed to a server is compressed per chunk or per block (`Compressor`, which does the same as
-SmartComp of Smart-Infinity), or all its elements are sent in 16 bits (`downcast_in_place`).
+pushed to a server is compressed per chunk or per block (`Compressor`, which works like SmartComp in
+the Smart-Infinity paper), or all elements of the gradient are sent in 16 bits
+(`downcast_in_place`).
 
-Codecs work on flat arrays. They are lossy, so they are off by default (Rule 2). This module does
-NOT handle tensors or network connections, and does not store residuals (servers/residuals.py
-does)."""
+Codecs work on flat arrays. Codecs are lossy, so they are off by default (Rule 2 of docs/design.md).
+This module does NOT handle tensors or network connections, and does not store residuals
+(servers/residuals.py does)."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class Codec:
         raise TypeError(f"the codec class of format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        """Encode `values`, float32 [n], into `out`, uint8 [nbytes(n)], which is sent as a whole.
-        Each call has a different `seed`, for random numbers."""
+        """Encode `values`, float32 [n], into `out`, uint8 [nbytes(n)]. All bytes of `out` are sent.
+        `seed`: a seed for random numbers, different in each call."""
         raise TypeError(f"the codec class of format {self.name} does not implement encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
@@ -56,9 +57,9 @@ class Codec:
         raise TypeError(f"the codec class of format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
-        """Subtract the values encoded in `raw` from `residual` in place. After that, `residual`
-        holds the part that is not sent. Subclasses may override this method, so that no buffer for
-        the decoded values is needed."""
+        """Subtract the values encoded in `raw` from `residual` in place. `residual` then holds the
+        encoding error. A subclass may override this method to avoid the buffer for the decoded
+        values."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -66,8 +67,8 @@ class Codec:
 
 
 class TopKCodec(Codec):
-    """The codec topk:FRACTION, which sends this fraction of the values: those of largest magnitude,
-    with their indices."""
+    """The codec topk:FRACTION, which sends the given fraction of the values: the values of largest
+    magnitude, together with their indices."""
 
     name = "topk"
 
@@ -81,7 +82,7 @@ class TopKCodec(Codec):
         return min(n, max(1, round(self.keep * n))) * (4 + ITEMSIZE[self.dtype])
 
     def pairs(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """View the indices (uint32 [k]) and the values ([k]) inside `raw`."""
+        """Return views of the indices (uint32 [k]) and of the values ([k]) inside `raw`."""
         k = raw.size // (4 + ITEMSIZE[self.dtype])
         return raw[: 4 * k].view(np.uint32), raw[4 * k :].view(NUMPY_OF[self.dtype])
 
@@ -109,9 +110,9 @@ def encode_with_feedback(
 ) -> None:
     """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes.
 
-    `residual`: None, or float32 [n], which is added to `values` before they are encoded. After the
-    call, `residual` holds the part that is not sent. Elements of `residual` that are not finite
-    become 0, because they would make all later sums inf or NaN."""
+    `residual`: None, or float32 [n], which is added to `values` before encoding. After the call,
+    `residual` holds the encoding error. Elements of `residual` that are not finite become 0,
+    because such elements would make all later sums inf or NaN."""
     if residual is None:
         codec.encode(values, out, seed)
         return
@@ -132,20 +133,21 @@ class Compressor:
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """Compress the gradient of a block's trainable `chunks`, which lies in the flat `view`.
+        """Compress the gradient of a block's trainable `chunks`. `view`: the flat gradient.
 
-        Yields (chunk, (indices, values), sums of squares before compression) for each chunk.
-        `residual`: None, or float32, with each element at the same offset as in `view`; changed in
-        place. Raises ConfigError if `per_block` is set and the dtypes of the chunks differ."""
+        For each chunk, yields (chunk, (indices, values), sums of squares). The sums of squares are
+        those of the gradient before compression, one per segment of the chunk. `residual`: None, or
+        float32, with each element at the same offset as in `view`; changed in place. Raises
+        ConfigError if gradients are compressed per block and the dtypes of the chunks differ."""
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 
     def _select(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        dtype, needs = chunks[0].dtype, "one dtype for all trainable parameters of a block"
+        dtype = chunks[0].dtype
         if any(c.dtype != dtype for c in chunks):
-            raise ConfigError(f"top-k per block needs {needs}")
+            raise ConfigError("top-k per block needs one dtype for a block's trainable parameters")
         starts = [c.push_offset // ITEMSIZE[dtype] for c in chunks]
         n = starts[-1] + chunks[-1].numel - starts[0]
         grad = np.frombuffer(view, NUMPY_OF[dtype], n, chunks[0].push_offset)

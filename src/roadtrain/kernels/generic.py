@@ -56,8 +56,9 @@ class Field:
 
 
 class TorchRule(Rule):
-    """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes`: the
-    other attributes that `cls.__init__` set. The row of a parameter holds the parameter's scalars.
+    """A rule that runs the torch optimizer class `cls` with the options `defaults`. `attributes`:
+    further attributes that `cls.__init__` has set. The row of a parameter holds the scalars of the
+    parameter's state.
     The last scalar, "present", is a bitmap of the state entries that exist; it is 0 before the
     first step.
     """
@@ -328,7 +329,8 @@ def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> floa
 
 
 def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
-    """Report each optimizer class that has no compiled rule (Rule 6), with its measured speed."""
+    """Report each optimizer class that has no compiled rule, with its measured speed: a fallback to
+    a slower path must not be silent (Rule 6 of docs/design.md)."""
     generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
@@ -340,8 +342,8 @@ def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None
 
 
 class RuleRun:
-    """A slice of parameters that a rule updates, with its state arrays, its row of scalars and its
-    16-bit copy. Two runs are equal (`==`) if all of these are equal."""
+    """A slice of parameters that a rule updates, and the slice's state arrays, row of scalars and
+    16-bit copy. Two runs are equal (`==`) if they have equal parameters, state and copies."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -1,4 +1,5 @@
-"""Rule: the update that turns a gradient into new parameters, run where the state is stored.
+"""Rule: the update that computes new parameters from a gradient. The process that stores the state
+runs the rule.
 
 A rule declares the state that it needs: fp32 arrays that are as long as the parameters, and a row
 of float64 scalars for each parameter. At each step, a rule reads hyperparameters from a torch
@@ -6,8 +7,8 @@ parameter group and updates one contiguous range of elements in place. Users wri
 as subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
 
 Assumes that `apply` is elementwise: a range may be cut anywhere, and each piece is then updated
-with its own copy of the row. A rule is picklable and keeps nothing between calls. Does NOT hold
-state, read files or start threads.
+with its own copy of the row. A rule is picklable and keeps nothing between calls: the caller passes
+the state. Does NOT read files or start threads.
 """
 
 from __future__ import annotations
@@ -88,4 +89,4 @@ class Rule(ABC):
         copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
-        """Run the same step in plain numpy; `apply` must give the same bits."""
+        """Run the step of `apply` in plain numpy. `apply` must give the same bits."""

@@ -2,11 +2,11 @@
 
 `sum_in_order` is the only place where gradients of several workers are added (docs/decisions/0032).
 
-Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64
-into LANES interleaved partial sums, where element i is added to partial sum i mod LANES. The
-partial sums are combined in a fixed order, so the result has the same bits on every machine. The
-caller calls `sum_squares` on fixed ranges (`Chunk.segments`) and adds the results in flat order, so
-the number of threads does not affect the result (Rule 1).
+Element-wise sums add arrays in the order of the arguments, in float32. `sum_squares` adds in
+float64 into 128 partial sums; element i is added to partial sum i mod 128. The partial sums are
+combined in a fixed order, so the result has the same bits on every machine. The caller calls
+`sum_squares` on fixed ranges (`Chunk.segments`) and adds the results in flat order, so the number
+of threads does not affect the result (Rule 1 of docs/design.md).
 
 Assumes contiguous arrays of one length. Does NOT start threads or allocate large arrays.
 """
@@ -65,8 +65,8 @@ def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
 def sums_of_squares(
     grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
-    """Return one result of `sum_squares` for each of a chunk's `segments` (parameter, start, stop),
-    in their order. grad: the gradient of the chunk, [N] of `dtype`."""
+    """Return the sum of squares of each segment of a chunk. segments: (parameter, start, stop) of
+    each segment. grad: the gradient of the chunk, [N] of `dtype`."""
     return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
 
 

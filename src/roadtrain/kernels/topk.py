@@ -77,8 +77,8 @@ def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
 
 @kernel
 def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
-    """Count the magnitudes by their high bits (>> shift). If `only` >= 0, count the magnitudes
-    whose high bits are `only`, by their low bits."""
+    """Count in `counts` the magnitudes by their high bits (magnitude >> shift). If `only` >= 0,
+    count only the magnitudes whose high bits are `only`, by their low `shift` bits."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:

@@ -10,8 +10,8 @@ cuts of a range nor threads affect results.
 
 Arguments: x is the parameter, and g the gradient multiplied by its scale. `coupled` is weight decay
 that is added to the gradient, and `decay` is 1 - lr x decoupled weight decay. `keep` is a beta, and
-`intake` is 1 - beta. `rest` is None if intake < 0.5 (see `mix`). `step_size` is negative. Scalars
-are float32; the caller computes them in float64.
+`intake` is 1 - beta. `rest` is equal to beta, or None if intake < 0.5 (see `mix`). `step_size` is
+negative. Scalars are float32; the caller computes them in float64.
 
 Note "one divide". The kernel multiplies by 1 / sqrt(bias correction 2), while torch divides by
 sqrt(bias correction 2), because division throughput limits AdamW on an AVX2 core. The results
@@ -37,15 +37,17 @@ from roadtrain.kernels.cast import kernel, put, widen
 
 @register_jitable
 def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
-    """Return average + intake * (x - average)."""
+    """Return average + intake * (x - average). If `rest` is not None, `rest` must be 1 - intake,
+    and the equivalent x - (x - average) * rest is computed."""
     if rest is None:
         return average + intake * (x - average)
     return x - (x - average) * rest
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """Return the arguments (intake, rest) of `_moved`. For an intake of 0.5 or more, `_moved`
-    interpolates backwards from x, as torch's lerp does. An intake of 1 then gives exactly x."""
+    """Return the arguments (intake, rest) of `_moved`. If `intake` is 0.5 or more, `rest` is 1 -
+    intake, and `_moved` computes x minus a correction, as torch's lerp does. An intake of 1 then
+    gives exactly x."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 

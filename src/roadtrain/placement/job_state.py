@@ -51,7 +51,8 @@ class CommittedState:
     """The job state of one placed optimizer.
 
     Attributes:
-        due: The step that has ended, if its job state is not captured yet; otherwise None.
+        due: The step that has ended but whose job state is not captured yet. None if there is no
+            such step.
         history: Random identifier of the values that were last loaded into the store. "" if none
             were loaded.
         device: The device of the model. The random generator of this device is part of the job
@@ -237,7 +238,8 @@ class CommittedState:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError if different sessions committed the residuals and the servers' step.
+        """Raise ForkedError if this worker's residuals of error feedback and the servers' step were
+        committed by different sessions.
 
         `committed`: Identifier of the session that committed the servers' step.
         """
@@ -255,8 +257,8 @@ class CommittedState:
         """Report each state of the resumed step that was not restored, because no object is tracked
         under its name.
 
-        Called before each forward, but acts only before the first forward. Also sets the random
-        generators and checks the step of a Lightning Trainer.
+        Also sets the random generators and checks the step of a Lightning Trainer. The method is
+        called before each forward, and does nothing after the first call.
         """
         if self._resumed is None or self._checked:
             return
@@ -325,10 +327,10 @@ def resumed_groups(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
 
-    If the script still sets a hyperparameter to the same value as in the previous run, the result
-    has the store's value, which the loop may have changed. If the script was edited, the result has
-    the script's value. If a tracked scheduler sets the hyperparameter, the schedule continues with
-    the store's value in both cases.
+    The result has the hyperparameters of the resumed step, including changes that the loop has
+    made. However, if the script was edited and sets a hyperparameter to another value than in the
+    previous run, the result has the script's value. A hyperparameter that a tracked scheduler sets
+    always keeps the value of the resumed step, so that the schedule continues.
 
     Args:
         state: The job state of the resumed step.

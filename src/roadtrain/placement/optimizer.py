@@ -103,7 +103,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._made = id(self)
 
     def start(self, parts: Split, plan: SessionPlan) -> None:
-        """Commit a new store as step 0 or resume an old store, and attach to the model's blocks.
+        """Commit a new store as step 0 or resume an old store, and install hooks in the model.
 
         place() calls this method once. A new store must already have its initial values.
         """
@@ -212,11 +212,11 @@ class PlacedOptimizer(StoredOptimizer):
             param_group: A torch parameter group.
 
         Raises:
-            LoopError: The optimizer is placed.
+            LoopError: Always.
         """
         if hasattr(self, "session"):
             raise LoopError(
-                "groups cannot be added to a placed optimizer", hint="add them before place()"
+                "groups cannot be added to a placed optimizer", hint="add groups before place()"
             )
         super().add_param_group(param_group)
 
@@ -403,7 +403,7 @@ class PlacedOptimizer(StoredOptimizer):
         self.session.close()
 
     def __del__(self) -> None:
-        """Close an optimizer that was dropped without close(), for example by a rerun cell."""
+        """Close an optimizer that was dropped without close(), as when a notebook cell is rerun."""
         # Lightning's optimizer is an instance of a subclass and has a copy of our attributes.
         if getattr(self, "_made", 0) != id(self) or self._closed:
             return
@@ -436,7 +436,8 @@ class PlacedOptimizer(StoredOptimizer):
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     """Return the factor that undoes the loss scaling, and whether to skip the step.
 
-    GradScaler.step stores the scale, and whether it found inf or nan, in attributes of `optimizer`.
+    GradScaler.step stores two attributes in `optimizer`: the scale, and whether a gradient contains
+    inf or nan.
     """
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)

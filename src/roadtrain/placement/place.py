@@ -250,7 +250,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
     if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             f"this {type(optimizer).__name__} has already taken steps: its state would be lost",
-            hint="place it before its first step, or drop its state with optimizer.state.clear()",
+            hint="call place() before the first step, or drop the state: optimizer.state.clear()",
         )
 
 

@@ -62,7 +62,7 @@ class RootBlock:
         self._worker.push_block(0, buffer, list(grads), fresh=not self.handles)
 
     def pass_ended(self) -> None:
-        """Push the gradients after a backward pass, and put handles into `p.grad`.
+        """Push the gradients after a backward pass, and put handles (PlacedGrad) into `p.grad`.
 
         Called with several workers only.
         """
@@ -75,7 +75,7 @@ class RootBlock:
                 p.grad = self.handles[p]
 
     def pass_begins(self) -> None:
-        """Replace the handles in `p.grad` by None, so that backward creates ordinary gradients.
+        """Replace the handles (PlacedGrad) in `p.grad` by None, so that backward creates tensors.
 
         `push_gradients` later adds the new gradients to the gradients that were pushed before.
         """
@@ -109,10 +109,7 @@ class RootBlock:
             check_unchanged(self.params, self._versions)
 
     def close(self) -> None:
-        """Make stale parameters unreadable.
-
-        A stale parameter was not fetched since the last step.
-        """
+        """Make parameters unreadable if they were not fetched since the last step."""
         for _, p in self.params:
             if is_stale(p):
                 set_released(p)

@@ -1,8 +1,9 @@
 """The plan of a session, and the functions that open the session.
 
 Request has the checked options of place(). SessionPlan has the tables, budgets and store layout
-that follow from these options. `open_files` and `open_session` open the store and the session;
-before `open_files` nothing is changed. This module does not know the model's modules or values.
+that follow from these options. `open_files` opens the store, and `open_session` opens the session.
+The functions that are called before `open_files` change nothing. This module does not use the
+model's modules or values.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Request:
 
     @property
     def staleness(self) -> int:
-        """The number of latest updates that may be missing in the parameters with which a step
-        computes."""
+        """The number of latest updates that the parameters of a step may lack. 0 if each step
+        computes with all earlier updates."""
         return self.delay.staleness if self.delay else 0
 
     @property
@@ -179,8 +180,8 @@ def plan_session(
 ) -> SessionPlan:
     """Plan the session of `request` without changing anything.
 
-    `rules` has one update rule per parameter group. Reports lossy and delayed options. Raises
-    BudgetError or ConfigError.
+    `rules` has one update rule per parameter group. Reports each option that makes training lossy
+    or delays updates. Raises BudgetError or ConfigError.
     """
     whole, all_rules = table, rules
     if request.error_feedback:
@@ -223,7 +224,10 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """Return the chunk table and rules for the model's blocks followed by the residual blocks."""
+    """Append blocks for the residuals of error feedback to the model's blocks.
+
+    Returns the chunk table of all blocks, and the update rules of all parameter groups.
+    """
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]

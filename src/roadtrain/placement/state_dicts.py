@@ -3,16 +3,15 @@
 Saving: every module that has placed parameters adds values of the store to the state dict. If such
 a module creates the dict, the dict is a StateDict, whose tensors are read on first access. The
 tensors are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may
-be larger than memory. The dict has the values after the last step() before the dict was made:
-before the next step changes the values in the store, all tensors of the dict that were not accessed
-yet are read.
+be larger than memory. Later steps do not change the dict: before a step changes the values in the
+store, all tensors of the dict that were not accessed yet are read.
 
 Loading: values that differ from the store's values are staged in a scratch file. The next use of
 the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
 the optimizer's load_state_dict() fails before that, the staged values are discarded.
 
-Assumes that the wrappers of frameworks call the hooks of torch.nn.Module. Does not see direct reads
-of a parameter (`p.data`, `p.clone()`); streaming/released.py handles these.
+Assumes that the wrappers of frameworks call the hooks of torch.nn.Module. This module does not
+handle direct reads of a parameter (`p.data`, `p.clone()`); streaming/released.py does.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class ValueSource(Protocol):
     def reading(self) -> AbstractContextManager[Pieces]:
         """Return a context manager that gives access to the values after the last step().
 
-        The target of `with` is a function that reads values. Raises LoopError if there are no
-        values.
+        The target of `with` is a function that reads values. Raises LoopError if the values cannot
+        be read now.
         """
 
     def write_staged(self) -> None:
@@ -86,8 +85,8 @@ class Values:
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Return the tensor of parameter `index`.
 
-        If no tensor that an earlier call returned is still in use, a tensor is created in the
-        scratch file and filled from `pieces`.
+        If the tensor of an earlier call is still in use, the same tensor is returned. Otherwise a
+        tensor is created in the scratch file and filled from `pieces`.
         """
         if (tensor := self._live.get(index)) is not None:
             return tensor

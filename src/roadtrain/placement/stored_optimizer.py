@@ -158,8 +158,8 @@ class StoredOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """Return the 2-norm of the last step's gradient over all parameters.
 
-        Loss scaling is undone, but clipping is not included. Waits until the servers have summed
-        the gradient.
+        The norm is that of the gradient before clipping and without loss scaling. Waits until the
+        servers have summed the gradient.
 
         Returns:
             The norm: inf if the gradient contains an inf or nan; nan before the first step.
@@ -230,8 +230,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The "roadtrain" entry of a state dict in the reference form. The entry names the store
-        and the store's current step."""
+        """The "roadtrain" entry of a state dict in the reference form, which refers to the store
+        instead of containing values. The entry names the store and the store's current step."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -441,7 +441,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         have pushed their gradients.
 
         Returns:
-            A dict from the index of each parameter with a gradient to its sum of squares.
+            A dict from parameter index to sum of squares. Parameters without a gradient are left
+            out.
         """
         workers, out = self.group.workers, dict[int, float]()
         if workers > 1:  # a block without a gradient here may have one on another worker
@@ -477,7 +478,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         if self.session.store_plan.staleness or self._worker.residual_block:
             raise LoopError(
                 "new values cannot be loaded into servers if the job has a delay or error feedback",
-                hint="leave out delay and error feedback, or place this stage on files of its host",
+                hint="leave out delay and error feedback, or keep the state in files of this host",
             )
 
     def _check_replaceable(self) -> None:

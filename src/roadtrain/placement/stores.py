@@ -37,8 +37,8 @@ class Files:
             new store is made. If None, the store is distributed evenly.
         direct: Whether to use direct I/O if the file system supports it.
         moved_from: Directories that held the store before. place() moves the store from these
-            directories to `directories`. For the store, place() reads, writes or removes only files
-            in `directories` and `moved_from`.
+            directories to `directories`. The store's files in all other directories are neither
+            read nor changed.
 
     Raises:
         ConfigError: A directory is named twice, no directory is named, or the number of `rates`

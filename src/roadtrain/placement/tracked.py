@@ -6,11 +6,11 @@ begins, and the step cannot be committed before the next forward. At that time t
 drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
 torch.Generator) and the random generators of the process are captured earlier: when step() ends,
 and again just before a tracked DataLoader draws the next batch. The second capture is needed
-because an evaluation in between may have drawn random numbers.
+because an evaluation between step() and the next batch may draw random numbers.
 
-A DataLoader has no state of its own: `LoaderPosition` counts its batches, and stores the states of
-the generators that determined their order. If a loop draws batches ahead of its steps, a resumed
-run skips these batches, and no error is raised.
+A DataLoader has no state of its own: `LoaderPosition` counts the batches of a DataLoader, and
+stores the states of the generators that determined the order of the batches. If a loop has drawn
+batches for later steps, a resumed run skips these batches, and no error is raised.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the process's random generators to the result of `generators`."""
+    """Set the process's random generators to `state`, a dict that `generators` has returned."""
     torch.set_rng_state(state["torch"])
     if (saved := state["cuda"]) and device.type == "cuda":
         # the first version of the format stored the generators of all devices
@@ -87,8 +87,9 @@ def trackable(
 def _has_state(thing: Any) -> bool:
     """Whether `thing` can save and restore its state.
 
-    A loader of accelerate always has the methods state_dict and load_state_dict, even if the loader
-    that it wraps lacks them. So the state_dict method of a DataLoader is called as a test.
+    A loader of accelerate always has the methods state_dict and load_state_dict, but both methods
+    fail if the wrapped loader lacks these methods. So the state_dict method of a DataLoader is
+    called as a test.
     """
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
@@ -206,7 +207,7 @@ class LoaderPosition:
 
 
 def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return a subclass of `cls` with the same name that counts its batches."""
+    """Return a subclass of `cls` that counts batches, and that has the same name as `cls`."""
 
     def __iter__(self: Any) -> _Batches:
         position: LoaderPosition = self._position
@@ -218,9 +219,8 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 class _Batches:
     """The iterator over the batches of one epoch.
 
-    `begin`: A function that starts an epoch. If the iterator resumes within an epoch, and no batch
-    of this epoch is left, the iterator calls `begin` to start the next epoch. If the iterator does
-    not resume, `begin` is None.
+    `begin`: None, or, if the iterator resumes within an epoch, a function that starts the next
+    epoch. The function is called if no batch of the resumed epoch is left.
     """
 
     def __init__(

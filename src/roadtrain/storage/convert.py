@@ -4,12 +4,12 @@ a store to other blocks, chunks, dtypes or directories.
 A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
 is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
 scalar (one float64). If the source returns None, the record keeps its current values, which are
-zero in a new store. A source returns no weights part for trainable chunks: this part of the record
-is always cast from the fp32 master, so a conversion loses nothing. Values of bf16 and fp16 are
+zero in a new store. A source is not asked for the weights of trainable parameters: these weights
+are always cast from the fp32 master, so a conversion loses nothing. Values of bf16 and fp16 are
 arrays of dtype uint16.
 
-Reading or filling a store needs memory for one record at a time, a conversion for a few records.
-This module does not know optimizers or file formats.
+Reading or filling a store needs memory for one record at a time. A conversion needs memory for a
+few records. This module runs no update rules and reads no other file formats.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RecordView:
 
     def array(self, what: str) -> Array:
         """Return all elements of the array `what`: "weights", "master", or the name of a state
-        array. If `what` names a state scalar, return a float64 array with one value per span of the
-        chunk."""
+        array. If `what` names a state scalar, return a float64 array with one value per span. (A
+        span is the part of a parameter that is in the chunk.)"""
         numel, chunk = self.chunk.numel, self.chunk
         if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
@@ -75,9 +75,9 @@ class RecordView:
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the elements of the array `what` (see `array`) in the span with index `span` of
-        the chunk. If `what` names a state scalar, return an array of one value, the scalar of this
-        span."""
+        """Return the elements of the array `what` (see `array`) that belong to one span of the
+        chunk. `span`: the index of this span. If `what` names a state scalar, return an array of
+        one value: the scalar of this span."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
@@ -101,9 +101,10 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`, from which the caller needs the array `what`. Only the
-    weights part of the record is read if this array can be taken from the weights part. If the
-    weights part is absent (storage/tier.py), the weights are cast from the master."""
+    """Read the newest record of `chunk`. `what`: the name of the only array that the caller needs;
+    "" for all arrays. If the weights part of the record suffices for this array, only the weights
+    part is read. If the weights part is absent (storage/tier.py), the weights are cast from the
+    master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -206,8 +207,9 @@ def rewritten(
 ) -> OpenedStore:
     """Replace `old` by a copy in which `change` has modified every record. Returns the copy.
 
-    The copy is committed at `step`, and `old` is closed and removed. If an error is raised, the
-    copy is removed and `old` is unchanged. Raises FullError if there is no room for the copy.
+    The copy is committed at `step`, together with `blob`, opaque bytes such as the job state. Then
+    `old` is closed and removed. If an error is raised, the copy is removed and `old` is unchanged.
+    Raises FullError if there is no room for the copy.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
@@ -220,9 +222,9 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Context manager whose body writes all records of the store `new`. Afterwards, these records
-    are committed at `step`, and `new` replaces the former store. If the body or the commit raises
-    an error, `new` is removed."""
+    """Context manager for a body that writes all records of the store `new`. After the body, the
+    records are committed at `step`, together with `blob`. Then `new` replaces the store
+    `new.former`. If the body or the commit raises an error, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -234,7 +236,8 @@ def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[st
     differ from those of `meta`, or the directories of `old` differ from `directories`.
 
     A store whose chunks are only distributed differently over the same directories need not be
-    converted. (The distribution follows measured rates of the directories, which vary.)
+    converted. (The distribution of a new store follows the measured speeds of the directories. The
+    speeds vary between measurements, and this must not cause a conversion.)
     """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
@@ -253,7 +256,7 @@ def convert(
     """Convert `old` exactly, at the same step, to the blocks, chunks and update rules of `meta`.
 
     `old` and `meta` must describe the same model. `old` is closed and removed once the new store is
-    published. If the process is killed earlier, `open_store` opens `old`.
+    published. If the process is killed before that, `old` stays the current store.
 
     Raises:
         ForeignError: The update rules of `meta` need other optimizer state than `old` has.

@@ -1,20 +1,20 @@
 """The current generation of a directory, and the removal of all other generations.
 
 A *generation* is a subdirectory `gen-N` with all files of a store in this directory. Creating,
-converting or refilling a store makes a new generation. `CURRENT` contains the N of the current
-generation, with a checksum. The first ledger record of a generation is written after everything
-else, so a generation with a ledger record is complete. If CURRENT is damaged, is lost, or names a
-missing generation, the ledger records therefore determine the current generation. `Generation.note`
-then tells the user which generation is used, and why.
+converting or refilling a store makes a new generation. The file `CURRENT` contains the number N of
+the current generation, with a checksum. The first ledger record of a generation is written after
+everything else, so a generation with a ledger record is complete. If CURRENT is damaged or lost, or
+names a generation that is missing or at an earlier step, the complete generation with the latest
+step is used instead. `Generation.note` then tells the user which generation is used, and why.
 
-Note "never delete what has trained": a generation without a record is removed. A conversion or a
-refill makes a copy of a generation. Once the copy is the current generation, the original is
-removed, unless the original is at a later step. On a RAM disk, the original is removed even if it
-is at a later step, because there may be no room for both. All other generations with a record are
-renamed, and each rename is reported.
+Note "never delete what has trained": a generation without a ledger record was never complete, and
+is removed. A conversion or a refill makes a copy of a generation. Once the copy is the current
+generation, the original is removed, unless the original is at a later step. On a RAM disk, the
+original is removed even if it is at a later step, because there may be no room for both. All other
+generations with a ledger record are renamed, and each rename is reported.
 
-Assumes that the caller has locked the directory, or that no process writes to the directory. Does
-not know how several directories make up a store.
+Assumes that the caller has locked the directory, or that no process writes to the directory.
+Handles one directory at a time; storage/generation.py combines the directories of a store.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Generation:
     def part(self) -> tuple[str, int] | None:
         """The part of a store that this generation holds, as (job's id, index). In a local store,
         `index` is the index of this directory. In a store on servers, `index` is the index of the
-        server that owns the part. None if the description is unreadable."""
+        server that owns the part. None if the description (`store.json`) is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
@@ -78,12 +78,13 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        The current generation, or None if CURRENT is missing or contains the number 0. If the
-        number 0 has no checksum and a generation has a ledger record, the number is ignored.
+        The current generation, or None if CURRENT is missing or contains the number 0. A 0 without
+        a checksum was written by a user. Such a 0 is ignored if there is a complete generation.
 
     Raises:
-        DamagedError: CURRENT is damaged, and the records do not determine the current generation.
-        GoneError: CURRENT names a missing generation, and no other generation has a record.
+        DamagedError: CURRENT names no existing generation, and the complete generations belong to
+            several stores. Or CURRENT is damaged, and no generation is complete.
+        GoneError: CURRENT names a missing generation, and no generation is complete.
     """
     content = read_or_none(directory / NAME)
     if content is None:
@@ -119,7 +120,7 @@ def current(directory: Path) -> Generation | None:
         )
     raise DamagedError(
         f"{directory / NAME} {why}; the directory has {[g.home.name for g in found] or 'nothing'}",
-        hint=f"write the N of the gen-N to be used into {NAME}, or restore it from a copy",
+        hint=f"write the number N of the right gen-N into {NAME}, or restore {NAME} from a copy",
     )
 
 
@@ -129,8 +130,8 @@ def switch(directory: Path, generation: int) -> None:
 
 
 def repair(directory: Path, generation: int) -> None:
-    """Write the number `generation` and a checksum to CURRENT, if CURRENT has other content, and
-    make CURRENT durable."""
+    """Ensure that CURRENT durably contains the number `generation` and a checksum. The file is
+    written only if its content differs."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -138,7 +139,8 @@ def repair(directory: Path, generation: int) -> None:
 
 
 def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
-    """Remove or rename all generations except `kept` (Note "never delete what has trained").
+    """Remove or rename all generations in `directory` except `kept`. The Note "never delete what
+    has trained" of this module says which generations are removed.
 
     Args:
         copy_of: Number of the generation of which `kept` is a copy; 0 if `kept` is no copy.
@@ -216,8 +218,8 @@ def _inspect(directory: Path, number: int) -> Generation:
 
 
 def brief_of(home: Path) -> Brief | None:
-    """Read the basic fields of a generation's description. Returns None if the description is
-    unreadable."""
+    """Read the basic fields of the description (`store.json`) in the generation directory `home`.
+    Returns None if the description is unreadable."""
     try:
         return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:

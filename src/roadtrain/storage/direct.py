@@ -1,10 +1,10 @@
 """DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT).
 
 If the file system does not support direct I/O, the file is read and written through the page cache,
-and its pages are dropped from the cache after use. In this case `note` contains a warning that the
-caller should print. Views that are not page-aligned are copied to or from an aligned buffer.
-OSErrors are converted to typed errors that name the file and the operation. Does not know chunks,
-slots or checksums.
+and `note` contains a warning that the caller should print. The pages of the file are then dropped
+from the cache after use. Views that are not page-aligned are copied to or from an aligned buffer.
+OSErrors are converted to typed errors that name the file and the operation. This module handles
+byte ranges only; storage/file.py handles chunks, slots and checksums.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _Call = Callable[[int, list[memoryview], int], int]
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """Context manager that converts each OSError of its body: FullError, GoneError or StoreError is
-    raised instead.
+    """Context manager that raises FullError, GoneError or StoreError in place of an OSError.
 
     Args:
         path: The file, named in the message.
@@ -62,8 +61,10 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
-    """Return the error for a full device. If `nbytes` is 0, the operation writes only a file name
-    or a file size, and needs at most one block of the file system."""
+    """Return the error for a full disk, an exhausted quota, a file size limit or missing inodes.
+    `nbytes`: the number of bytes that the operation `doing` writes. If `nbytes` is 0, the operation
+    writes only a file name or a file size, and the message says that the operation needs at most
+    one block of the file system."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
@@ -87,8 +88,9 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """Write a new file from `pieces`. On return the content of the file is durable. The name of the
-    file in its directory becomes durable when `sync_directory` is called."""
+    """Write a new file with the bytes of all `pieces`. On return the content of the file is
+    durable, but the file's name becomes durable only when `sync_directory` is called. `doing`: the
+    operation, for error messages."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -110,7 +112,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def replace_file(path: Path, content: bytes, doing: str) -> None:
     """Replace the content of `path` atomically: after a crash the file has the old or the new
-    content. On return the new content is durable."""
+    content. On return the new content is durable. `doing`: the operation, for error messages."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         write_file(temporary, [content], doing)
@@ -204,7 +206,7 @@ def make_directory(directory: Path) -> None:
 
 
 class DirectFile:
-    """An open file. If `create` is given, a new file of `create` bytes is allocated."""
+    """An open file. If `create` is not None, a new file of `create` bytes is allocated."""
 
     def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
         self.path, self.note = path, ""
@@ -297,7 +299,7 @@ class DirectFile:
             if n == 0:
                 raise DamagedError(
                     f"{self.path}: truncated: {doing} needs bytes {offset} to"
-                    f" {offset + len(view)}, but the file has {self.nbytes}"
+                    f" {offset + len(view)}, but the file has {self.nbytes} bytes"
                 )
             done += n
 

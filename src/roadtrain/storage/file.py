@@ -7,9 +7,9 @@ does not hold the part's committed bytes. The ledger record of a step names the 
 So the last committed step stays complete while the next step is written. Frozen chunks are written
 only once, so they exist in slot 0 only, after all other chunks.
 
-Assumes the rules of storage/tier.py. Assumes that one process uses the directory, which the
-ledger's lock enforces. Does not decide when to commit, and does not know the store's other
-directories: storage/generation.py commits all directories of a store together.
+Assumes the rules of storage/tier.py. Assumes that one process uses the directory; the ledger's lock
+enforces this. Handles one directory; storage/generation.py commits all directories of a store
+together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """The place of a chunk in the slot files and the spill file of a tier."""
+    """The place of a chunk in the slot files of a tier, and in the spill file (a scratch file for
+    gradients that do not fit into memory)."""
 
     row: int  # index of its row in a ledger record
     offset: int  # in both slot files
@@ -51,9 +52,9 @@ class ChunkPlace:
 class FileTier:
     """The records of one generation directory, opened at a committed step.
 
-    `note` is a warning, or "", that the caller should report once. storage/snapshot.py copies
-    committed data, and sets three callbacks for this: `on_write` is called before a chunk is
-    written, `on_prepare` at the start of `prepare`, and `on_commit` at the end of `committed`.
+    `note` is a warning that the caller should report once, or "". The tier calls three callbacks,
+    which storage/snapshot.py sets: `on_write` before a chunk is written, `on_prepare` at the start
+    of `prepare`, and `on_commit` at the end of `committed`.
 
     Args:
         step: The step whose record is loaded. None stands for the newest record.
@@ -138,7 +139,7 @@ class FileTier:
         return "; ".join(dict.fromkeys(lines))
 
     def check_all(self) -> None:
-        """Read every chunk of the newest step and verify its checksums. Raises DamagedError."""
+        """Verify the checksums of all chunks of the newest step. Raises DamagedError."""
         most = max((place.record.nbytes for place in self._places.values()), default=0)
         buffer = Buffer(most).view
         for chunk, place in self._places.items():
@@ -206,8 +207,8 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Raise DamagedError if `data`, which was read by `read` with the same arguments, does not
-        match its checksums."""
+        """Compare `data` with the checksums in the ledger. `data` was read by `read` with the same
+        `chunk`, `part` and `rows`. Raises DamagedError if a checksum does not match."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
@@ -219,8 +220,9 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums of `data` to pass to `write`. Call this method right after `data`
-        was computed: reading `data` from the CPU cache is faster than reading it from memory."""
+        """Compute the checksums of `data` that `write` accepts: a dict from each part in `data`
+        ("weights" or "state") to the checksum of the part. Call this method right after `data` was
+        computed, while `data` is still in the CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -286,10 +288,10 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Write scratch data of a chunk: the gradient of one worker. The data is not durable. The
-        spill file has room for `spill_workers` gradients of each chunk; `spill_slot` is the index
-        of this gradient. The first call allocates the spill file, and raises FullError if there is
-        no room for the file."""
+        """Write scratch data of a chunk to the spill file: the gradient of one worker. The data is
+        not durable. `spill_slot`: the index of this gradient among the gradients of the chunk. The
+        first call allocates the spill file, with room for `self.spill_workers` gradients of each
+        chunk, and raises FullError if the disk is full."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 

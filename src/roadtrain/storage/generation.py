@@ -91,8 +91,9 @@ class OpenedStore:
         call itself writes nothing.
 
         Returns:
-            A witness (storage/history.py) to be kept in the run directory. The witness is valid
-            whether or not the new session commits a step.
+            A witness, which names the preceding session and the new session. The caller keeps the
+            witness in the run directory, so that the next start recognizes the store, even if the
+            new session commits no step.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -107,7 +108,8 @@ class OpenedStore:
 
     def commit(self, step: int, blob: bytes) -> None:
         """Commit the pending writes of all directories, all or nothing. The record of directory 0
-        is written last: once this record is written, the step is committed."""
+        is written last: once this record is written, the step is committed. `blob`: opaque bytes
+        that the record of directory 0 contains, such as the job state."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
@@ -152,11 +154,12 @@ def create_store(
 ) -> OpenedStore:
     """Create empty files for every chunk, with chunk c in `directories[owners[c]]`.
 
-    The caller writes all chunks, commits, and publishes.
+    The caller then writes all chunks, and calls `commit` and `publish`. If `former` is not None,
+    the new store replaces the store `former` when `publish` is called.
 
     Raises:
         FullError: There is not enough room. Nothing was written.
-        ForeignError: One of the directories already holds a store.
+        ForeignError: One of the directories already holds a store, and `former` is None.
         StoreError: Another process uses one of the directories.
     """
     paths = tuple(Path(d).absolute() for d in directories)
@@ -193,7 +196,7 @@ def _check_free(paths: Sequence[Path]) -> None:
     for path in paths:
         if (path / NAME).exists():
             raise ForeignError(
-                f"{path}: already holds a store", hint="open it, or name another directory"
+                f"{path}: already holds a store", hint="open this store, or name another directory"
             )
     _check_unfinished(paths)
     _remove_unfinished(paths)
@@ -240,13 +243,13 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """Check that the store's step is complete, if a ledger record is damaged.
+    """Check that the data of the store's step is complete, if a ledger record is damaged.
 
     If a crash tore the newest record while it was written, the step of this record was never
-    committed. The store then opens at the step before, which is complete. But if the newest record
-    was committed and was damaged later, the following step may already have overwritten data of the
-    step before. In this case DamagedError is raised before anything is written, so that the user
-    can still repair the damaged record. To find out, the whole store is read.
+    committed, and the previous step is complete. But if the newest record was committed and was
+    damaged later, a later write may have overwritten data of the previous step. To distinguish
+    these cases, the whole store is read. DamagedError is raised if data is overwritten. Nothing is
+    written before, so the user can still repair the damaged record.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -305,9 +308,9 @@ def _check_sessions(store: OpenedStore) -> None:
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Call `accept`, and pass on the error that it raises. If a ledger record is damaged and
-    `accept` raises StaleError, because the intact record is of too old a step, raise DamagedError
-    instead."""
+    """Call `accept`, and pass on the error that `accept` raises. However, if `accept` raises
+    StaleError because the step is too old, and a ledger record is damaged, raise DamagedError: the
+    damaged record may be the record of the expected step."""
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
@@ -456,7 +459,7 @@ def _current_part(path: Path) -> Generation | None:
         raise DamagedError(
             f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no"
             f" {NAME}",
-            hint=f"write the N of the gen-N to be used into {NAME}",
+            hint=f"write the number N of the right gen-N into {NAME}",
         )
     return _unnamed(best)
 
@@ -470,10 +473,10 @@ def _unnamed(found: Generation) -> Generation:
 
 
 def _roots(named: Iterable[Path]) -> list[Generation]:
-    """Return the generations whose directory 0 has a record but no CURRENT.
+    """Return the generations that are complete although directory 0 has no CURRENT.
 
-    Either CURRENT was lost, or the process was killed before CURRENT was written. Directory 0 gets
-    its record last, so the other directories of such a generation have their records too.
+    Either CURRENT was lost, or the process was killed before CURRENT was written. A generation is
+    complete if directory 0 has a ledger record, because directory 0 gets its record last.
     """
     found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
@@ -538,8 +541,8 @@ def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
 
 
 def _check_unfinished(named: Iterable[Path]) -> None:
-    """Raise GoneError if a generation may hold trained data, but its directory 0 is not among the
-    named directories."""
+    """Raise GoneError if a directory holds data that may be trained, but directory 0 of the store
+    is not among the directories `named`."""
     found = _all(named)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:

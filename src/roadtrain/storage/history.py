@@ -4,28 +4,28 @@ I/O.
 
 Every session that begins to train appends a link with a random id to the history. Each server that
 takes part in the session stores the link durably before the session's first commit. A step is
-committed only when all these servers hold the step. Three rules follow:
+committed only when all these servers hold the step. The decision follows three rules:
 
 Note "empty links": a link is empty if its session has trained no step. A link is certainly empty in
 two cases: a server that took part in the session holds no step of the session; or a server that
 should have taken part never stored the link. Empty links at the end of a history are ignored.
 
 Note "forked": two histories have forked if, without their empty links, neither begins with the
-other. Then the two servers were trained separately from the same step. If a start sees both
-histories, it is refused, because nobody but the user can tell which history to continue.
+other. Then each of the two servers was trained without the other. A start that sees both histories
+is refused, because only the user can tell which history to continue.
 
 Note "who may hold more": a server that has not answered may hold a later step than the servers that
 have answered. Such a step can only have been trained together with a server that took part in the
 session of the last link. So a start is safe if all servers of the last link have answered. With
-three or more servers, it also suffices that a majority has answered and has a history: a majority
-took part in every session, and two majorities share a server.
+three or more servers, a start is also safe if a majority has answered and has a history: a majority
+took part in every session, and any two majorities have a server in common.
 
-With two servers, a witness of the last link must confirm that the missing server was not trained
-alone. The witness is the mark (storage/mark.py) of the run that began the session of this link. If
-there is no mark, the witness is worker 0 of that session, as long as this worker lives. Worker 0
-allows at most one server to continue without the other (`Without` in servers/frames.py). If there
-is no witness, a dead server cannot be distinguished from a server that was trained alone, so the
-user must decide (`given_up`).
+With two servers, if only one has answered, a witness must confirm that the missing server was not
+trained alone. The witness is the mark (storage/mark.py) of the run that began the last session. If
+there is no mark, the witness is worker 0 of the last session, as long as this worker lives. Worker
+0 allows at most one server to continue without the other (`Without` in servers/frames.py). Without
+a witness, a dead server cannot be distinguished from a server that was trained alone, so the user
+must decide (argument `given_up` of `Histories.resume`).
 
 Assumes that each server's report is complete. Does not communicate and changes nothing.
 """
@@ -164,7 +164,8 @@ class Histories:
     # the history of one server
 
     def _effective(self, number: int) -> tuple[HistoryLink, ...]:
-        """Return a server's history without the empty links at its end."""
+        """Return the history of server `number`, without the last links if their sessions certainly
+        trained no step (Note "empty links")."""
         links = self.found[number].history
         while links and self._is_empty(links[-1], number):
             links = links[:-1]
@@ -189,10 +190,11 @@ class Histories:
     def _committed(self, number: int) -> int:
         """Return the highest step that is certainly committed according to one server's report.
 
-        A step is prepared only after the step before is committed, so the second newest step of a
+        A step is prepared only after the previous step is committed, so the second newest step of a
         server is committed. The newest step is certainly committed in two cases: the server is the
-        first server of its last session (the first server commits for all servers of the session);
-        or the last session in the server's history began at this step.
+        first member of its last session, because a step is committed when the first member holds
+        the step; or the last session began at the newest step. The step of a snapshot is committed,
+        too.
         """
         held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
@@ -235,8 +237,9 @@ class Histories:
         )
 
     def _suffices(self, side: Collection[int]) -> bool:
-        """Whether training can continue with only the servers whose numbers are in `side`. Servers
-        that have not answered are assumed to hold the chunks that they should hold."""
+        """Whether training can continue without some of the servers that have answered. `side`: the
+        numbers of the servers that have answered and are kept. Servers that have not answered are
+        assumed to hold the chunks that they should hold."""
         if self.silent:
             return not lost_chunks(self.holders, {*self.silent, *side})
         found = {n: self.found[n] for n in side}
@@ -258,8 +261,8 @@ class Histories:
         return branch < 0 or self._committed(earlier) <= branch
 
     def _describe(self, number: int, other: int) -> str:
-        """Describe, for a message, the step of server `number`, and where its history departs from
-        the history of server `other`."""
+        """Describe, for a message, the step of server `number`, and the step at which the histories
+        of the servers `number` and `other` diverge."""
         mine, its = self.effective[number], {link.id for link in self.effective[other]}
         link = next((own for own in mine if own.id not in its), mine[-1] if mine else None)
         since = when = ""
@@ -287,7 +290,7 @@ class Histories:
 
     def _witnessed(self, witness: Witness | None) -> bool:
         """Whether there are two servers, and `witness` proves that the missing server was not
-        trained without the other."""
+        trained without the other server."""
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
@@ -328,8 +331,8 @@ class Histories:
         )
 
     def _ends(self, number: int) -> set[str]:
-        """Return a set with the ids of two links: the last link of the server's own history, and
-        the last link of `self.history`. For an empty history, the set contains ""."""
+        """Return the ids of two sessions: the last session in the history of server `number`, and
+        the last session in `self.history`. The id is "" if the history is empty."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
             for links in (self.found[number].history, self.history)
@@ -362,8 +365,8 @@ class Histories:
 
 
 def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...]:
-    """Return a copy of a history from which the last sessions are removed, if they began after
-    `step`. Used when a start goes back to a snapshot of `step`."""
+    """Return a copy of a history without the last sessions that began after `step`. Used when a
+    start goes back to a snapshot of `step`."""
     links = tuple(history)
     while links and links[-1].step > step:
         links = links[:-1]
@@ -371,8 +374,8 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
-    """Find the chunks that no server in `members` holds, and return the servers that should hold
-    these chunks. `holders`: For every chunk, the servers that should hold the chunk."""
+    """Return the servers that should hold the lost chunks: the chunks that no server in `members`
+    holds. `holders`: For every chunk, the servers that should hold the chunk."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

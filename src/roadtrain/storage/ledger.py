@@ -1,4 +1,5 @@
-"""Ledger: the commit records of a generation directory, which name the slots of each step.
+"""Ledger: the commit records of a generation directory. The record of a step names the slots that
+hold the data of the step.
 
 The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
 all these bytes]. A new record is written to the file that does not hold the last committed record,
@@ -12,10 +13,10 @@ both files. A record whose sync fails is erased at once, and its step is not com
 
 Note "sessions": a record names the session that trained its step (a HistoryLink,
 storage/history.py). A session begins when a store on files is opened for training. So two copies of
-a directory that were trained separately have different sessions at the same step, and are not
-confused. The records of a server's part name no session; the part's history is in `store.json`.
+a directory that were trained separately have different sessions at the same step, and can be told
+apart. The records of a server's part name no session; the part's history is in `store.json`.
 
-Assumes one writer (a lock on the ledger enforces this). Does not touch slots.
+Assumes one writer (a lock on the ledger enforces this). Does not read or write the slots.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ Rows = np.ndarray[Any, Any]
 
 
 def digest(view: memoryview | bytes) -> int:
-    """Return the xxh3_64 checksum, never 0."""
+    """Return the xxh3_64 checksum of `view`, but never 0, because 0 stands for absent data."""
     return xxhash.xxh3_64_intdigest(view) or 1
 
 
@@ -79,8 +80,8 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """Return the blobs of the workers in order. If a blob was packed by the relay of a host, return
-    the blobs inside it."""
+    """Return the blobs of the workers in order. If a blob is itself the result of `pack`, as with a
+    relay, the blobs inside are returned in its place."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))

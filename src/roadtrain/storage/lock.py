@@ -4,7 +4,7 @@ locked directories.
 The lock is on the directory itself, so no file is left behind. If the file system cannot lock
 directories (NFS), the lock is on a file named `lock` in the directory. A lock ends when the process
 that took it ends; forked children, such as those of a DataLoader, do not keep the lock. If another
-process holds a lock, locking waits at most LOCK_WAIT_S.
+process holds a lock, locking waits at most 5 s.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _locked(fd: int, directory: Path) -> int:
     """Lock a directory. `fd` is the directory's descriptor. Returns the descriptor that holds the
-    lock: either `fd`, or the descriptor of a file in the directory. In the second case `fd` is
-    closed."""
+    lock: `fd` itself, or, if the file system cannot lock directories, the descriptor of a file in
+    the directory. `fd` is closed if it is not returned."""
     try:
         lock(fd, directory)
         return fd

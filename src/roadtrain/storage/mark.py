@@ -1,22 +1,22 @@
-"""Mark: a run directory's record of its store. When a run starts, the store that is found is
-compared with the mark. The run refuses the store of another job, an older copy of its store, and a
-copy that was trained elsewhere.
+"""Mark: a run directory's record of its store. When a run starts, the store is compared with the
+mark, so that a run does not silently continue with a wrong store.
 
-`mark.json` names the store (its job's uuid), the highest step known to be committed, and the
-session that trains the store. The file is replaced only every few seconds. For later steps, the
-lines of metrics.jsonl tell which steps were committed (arguments `witness` and `sessions` of Mark).
-The line of a step is durable before the step can be committed.
+The store is refused if it is missing, belongs to another job, is at an earlier step (an older
+copy), or was trained by another session (a copy that was trained elsewhere). The store is refused
+before anything is created, moved or removed. The user accepts a refused store with the option
+`new_store`.
 
-A store is refused if it is missing, belongs to another job, is at an earlier step, or was trained
-by another session. A store is refused before anything is created, moved or removed. The user
-accepts a refused store with the option `new_store`.
+The mark is the file `mark.json`. It contains the uuid of the store's job, the highest step known to
+be committed, and the session that trains the store. The file is replaced only every few seconds.
+Later committed steps are known from metrics.jsonl (arguments `witness` and `sessions` of Mark). The
+line of a step is durable before the step can be committed, so a store at a step without a line was
+trained outside of this run.
 
 Note "settled": a run that may go back to an earlier step first writes settled=False to the mark.
-While settled is False, the lines of metrics.jsonl are ignored. settled becomes True again when
-metrics.jsonl has been cut to the step of the store.
+While settled is False, the lines of metrics.jsonl are ignored, because they may describe undone
+steps. settled becomes True again when metrics.jsonl has been cut to the step of the store.
 
-Assumes that one process, worker 0, writes the mark. Does not read metrics.jsonl or know of
-replicas.
+Assumes that one process, worker 0, writes the mark. The caller reads metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Mark:
 
     Attributes:
         record: The content of the mark, as read when the mark was opened, or as written last.
-        fresh: Whether the run has a new store, so that the lines in metrics.jsonl describe another
-            store. Set by `check` and `adopt`.
+        fresh: Whether the run now uses another store, so that the lines in metrics.jsonl describe
+            the former store. Set by `check` and `adopt`.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
@@ -81,7 +81,7 @@ class Mark:
 
         Args:
             directory: The run directory.
-            witness: The step that metrics.jsonl proves to be committed, or -1.
+            witness: The last step that is committed according to metrics.jsonl, or -1.
             sessions: For each step with a line in metrics.jsonl, the session that trained the step;
                 "" if the line names no session.
             new_store: Whether the user accepts the store that is found.
@@ -140,7 +140,8 @@ class Mark:
 
     def advance(self, step: int, *, now: bool = False) -> None:
         """Record that `step` is committed and that metrics.jsonl agrees with the store. The mark is
-        written at most once in EVERY_S seconds. If `now` is True, the mark is always written."""
+        written at most once in 5 s. If `now` is True, or if the mark was not settled (Note
+        "settled"), the mark is written at once."""
         if not self.record.job or (self.record.settled and step <= self.record.step):
             return
         if now or not self.record.settled or time.monotonic() - self._written > EVERY_S:

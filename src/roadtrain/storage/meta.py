@@ -101,8 +101,8 @@ class StoreMeta:
 
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """The spans of each parameter, by the parameter's name. Each list element is (chunk, index
-        of the span in the chunk, span)."""
+        """The spans of each parameter, by the parameter's name. A span is the part of a parameter
+        that is in one chunk. Each list element is (chunk, index of the span in the chunk, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):
@@ -180,7 +180,7 @@ class StoreMeta:
         table = meta.table
         if table.fingerprint() != brief.fingerprint or len(meta.owners) != len(table.chunks):
             raise DamagedError(
-                f"{where}: the fingerprint or the owners in this file do not match its chunks",
+                f"{where}: 'fingerprint' or 'owners' does not match the chunks in this file",
                 hint=RESTORE,
             )
         return meta

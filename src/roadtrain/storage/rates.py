@@ -1,6 +1,6 @@
 """Measurement of the rates of a storage directory.
 
-The measurement needs room for a file of FILE_BYTES for a few seconds, and removes the file.
+The measurement writes a temporary file of 256 MiB, and takes a few seconds.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together. THREADS threads repeat each call, piece
-    by piece through the file, for SECONDS and until the call has transferred `at_least` bytes."""
+    """Return the bytes per second of all `calls` together. A call reads or writes one piece of the
+    file. Two threads per call repeat the call for successive pieces, for 0.7 s and until they have
+    transferred `at_least` bytes."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

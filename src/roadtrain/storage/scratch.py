@@ -41,5 +41,5 @@ class Scratch:
 
     def release(self, offset: int, nbytes: int) -> None:
         """Unmap the pages of a range of the file from this process. When the range is read through
-        the map again, its pages are loaded again."""
+        the map later, the pages are mapped again."""
         self.map.madvise(mmap.MADV_DONTNEED, offset, round_up(nbytes, PAGE))

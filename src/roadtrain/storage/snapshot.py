@@ -7,12 +7,13 @@ snapshot slows down these steps to the rate of the snapshot's device. Only chunk
 the last snapshot are copied. The copy is an ordinary part with two slots and a ledger, so a kill
 during a snapshot leaves the previous snapshot intact.
 
-Note "same steps": before a server prepares a step that is to be copied, the server finishes its
-last snapshot. A step is committed only after all servers have prepared the step. So when a server
-begins a snapshot, all servers have finished the previous snapshot. Therefore, among the newest
-snapshots of all servers, the oldest is one that all servers still have. A session begins at a
-snapshot that all servers have. If chunks have replicas, it suffices that the servers with this
-snapshot together hold every chunk. A server without this snapshot begins a new snapshot at once.
+Note "same steps": at any time, there is a step of which all servers have a snapshot. The reason is:
+before a server prepares a step that is to be copied, the server finishes its last snapshot. A step
+is committed only after all servers have prepared the step. So when a server begins a snapshot, all
+servers have finished the previous snapshot, and each server keeps the previous snapshot until the
+new snapshot is finished. A session that goes back begins at a common snapshot. If chunks have
+replicas, it suffices that the servers with this snapshot together hold every chunk. A server
+without this snapshot makes a new snapshot when the session begins.
 
 Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
 (servers/opening.py does).
@@ -93,9 +94,9 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 class Snapshots:
     """Copies a server's part `source` to the part `target` at each step that is a multiple of
-    `every`, after `start` is called. If `source.write` would overwrite a chunk that is not copied
-    yet, or `source.prepare` would prepare the next step to be copied, the call first waits for the
-    copy in progress. If the copy has failed, the call raises the error of the copy."""
+    `every`, after `start` is called. Two methods of `source` may have to wait for the copy in
+    progress: `write`, if it would overwrite a chunk that is not copied yet, and `prepare`, if the
+    step is the next step to be copied. Both methods raise the error of a failed copy."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
@@ -135,8 +136,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """Wait for the copy of a chunk if the chunk was already written once after the snapshot's
-        step, because the second write overwrites the slot that is being copied."""
+        """Wait for the copy of `chunk`, if a step after the snapshot's step has already written the
+        chunk. The write that follows then overwrites the slot that is being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -169,8 +170,8 @@ class Snapshots:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies of all chunks, then commit the snapshot. This method is the last task
-        of the snapshot in the pool."""
+        """Wait for the copies of all chunks, then commit the snapshot. This method runs in a thread
+        of the pool, after the copies were started."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())

@@ -14,8 +14,8 @@ with a ledger record of the step. If the tier is closed and opened again, pendin
 discarded.
 
 Assumes that each chunk is used by one thread at a time (different threads may use different
-chunks), and that nothing is written between `prepare` and `committed`. If a server has no tier, the
-state is in the memory of the server process. Does not know blocks, gradients or rules.
+chunks), and that nothing is written between `prepare` and `committed`. A tier only stores bytes; it
+computes no updates. A server that keeps its state in process memory has no tier.
 """
 
 from __future__ import annotations
