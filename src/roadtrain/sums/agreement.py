@@ -8,8 +8,8 @@ made by the coordinator at worker 0, with the state machine in sums/protocol/agr
 
 An operation on which the workers agreed earlier needs no messages. If an operation is not done
 after a second, a thread reports the operation to the coordinator. If the workers have not agreed on
-an operation by the deadline, the thread ends the summation (Rule 5). The callback `dropped` must
-return soon. Does NOT sum.
+an operation by the deadline, the thread ends the summation (Rule 5). The callback `dropped` is
+called if the operation is abandoned, and must return soon. Does NOT sum tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ HINT = "every worker must run the same program over the same model"
 
 
 def short(text: str) -> str:
-    """Shorten a text that is longer than TEXT characters. A hash of the whole text is appended, so
-    two different texts stay different."""
+    """Shorten a text of more than 1000 characters to its first 1000 characters and a hash of the
+    whole text. So two different texts stay different."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
@@ -59,9 +59,9 @@ class Agreement:
     """The agreement of one worker with all other workers.
 
     A mismatch means that workers have begun different operations. The program gets the error of
-    each mismatch once. If an operation of this worker was abandoned because of the mismatch, the
-    error is raised by waiting for this operation. Otherwise the error is raised by beginning the
-    next operation.
+    each mismatch once. If an operation of this worker was abandoned because of the mismatch,
+    waiting for the operation raises the error. Otherwise, beginning the next operation raises the
+    error.
 
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous
@@ -154,8 +154,9 @@ class Agreement:
             self._unseen, self._given_up = None, False
 
     def resume(self) -> None:
-        """Note that the program has started over, after an abandoned operation has raised an error.
-        Blocks while a mismatch is being handled. Does nothing if no operation was abandoned."""
+        """Note that the program continues after an abandoned operation has raised an error. After
+        that, the program can begin operations again. Blocks while a mismatch is being handled. Does
+        nothing if no operation was abandoned."""
         with self.order:
             if self._given_up:
                 self.mark_seen()

@@ -194,7 +194,7 @@ class Coordinator(HostedSession[WorkerConnection]):
             worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
 
     def close(self, wait_s: float) -> None:
-        """Wait for the workers to leave, for at most `wait_s`. Then close all links."""
+        """Wait at most `wait_s` seconds for the workers to leave. Then close all links."""
         with self.lock:
             self.lock.wait_for(lambda: self.connections.keys() <= self.lost_ranks, wait_s)
         for worker in self.everyone():

@@ -160,7 +160,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
                 f"worker {worker.rank} pushed a part of {part.elements} elements of {part.format}"
-                f" with a payload of {nbytes} bytes, which is empty or has the wrong size"
+                f", but its payload of {nbytes} bytes is empty or has the wrong size"
             )
         worker.coming.discard(where)
         with self.lock:

@@ -104,7 +104,7 @@ class Reducers:
             self._lock.notify_all()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Wait for the workers of all jobs to leave, for at most `wait_s`. Then end all
+        """Wait at most `wait_s` seconds for the workers of all jobs to leave. Then end all
         reducers."""
         if self.coordinator is not None:
             self.coordinator.close(wait_s)

@@ -1,4 +1,5 @@
-"""DatagramSocket: a UDP socket that sends and receives runs of packets of equal length in one call.
+"""DatagramSocket: a UDP socket that sends or receives many packets of equal length in one call. The
+packets of a call are a run. The last packet of a run may be shorter.
 
     socket = DatagramSocket(("10.0.0.3", 0), receive_nbytes=8 * MIB, send_nbytes=4 * MIB)
     socket.send(packets, 1456, ("10.0.0.4", 7001))      # packet i = packets[i * 1456 : ...]
@@ -121,7 +122,7 @@ class DatagramSocket:
 
         Raises:
             ConfigError: The packets are too long for the path to `to`.
-            DeadlineError: The send buffer stayed full for SEND_S.
+            DeadlineError: The send buffer stayed full for 10 s.
             LostError: The socket is closed.
         """
         with self._using():
@@ -133,7 +134,7 @@ class DatagramSocket:
         """Receive the next run of packets.
 
         Args:
-            into: The buffer, at least RECEIVE_NBYTES.
+            into: The buffer. Has at least 64 KiB (RECEIVE_NBYTES).
 
         Returns:
             (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`. The
@@ -323,8 +324,9 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel limits the size; a
-        warning is reported then. Returns the size that the kernel has set."""
+        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel may set a smaller size
+        than `nbytes`. Then a warning is reported. Returns the size that the kernel has set. `name`:
+        The name of the buffer in the warning. `forced`: SO_RCVBUFFORCE or SO_SNDBUFFORCE."""
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, forced, nbytes)

@@ -89,7 +89,8 @@ class _Member:
 
 
 class FanInLink:
-    """A Link for its owner, and the Receiver of the TCP link.
+    """A participant's link to a server's fan-in end. Implements Link for the owner, and Receiver
+    for the TCP link.
 
     Invariants: `_lock` guards `_pulls`, `_granted` and `_member`. `_lock` is never held while the
     owner is called. The callback `sent` of each pushed gradient is called exactly once."""
@@ -115,14 +116,15 @@ class FanInLink:
         self._caller = threading.Thread(target=self._call_owner, name="call the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
-        """Set the TCP link whose Receiver this object is. Called once."""
+        """Set the TCP link, and start the thread that calls the owner. Called once."""
         self._tcp, self.peer = link, f"{link.peer} by switch {self._own.switch}"
         self._begun.set()
         self._caller.start()
 
     @property
     def strangers(self) -> int:
-        """Number of packets that were dropped because they did not have the job's tag."""
+        """Number of packets that were dropped because they did not have the job's authentication
+        tag."""
         return self._member.port.strangers if self._member is not None else 0
 
     # the Link
@@ -355,8 +357,8 @@ class FanInLink:
         length."""
         if batch.segment != PACKET_NBYTES:
             raise WireError(
-                f"received bulk packets of {batch.segment} bytes each, expected {PACKET_NBYTES}"
-                " bytes"
+                f"this participant received bulk packets of {batch.segment} bytes, but bulk"
+                f" packets have {PACKET_NBYTES} bytes"
             )
         new = batch.ok.copy()
         new[new] = self._received.accept_many(batch.numbers[new])

@@ -3,10 +3,10 @@
     each worker: exponents -> switches: maximum -> each worker: quantize -> switches: sum
     -> server: dequantize
 
-Each block of BLOCK elements has an exponent byte. This byte is 0 if all elements are zero, and 255
-if an element is NaN or infinite. Otherwise the byte is e + 126 (1 to 254), where e is the least
-integer with |x| < 2^e for all elements. Let E be the maximum e of W workers, L = ceil(log2 W), and
-let integers have `bits` bits:
+Each block of 352 elements (BLOCK) has an exponent byte. This byte is 0 if all elements are zero,
+and 255 if an element is NaN or infinite. Otherwise the byte is e + 126 (1 to 254), where e is the
+least integer with |x| < 2^e for all elements. Let E be the maximum e of W workers, L = ceil(log2
+W), and let integers have `bits` bits:
 
     q = rint(x 2^(bits - 1 - L - E)), clamped to a magnitude of 2^(bits - 1 - L) - 1
     sum = (q of worker 0 + q of worker 1 + ...) 2^(E + L + 1 - bits)
@@ -18,8 +18,9 @@ never turns into a number (Rule 6). Fixed point is lossy, so it is used only if 
 workers first agree on a scale per block; fixed point in the network is from LuWu (section 3.2.2).
 
 Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
-gradient packet p has elements [p n, (p + 1) n), n = PAYLOAD_NBYTES / width. Computed in float64.
-Arrays must be contiguous: float32, or uint16 for bf16 and fp16. Single-threaded.
+gradient packet p has elements [p n, (p + 1) n), n = 1408 / width (a payload has 1408 bytes).
+Computed in float64. Arrays must be contiguous: float32, or uint16 for bf16 and fp16.
+Single-threaded.
 """
 
 from __future__ import annotations

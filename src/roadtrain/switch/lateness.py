@@ -3,9 +3,11 @@
 One line is reported when a straggler begins to be late, and one line when it has caught up (Rule 5:
 a straggler is named within two seconds). Has no threads and no clock.
 
-    heartbeats of the root     name the participant that has been silent for longest (SILENT_S)
-    no heartbeat of the root   the root switch itself is late
-    frames over TCP            a participant is LATE_S behind the others with frames about a chunk
+    heartbeats of the root     name the participant that has been silent for longest; this
+                               participant is late after 1 s of silence (at the start: 5 s)
+    no heartbeat of the root   after 1 s without a heartbeat, the root switch itself is late
+    frames over TCP            a participant is late if the others have waited more than 1.5 s for
+                               its frame about a chunk
 """
 
 from __future__ import annotations

@@ -128,12 +128,13 @@ class FanIn:
         return WIDTH[self.wire]
 
     def below(self, switch: SwitchNode) -> tuple[SwitchNode, ...]:
-        """Return the switches right below `switch`: its children 0, 1, ..."""
+        """Return the switches directly below `switch`. These switches are the children 0, 1, ... of
+        `switch`."""
         return tuple(node for node in self.switches if node.parent == switch.address)
 
     def workers_of(self, switch: SwitchNode, workers: int) -> tuple[int, ...]:
-        """Return the ranks of the workers right below `switch`. These workers are the children of
-        `switch` after the switches right below it."""
+        """Return the ranks of the workers directly below `switch`. As children of `switch`, these
+        workers are numbered after the switches directly below `switch`."""
         if len(self.switches) == 1 and not switch.workers:
             return tuple(range(workers))
         return switch.workers

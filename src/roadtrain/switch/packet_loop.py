@@ -1,6 +1,6 @@
 """PacketLoop: the thread of a switch that serves the sockets of all jobs in turn.
 
-    epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
+    epoll: jobs with datagrams to read --> read about 200 packets at most for each job --> epoll ...
 
 Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
 send buffer of a job is full, its packets are not read until there is room again. If an exception is

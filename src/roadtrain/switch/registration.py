@@ -77,7 +77,7 @@ class JobTree:
 
 
 class SwitchLink:
-    """The job's link to one switch. The object is also the Receiver of the switch's frames."""
+    """The job's link to one switch. The object also handles the frames of the switch (Receiver)."""
 
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
         self.name, self._lost = name, lost  # name: the switch's address

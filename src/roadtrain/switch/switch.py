@@ -199,7 +199,8 @@ class SwitchHost:
 
 
 class _JobLink:
-    """The Receiver of a job's link. After the greeting, no frame may arrive on this link."""
+    """The handler of a job's link (Receiver). After the greeting, no frame may arrive on this
+    link."""
 
     def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
         self.host, self.job, self.link = host, job, link

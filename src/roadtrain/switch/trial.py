@@ -36,7 +36,7 @@ def group_of(job: int, home: str) -> Address | None:
 
 def packet_of(job: int, key: PacketKey) -> np.ndarray:
     """Make a trial packet, with its tag, that is as long as a packet of parameters: uint8
-    [PACKET_NBYTES]."""
+    [1456]."""
     packet = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=job, first=0)
     packets.seal(packet, PACKET_NBYTES, 1, key)

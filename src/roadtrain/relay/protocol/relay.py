@@ -3,9 +3,9 @@ Events in, actions out; pure.
 
 The workers use the relay as their server. The server sees the relay as a single worker:
     Pull      The relay pulls each version of a chunk from the server once, for all workers. The
-              parameters stay in one of `buffers` until another chunk needs the buffer (least
-              recently used first). So if a block was pulled for the forward, the backward usually
-              finds the block in memory.
+              parameters stay in a buffer of the relay. If another chunk needs a buffer, the least
+              recently used buffer is reused. So if a block was pulled for the forward pass, the
+              relay usually still has the block for the backward pass.
     Push ..   The gradients of a single worker are forwarded unchanged. The gradients of several
               workers are held until every worker has closed the chunk (reported that its gradient
               is complete). Then the sum of the gradients is forwarded.

@@ -4,8 +4,9 @@ operations.
     Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
     Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
                                                       operations, or workers wait for each other
-    AskBegun, Has: ask a blocked worker whether it has begun the operation that another worker waits
-                   for, and its answer
+    AskBegun (the question to a blocked worker) ----> Has (its answer): whether the blocked worker
+                                                      has begun the operation that another worker
+                                                      waits for
 
 An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
 this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
@@ -49,7 +50,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Tells all workers, or only worker `to`, that all workers have begun the operation."""
+    """Tell all workers, or only worker `to`, that all workers have begun the operation."""
 
     operation: Operation
     to: int | None = None
@@ -57,7 +58,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tells all workers to begin a new epoch. Either workers have begun different operations, or
+    """Tell all workers to begin a new epoch. Either workers have begun different operations, or
     workers wait for each other."""
 
     epoch: int  # number of the new epoch
@@ -75,7 +76,7 @@ class AskWhetherBegun:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Tells all workers, or only worker `to`, that an operation needs a worker that has left."""
+    """Tell all workers, or only worker `to`, that an operation needs a worker that has left."""
 
     words: str
     to: int | None = None
