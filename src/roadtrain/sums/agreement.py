@@ -112,8 +112,8 @@ class Agreement:
         Args:
             identity: Name of the operation.
             signature: Details that must be the same at all workers, such as the dtype and shape.
-            each: Whether the workers must agree on this operation even if they have agreed on its
-                identity and signature before.
+            each: Whether the workers must agree on this operation even if they agreed on an earlier
+                operation with the same identity and signature.
 
         Raises:
             DifferError: Workers began different operations earlier, and no operation of this worker
@@ -278,8 +278,9 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the pending mismatch (`_verdict`) if its deadline has passed, or if all operations
-        on which the workers have agreed are done. The caller holds the lock `order`."""
+        """Handle the pending mismatch (`_verdict`) if the deadline of the mismatch has passed, or
+        if all operations on which the workers have agreed are done. The caller holds the lock
+        `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

@@ -2,8 +2,8 @@
 node of each accelerator, of each network card, and of the disks under given directories.
 
 The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
-prints it. On virtual machines many facts are missing. Missing facts are listed, and are not errors.
-Does NOT measure rates.
+prints the topology. On virtual machines many facts are missing. Missing facts are listed, and are
+not errors. Does NOT measure rates.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces of hardware devices. Virtual interfaces are not listed, because
-    they have no device."""
+    """List the network interfaces of hardware devices. Virtual interfaces, such as bridges, are not
+    listed."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 

@@ -8,8 +8,7 @@ parameters, no optimizer state and no files.
 When a worker pushes a part for the first time, a buffer for the part is allocated. The buffer is
 reused in every round, until the part is assigned to another reducer. Encoded parts (formats.py) are
 decoded one by one, and the sum is encoded. One thread does the additions; links have their own
-threads. protocol/reducer.py makes the decisions. Does NOT know layers or models, does NOT divide by
-the number of workers.
+threads. protocol/reducer.py makes the decisions. Does NOT divide the sums by the number of workers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""connect_sums: connects the ranks of a data-parallel group to the summation service, which sums
-their gradients. The reducers of workers and of spare hosts add the gradients. Spare hosts may be
-added and removed during training.
+"""connect_sums: connects the ranks of a data-parallel group to the summation service. The service
+sums the gradients of the ranks. The reducers of workers and of spare hosts add the gradients. Spare
+hosts may be added and removed during training.
 
     gradient -> reducers (shares in protocol/shares.py) -> sum of the gradients of all ranks
 
@@ -15,8 +15,8 @@ That design would need less computation and memory, but each worker would send a
 If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
 without reducers: gradients are added in the order of the ranks. Otherwise the gradients of each
 host are summed first. Gradients are then added in another order, which is reported to the user
-(Rule 6). Does NOT know layers or steps. ParallelOptions refuses to combine the summation service
-with several pipeline or tensor-parallel stages (pp, tp).
+(Rule 6). ParallelOptions refuses to combine the summation service with several pipeline or
+tensor-parallel stages (pp, tp).
 """
 
 from __future__ import annotations

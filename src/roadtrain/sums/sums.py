@@ -15,7 +15,7 @@ one host connect through Unix sockets, which check the user. Workers of several 
 with a token. Each worker derives this token from the token in its token file. If there is no token
 file, only loopback addresses are used.
 
-`gather` is called only at the start, with a few bytes. Does NOT know torch.
+`gather` is called only at the start, with a few bytes. Does NOT import torch.
 """
 
 from __future__ import annotations

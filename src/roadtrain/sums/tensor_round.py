@@ -3,7 +3,7 @@ encoding of parts.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
 
-Not thread-safe: the caller holds a lock. Does NOT know links or the assignment of reducers.
+Not thread-safe: the caller holds a lock. Does NOT send parts, does NOT choose reducers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 result is a tensor on the same device as the summed tensor.
 
 If a tensor is on an accelerator, the tensor is copied to pinned memory, and the sum is copied back.
-A thread waits for these copies. Does NOT divide by the number of workers, does NOT know models or
-process groups.
+A thread waits for these copies. Does NOT divide the sums by the number of workers.
 """
 
 from __future__ import annotations
@@ -175,8 +174,8 @@ class TensorSums:
 
     def resume(self) -> None:
         """Note that the program continues after a DifferError. After that, the program can begin
-        sums again. A program must call this method if it waits for futures directly instead of
-        calling `TensorSum.wait`."""
+        sums again. A program must call this method if the program waits for futures directly
+        instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(

@@ -10,7 +10,7 @@ Parts for the worker's own reducer cross no network. Unless parts are encoded, b
 the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
 the other workers push their parts from `grad`. For this purpose, the `out` of the last round and
 the `grad` of the current round are kept. Every wait has a deadline (Rule 5). Does NOT divide by the
-number of workers, does NOT know torch.
+number of workers, does NOT import torch.
 """
 
 from __future__ import annotations

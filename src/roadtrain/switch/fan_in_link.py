@@ -16,8 +16,7 @@ The TCP link has its own threads. A FanInLink adds three threads: the first send
 second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
 that a sum will free, packets and grants are not blocked. For the same reason the destination of a
 pull is determined when the pull is sent. An exception in a thread ends the link. The owner's `lost`
-is then called with an error that names the server and the switch. Does NOT know which frames belong
-to a step.
+is then called with an error that names the server and the switch.
 """
 
 from __future__ import annotations
@@ -431,8 +430,8 @@ class FanInLink:
 
     def _take_progress(self, doing: str, header: bytes) -> None:
         """Forward the server's report of stragglers to the owner. Such a report takes precedence
-        over a report of `_check_silent`. An empty report is forwarded only if it clears an earlier
-        report."""
+        over a report of `_check_silent`. An empty report is forwarded only if the server's last
+        report named stragglers."""
         with self._lock:
             if not doing and not self._server_names:
                 return

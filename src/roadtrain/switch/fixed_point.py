@@ -13,9 +13,10 @@ W), and let integers have `bits` bits:
 
 Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
 the tree of switches (Rule 1). A block with exponent byte 255 becomes NaN at the server, so a NaN
-never turns into a number (Rule 6). Fixed point is lossy, so it is used only if the user chooses it
-(Rule 2). `error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea that
-workers first agree on a scale per block; fixed point in the network is from LuWu (section 3.2.2).
+never turns into a number (Rule 6). Fixed point is lossy, so fixed point is used only if the user
+chooses it (Rule 2). `error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea
+that workers first agree on a scale per block; fixed point in the network is from LuWu (section
+3.2.2).
 
 Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
 gradient packet p has elements [p n, (p + 1) n), n = 1408 / width (a payload has 1408 bytes).
@@ -65,7 +66,7 @@ def exponent_packets_of(elements: int) -> int:
 
 def _spare_bits(workers: int, width: int) -> int:
     """Return how many bits the magnitude of one worker's integers may have, so that the sum of all
-    workers does not overflow. This is 8 width - 1 - L, where L = ceil(log2 workers). Raises
+    workers does not overflow. The result is 8 width - 1 - L, where L = ceil(log2 workers). Raises
     ConfigError if `width` is not supported, or is too small for so many workers."""
     if width not in INTEGER:
         raise ConfigError(

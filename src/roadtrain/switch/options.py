@@ -37,7 +37,7 @@ class SwitchNode:
         parent: Address of the switch above this switch. If empty, this switch is the root of the
             tree and sends to the server.
         workers: Ranks of the workers that send to this switch. If the workers of a host share a
-            relay, these are the numbers of the hosts instead. If the tree has only one switch, an
+            relay, the numbers of the hosts are listed instead. If the tree has only one switch, an
             empty tuple stands for all workers.
 
     Raises:
@@ -182,7 +182,7 @@ class FanIn:
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Build a FanIn of `switches`. A string among them stands for a SwitchNode with this address
-    and without a parent. `options`: The other arguments of FanIn."""
+    """Build a FanIn of `switches`. A string in `switches` is the address of a switch without a
+    parent. `options`: The other arguments of FanIn."""
     nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

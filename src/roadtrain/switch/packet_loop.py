@@ -3,8 +3,9 @@
     epoll: jobs with datagrams to read --> read about 200 packets at most for each job --> epoll ...
 
 Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
-send buffer of a job is full, its packets are not read until there is room again. If an exception is
-raised while a job is served, only this job ends. Jobs may be added and removed from any thread.
+send buffer of a job is full, the packets of the job are not read until the buffer has room again.
+If an exception is raised while a job is served, only this job ends. Jobs may be added and removed
+from any thread.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class PacketLoop:
         self._request(job, None)
 
     def remove(self, job: SwitchJob, wait: bool) -> None:
-        """Close a job. If `wait`, block until the job is closed; raises DeadlineError if this takes
-        too long."""
+        """Close a job. If `wait`, block until the job is closed. Raises DeadlineError if the job is
+        not closed within 5 s."""
         closed = threading.Event()
         self._request(job, closed)
         if wait and not closed.wait(END_S):

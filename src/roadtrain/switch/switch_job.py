@@ -9,8 +9,7 @@ executes no Python code for single packets.
 See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is defined by the state machine in
 switch/protocol/switch.py. That state machine handles the heartbeats here. For sums, SwitchTable is
 a compiled version of the state machine. A packet without the job's tag is counted and dropped. All
-methods except `rows` run in the thread of the packet loop. Does NOT block, does NOT know other
-jobs.
+methods except `rows` run in the thread of the packet loop. Does NOT block.
 """
 
 from __future__ import annotations
@@ -118,7 +117,8 @@ class Children:
         """Process a heartbeat of a child. Returns False if the heartbeat was ignored.
 
         Args:
-            below: The most silent worker below the child: (milliseconds of its silence, its rank).
+            below: The most silent worker below the child: (milliseconds of silence, rank of the
+                worker).
         """
         child, before = self.all[number], self._machine.beats.get(number)
         if source != child.address:
@@ -133,8 +133,8 @@ class Children:
         return True
 
     def most_silent(self, now: float) -> tuple[int, int]:
-        """Return the most silent worker of all children, as (milliseconds of its silence, its
-        rank)."""
+        """Return the most silent worker of all children, as (milliseconds of silence, rank of the
+        worker)."""
         child = max(self.all, key=lambda child: child.silent_ms(now))
         return child.silent_ms(now), child.rank
 

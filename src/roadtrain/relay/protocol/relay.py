@@ -12,7 +12,7 @@ The workers use the relay as their server. The server sees the relay as a single
     EndStep   Forwarded once every worker has sent an EndStep.
 The code shared with the state machine of switches is in servers/protocol/intermediary.py.
 
-Assumes that messages of a worker arrive in order. Does NOT know what a step computes.
+Assumes that messages of a worker arrive in order.
 """
 
 from __future__ import annotations

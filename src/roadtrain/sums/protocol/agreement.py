@@ -11,8 +11,8 @@ operations.
 An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
 this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
 an identity and a signature, later operations with this identity and signature need no messages. If
-an operation has `each` set, the workers agree on it every time. A Mismatch begins a new epoch: all
-workers abandon incomplete operations, and all numbers start again from the beginning.
+an operation has `each` set, the workers agree on the operation every time. A Mismatch begins a new
+epoch: all workers abandon incomplete operations, and all numbers start again from the beginning.
 
 NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
 B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
@@ -101,7 +101,8 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training: there they wait only in operations that are begun with `each=True`.
+            training. In asynchronous training, the workers wait only in operations that are begun
+            with `each=True`.
 
     Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
     operation (if `waits`), and all workers that have begun the operation gave the same signature.

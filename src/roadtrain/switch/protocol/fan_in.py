@@ -19,12 +19,12 @@ of packets may not have gaps.
 
 NOTE alone. If workers have gradients of different chunks (experts) and few buffers, the workers
 could deadlock: each worker has announced a gradient of a chunk that the others have not announced.
-To prevent this, a chunk is summed without the workers that have not announced it, if all of these
-workers have waited for 1 s (ALONE_S) with a gradient of another chunk. The gradients of these
-workers are added in a later round. Time is taken from `Tick` events. A sum in two rounds may be
-rounded differently than a sum in one round, so the bits of such a sum depend on timing. Gradients
-that are added in a later round are counted (`apart`). If another server must compute the same
-bytes, such gradients raise LoopError.
+To prevent a deadlock, a chunk is summed without the workers that have not announced a gradient of
+the chunk, if all of these workers have waited for 1 s (ALONE_S) with a gradient of another chunk.
+The gradients of these workers are added in a later round. Time is taken from `Tick` events. A sum
+in two rounds may be rounded differently than a sum in one round, so the bits of such a sum depend
+on timing. Gradients that are added in a later round are counted (`apart`). If another server must
+compute the same bytes, such gradients raise LoopError.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
