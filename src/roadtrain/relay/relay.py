@@ -155,7 +155,7 @@ class ServerChannel(IntermediarySession):
         """Connect the relay to the server. The server treats the relay as a worker whose rank is
         the number of the host.
 
-        Raises PeerError.
+        Raises PeerError if the link to the server cannot be opened.
         """
         ends, local = self.orders.ends, self.orders.local
         group, summed = ends.group, 1 if local == 1 else -local

@@ -1,4 +1,4 @@
-"""The route through a relay, which `Servers(relay=SIZE)` selects.
+"""The route to the servers through a relay. The option `Servers(relay=SIZE)` selects this route.
 
 Worker 0 of each host starts the relay process (relay/relay.py). The workers of the host reach the
 relay over shared memory. The relay reaches the servers by the route `RelayRoute.onward`.

@@ -8,8 +8,9 @@ made by the coordinator at worker 0, with the state machine in sums/protocol/agr
 
 An operation on which the workers agreed earlier needs no messages. If an operation is not done
 after a second, a thread reports the operation to the coordinator. If the workers have not agreed on
-an operation by the deadline, the thread ends the summation (Rule 5). The callback `dropped` is
-called if the operation is abandoned, and must return soon. Does NOT sum tensors.
+an operation by the deadline, the thread ends the summation (Rule 5: every wait has a deadline). The
+callback `dropped` is called if the operation is abandoned, and must return soon. Does NOT sum
+tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Agreement:
         say: Function that sends a frame to the coordinator. None if there is only one worker.
         give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
             of these sums.
-        failed: Called with the error that ends the summation.
+        failed: Function that is called with the error that ends the summation.
 
     Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; a
     ticket has a `_ready` callback only as long as the workers have not agreed on the ticket's

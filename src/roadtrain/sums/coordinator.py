@@ -7,7 +7,7 @@ carry no gradients, so their small frames never wait behind gradients.
 The coordinator checks that all workers begin the same operations, and decides which spare hosts
 sum. If the link of a worker ends, the coordinator treats the worker as lost. The worker's side of a
 link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the coordinator's
-decisions. Does NOT sum, does NOT restart workers.
+decisions. Does NOT restart workers.
 """
 
 from __future__ import annotations

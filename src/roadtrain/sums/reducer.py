@@ -95,8 +95,10 @@ class Reducer(HostedSession[_ReducerConnection]):
     Args:
         rule: "sum" (all workers get the sum of a round) or "accumulate" (each part is added at
             once, and its sender gets the new value).
-        reserve: Function that reserves bytes of the host's budget. Raises BudgetError.
-        forget: Called once, when the last worker has left or the reducer has failed.
+        reserve: Function that reserves bytes of the host's budget. Raises BudgetError if the budget
+            is too small.
+        forget: Function that is called once, when the last worker has left or the reducer has
+            failed.
         above: Function that adds the sums of other hosts to a sum of this host, before the workers
             get the total. None if this host does not sum with other hosts.
     """
@@ -134,7 +136,7 @@ class Reducer(HostedSession[_ReducerConnection]):
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
         """Allocate a buffer of `nbytes` bytes, and reserve these bytes of the budget. If the new
         buffer replaces another buffer, `instead`, the bytes of `instead` are given back. Raises
-        BudgetError."""
+        BudgetError if the budget is too small."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -227,7 +229,8 @@ class Reducer(HostedSession[_ReducerConnection]):
             self.end(LostError(f"worker {rank} has left: {error}"))
 
     def _end_if_lost(self) -> None:
-        """End the reducer if a worker waits for a part of a worker that has left (Rule 5)."""
+        """End the reducer if a worker waits for a part of a worker that has left (Rule 5: nothing
+        hangs)."""
         with self.lock:
             if not self._left:
                 return

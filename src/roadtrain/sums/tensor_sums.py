@@ -182,7 +182,7 @@ class TensorSums:
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
         """Return the sum. If the sum was abandoned, or if the summation has ended with an error,
-        raise this error. Called as a `then` callback of the future. The future's `set_exception` is
+        raise the error. Called as a `then` callback of the future. The future's `set_exception` is
         not used, because DDP would treat the exception as if it were the sum."""
         if ticket.error is not None:
             raise ticket.error

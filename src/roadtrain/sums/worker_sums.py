@@ -1,5 +1,5 @@
-"""WorkerSums: a worker's side of the summation service. It cuts tensors into parts, pushes each
-part to its reducer in the order of priorities, and receives the sums.
+"""WorkerSums: a worker's part of the summation service. WorkerSums cuts tensors into parts, pushes
+each part to its reducer in the order of priorities, and receives the sums.
 
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most 2
     queued parts each -> out, then `done`
@@ -221,7 +221,7 @@ class WorkerSums:
             grad: This worker's tensor. Must not change until the sum is done.
             out: Destination of the sum. As large as `grad`, and must not overlap `grad`. Must not
                 change until the next sum of the same key is done.
-            done: Called from a thread of a link when the sum is in `out`.
+            done: Function that a thread of a link calls when the sum is in `out`.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor (sums/formats.py).
 
@@ -344,7 +344,8 @@ class WorkerSums:
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
         """Return the memory in which to receive the sum of a part. Returns None if the sum must be
-        decoded first, or if the sum was abandoned. Raises WireError."""
+        decoded first, or if the sum was abandoned. Raises WireError if the sum is not in progress
+        or has the wrong size."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -514,8 +515,8 @@ class WorkerSums:
     # the end
 
     def _watch(self) -> None:
-        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s`, end all
-        sums with a DeadlineError that names the missing parts."""
+        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s` seconds,
+        end all sums with a DeadlineError that names the missing parts."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest

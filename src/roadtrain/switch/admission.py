@@ -43,7 +43,8 @@ MOST_NAME = 200  # characters of a session's name that are shown
 
 
 def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
-    """Validate a greeting and return it with a printable session name. Raises WireError."""
+    """Return a copy of a greeting in which the session name is printable. Raises WireError if the
+    greeting is invalid."""
     if hello.first > ROOT - hello.children:
         raise WireError(
             f"the first child of a switch with {hello.children} children has the sender number"

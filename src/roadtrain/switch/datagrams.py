@@ -85,7 +85,7 @@ class DatagramSocket:
             receive_nbytes: Size of the kernel's receive buffer.
             send_nbytes: Size of the kernel's send buffer.
             group: (multicast address, port) to receive from, instead of `address`.
-            report: Called with warnings.
+            report: Function that is called with each warning, a text.
         """
         self._report = report
         self._family, where = _resolved(address, socket.AF_UNSPEC)
@@ -137,8 +137,8 @@ class DatagramSocket:
             into: The buffer. Has at least 64 KiB (RECEIVE_NBYTES).
 
         Returns:
-            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`. The
-            last packet may be shorter.
+            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`
+            seconds. The last packet may be shorter.
 
         Raises:
             LostError: The socket is closed.
@@ -160,8 +160,8 @@ class DatagramSocket:
                         raise
 
     def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
-        """Wait until this socket or one of the others is readable, or `timeout_s` has passed.
-        Raises LostError if one of these sockets is closed."""
+        """Wait until this socket or one of the others is readable, or `timeout_s` seconds have
+        passed. Raises LostError if one of these sockets is closed."""
         sockets = (self, *others)
         with contextlib.ExitStack() as used:
             poll = select.poll()
@@ -179,7 +179,8 @@ class DatagramSocket:
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
-        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError."""
+        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError if the
+        address cannot be resolved."""
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
@@ -358,7 +359,8 @@ class DatagramSocket:
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
-    """Resolve an address to (family, numeric address). Raises ConfigError."""
+    """Resolve an address to (family, numeric address). Raises ConfigError if the address cannot be
+    resolved."""
     try:
         if not 0 <= address[1] <= 65535:  # getaddrinfo would take it modulo 65536
             raise OverflowError

@@ -193,8 +193,8 @@ class FanInEnd(IntermediarySession):
 
     @staticmethod
     def greeting(rest: bytes) -> switch_frames.FanInHello:
-        """Decode a participant's greeting. Raises WireError. `rest`: The bytes of the greeting
-        after the name of the route."""
+        """Decode a participant's greeting. Raises WireError if the greeting is malformed. `rest`:
+        The bytes of the greeting after the name of the route."""
         return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
@@ -557,7 +557,7 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP side and the link to the server. The attribute `over` is already set, so
+        """Close the UDP socket and the link to the server. The attribute `over` is already set, so
         `_send_to` starts no more threads."""
         with self.lock:
             sender = self._sender

@@ -88,8 +88,8 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The incoming stream. Invariants: `_runs` are sorted by packet numbers, and no run is
-    complete. `_lock` guards `_runs`."""
+    """The stream of exponents and sums to the fan-in end. Invariants: `_runs` are sorted by packet
+    numbers, and no run is complete. `_lock` guards `_runs`."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
         """
@@ -225,9 +225,10 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The outgoing stream. Invariant: `_runs` are sorted by packet numbers, without gaps, and the
-    last run ends at `end`. `_lock` guards `_runs`. The lock is also held while bytes are copied
-    into packets, so that no run is acknowledged during the copy."""
+    """The stream of parameters and maxima from the fan-in end. Invariant: `_runs` are sorted by
+    packet numbers, without gaps, and the last run ends at `end`. `_lock` guards `_runs`. The lock
+    is also held while bytes are copied into packets, so that no run is acknowledged during the
+    copy."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key

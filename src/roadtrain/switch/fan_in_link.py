@@ -14,9 +14,10 @@ holds these frames back until the sum is complete.
 
 The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
 second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
-that a sum will free, packets and grants are not blocked. For the same reason the destination of a
-pull is determined when the pull is sent. An exception in a thread ends the link. The owner's `lost`
-is then called with an error that names the server and the switch.
+that a sum will free, packets and grants are not blocked. The destination of a pull is determined
+when the pull is sent, so the thread that receives packets need not call the owner. An exception in
+a thread ends the link. The owner's `lost` is then called with an error that names the server and
+the switch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ MAX_NONCE = 64
 
 @dataclass
 class _Member:
-    """The UDP side of the link. Created when the FAN_IN frame arrives."""
+    """The UDP sockets of the link and their threads. Created when the FAN_IN frame arrives."""
 
     job: int
     child: int
@@ -191,7 +192,7 @@ class FanInLink:
             self._caller.join(END_S)
 
     def _leave(self) -> None:
-        """Close the UDP side and release all gradients."""
+        """Close the UDP sockets and release all gradients."""
         with self._lock:
             self._over = True
             member, self._member = self._member, None

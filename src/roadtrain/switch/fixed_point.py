@@ -89,7 +89,8 @@ def error_bound(maximum: int, workers: int, width: int) -> float:
     A unit is the value by which an element changes if its integer changes by 1. The bound is one
     unit for each worker. (If no integer was clamped, half a unit for each worker is a bound too.)
     For a block that becomes NaN, the bound is infinite. Rounding the sum to float32 adds at most
-    2^-24 of the sum's magnitude, or at most 2^-150 if this is larger. Raises ConfigError.
+    2^-24 of the sum's magnitude, or at most 2^-150 if 2^-150 is larger. Raises ConfigError if
+    `width` is not supported, or is too small for so many workers.
     """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
@@ -122,8 +123,8 @@ def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
 
 @kernel
 def _scale(exponent: Any, bits: Any) -> Any:
-    """Return 2^(bits - E) in float64, where E belongs to the exponent byte `exponent`. Returns 0 if
-    the elements of the block are all zeros, or if an element is not finite."""
+    """Return 2^(bits - E) in float64, where E is `exponent` - 126 (see the top of this file).
+    Returns 0 if the elements of the block are all zeros, or if an element is not finite."""
     power = np.int64(1023 + BIAS) + np.int64(bits) - np.int64(exponent)
     scale = np.uint64(power << np.int64(52)).view(np.float64)
     return np.float64(0) if exponent in (ZERO, NOT_FINITE) else scale
@@ -223,7 +224,8 @@ def dequantize(
     out: np.ndarray,
 ) -> None:
     """Convert the integers of the valid packets of a run to float32, and write the results to
-    `out`. Sums beyond the range of float32 become infinite. Raises the same errors as `quantize`.
+    `out`. Sums beyond the range of float32 become infinite. Raises ConfigError if `width` cannot
+    hold the sum of so many workers.
 
     Args:
         ok: bool, one per packet of the run: whether the packet is valid.

@@ -38,7 +38,7 @@ class Lateness:
 
     def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
         """Note a heartbeat of the root switch. The heartbeat reports that, of all workers, worker
-        `rank` has been silent for the longest time: `silent_ms`."""
+        `rank` has been silent for the longest time: `silent_ms` milliseconds."""
         silent = rank if rank < self._participants else UNKNOWN
         self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 

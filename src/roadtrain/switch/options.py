@@ -55,7 +55,7 @@ class SwitchNode:
 
 @dataclass(frozen=True)
 class FanIn:
-    """The tree of switches that sums a job's gradients and copies its parameters.
+    """The tree of switches that sums a job's gradients and copies the job's parameters.
 
     Args:
         switches: The switches of the tree, in any order.
@@ -151,7 +151,8 @@ class FanIn:
         return sum(self.children(node, workers) for node in before)
 
     def place_of(self, rank: int, workers: int) -> tuple[SwitchNode, int]:
-        """Return the switch that worker `rank` sends to, and the worker's child number there."""
+        """Return the switch to which worker `rank` sends, and the number of the worker among the
+        children of the switch."""
         for switch in self.switches:
             ranks = self.workers_of(switch, workers)
             if rank in ranks:

@@ -1,6 +1,6 @@
 """PacketLoop: the thread of a switch that serves the sockets of all jobs in turn.
 
-    epoll: jobs with datagrams to read --> read about 200 packets at most for each job --> epoll ...
+    epoll: jobs with datagrams to read --> read at most about 200 packets of each job --> epoll ...
 
 Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
 send buffer of a job is full, the packets of the job are not read until the buffer has room again.
@@ -32,9 +32,9 @@ class PacketLoop:
     """Serves jobs in a thread of its own.
 
     Args:
-        ended: Called from the thread as ended(job, error) after a job was closed. `error` is None
-            if the job was closed by `remove`.
-        failed: Called from the thread with the error, if the packet loop itself fails.
+        ended: Function that the thread calls as ended(job, error) after a job was closed. `error`
+            is None if the job was closed by `remove`.
+        failed: Function that the thread calls with the error if the packet loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:
@@ -131,8 +131,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Set the event of the job for which epoll waits: room in the send buffer if the job has
-        unsent packets, otherwise arriving packets."""
+        """Set the event for which epoll waits at the job's socket: room in the send buffer if the
+        job has unsent packets, otherwise arriving packets."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

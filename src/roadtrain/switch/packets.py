@@ -237,8 +237,9 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """Return a copy of the headers, as an array HEADER [count]. The packets need not be verified.
-    If the packets are shorter than a header, the headers are zeros."""
+    """Return a copy of the headers, as an array of the dtype HEADER with `count` elements. The
+    packets need not be verified. If the packets are shorter than a header, the headers are
+    zeros."""
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)

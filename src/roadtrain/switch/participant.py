@@ -115,7 +115,8 @@ class Granted:
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
-        """Process a grant: the packet numbers for the exponents of a round. Raises WireError."""
+        """Process a grant: the packet numbers for the exponents of a round. Raises WireError if the
+        grant is invalid."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
                 f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but packets"
@@ -164,7 +165,7 @@ class Granted:
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
         """Find the unacknowledged numbers in [first, first + count). Until `made` is called, the
-        packets with these numbers count as being made.
+        gradients of these packets are not released.
 
         Returns:
             For each run: (run, first packet in the run, number of packets).
@@ -212,8 +213,8 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull whose answer is incomplete. Invariant: `missing` is the number of packets that have
-    not arrived, which are False in `here`."""
+    """A pull whose answer is incomplete. Invariant: `missing` is the number of elements of `here`
+    that are False: the packets that have not arrived."""
 
     ticket: int
     key: Key

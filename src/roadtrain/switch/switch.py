@@ -70,7 +70,8 @@ class SwitchHost:
         self.where = f"{self._host}:{self.port}"
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Answer a link that was authenticated. Called by the listener."""
+        """Accept an authenticated link from a job, or answer a status request. Called by the
+        listener."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if not hello.startswith(switch_frames.SWITCH_GREETING):

@@ -1,4 +1,4 @@
-"""Trial of IP multicast, which finds out whether the network itself can copy packets to all
+"""Trial of IP multicast. The trial finds out whether the network itself can copy packets to all
 participants.
 
 Dummy packets are sent to a multicast group of the job. Each participant joins the group, and

@@ -16,8 +16,8 @@ epoch: all workers abandon incomplete operations, and all numbers start again fr
 
 NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
 B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
-the workers are deadlocked. This is true even if the answers are from different times, because each
-operation has a unique number and a blocked worker begins no operation.
+the workers are deadlocked, even if the answers are from different times, because each operation has
+a unique number and a blocked worker begins no operation.
 
 No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
 operation.

@@ -69,7 +69,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ExponentsArrived:
-    """The maxima of a round's exponents have arrived for all blocks of elements."""
+    """An event: the maxima of a round's exponents have arrived for all blocks of elements."""
 
     chunk: int
     round: int
@@ -77,7 +77,7 @@ class ExponentsArrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The sum of a round is complete in its buffer."""
+    """An event: the sum of a round is complete in the buffer of the round."""
 
     chunk: int
     round: int
@@ -476,8 +476,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Count the rounds that have waited for more than `longer_s` for packets of workers. These
-        are packets of exponents or of gradients."""
+        """Count the rounds that have waited more than `longer_s` seconds for packets of workers
+        (packets of exponents or of gradients)."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s
