@@ -3,16 +3,17 @@
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-The training processes thus spend no CPU time on the network. The relay pulls parameters once for
-all workers and caches as many parameters as its memory can hold. Gradients of a single worker are
-forwarded as they arrive. Gradients of several workers are summed (in fp32 and in worker order: Rule
-1), and only the sum is sent to the server. To the servers, the relay looks like one worker. The
-relay has one ServerChannel per server. A ServerChannel has no threads of its own: the threads of
-the links call the state machine in relay/protocol/relay.py, which makes all decisions.
+A ring is a queue in shared memory, so the training processes spend no CPU time on the network. The
+relay pulls parameters once for all workers and caches as many parameters as its memory can hold.
+Gradients of a single worker are forwarded as they arrive. Gradients of several workers are summed
+(in fp32 and in worker order: Rule 1), and only the sum is sent to the server. To the servers, the
+relay looks like one worker. The relay has one ServerChannel per server. A ServerChannel has no
+threads of its own: the threads of the links call the state machine in relay/protocol/relay.py,
+which makes all decisions.
 
 Worker 0 of the host starts the relay and writes an Orders object to the relay's standard input. The
-relay ends when the workers have left. Does NOT import torch. No state of the relay is needed after
-a restart.
+relay ends when the workers have left. The relay keeps no state that must survive a restart. Does
+NOT import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def main() -> None:
 
 
 def run(orders: Orders) -> None:
-    """Serve until every worker has left. Raises DeadlineError if no worker connects in time."""
+    """Run the relay until every worker has left. Raises DeadlineError if no worker connects in
+    time."""
     ends, over = orders.ends, threading.Semaphore(0)
     route = routes.from_json(*orders.onward).open(ends)
     directory = Path(orders.directory)
@@ -113,7 +115,8 @@ def run(orders: Orders) -> None:
 
 
 def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
-    """Listen on the socket `path`. Retry while the relay of the previous start still uses it."""
+    """Listen on the socket `path`. If the relay of an earlier start of the job still uses the
+    socket, retry for 10 s."""
     near = local_options(options)
     return retry(
         lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
@@ -123,8 +126,9 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 class ServerChannel(IntermediarySession):
     """The traffic between the workers of this host and one server.
 
-    A ServerChannel is the session of these workers, and the Receiver of the relay's link to the
-    server. It numbers the workers of this host from 0, whatever their ranks in the job are.
+    A ServerChannel is the session of these workers. It is also the Receiver (the object that
+    handles frames) of the relay's link to the server. Here the workers of the host are numbered
+    from 0, whatever their ranks in the job are.
     """
 
     machine: RelayStateMachine
@@ -148,10 +152,10 @@ class ServerChannel(IntermediarySession):
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """Connect to the server. The server treats the relay as a worker. The rank of this worker
-        is the number of this host.
+        """Connect the relay to the server. The server treats the relay as a worker whose rank is
+        the number of the host.
 
-        Raises PeerError.
+        Raises PeerError if the link to the server cannot be opened.
         """
         ends, local = self.orders.ends, self.orders.local
         group, summed = ends.group, 1 if local == 1 else -local
@@ -212,8 +216,8 @@ class ServerChannel(IntermediarySession):
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
             raise WireError(
-                f"a worker sent a request for chunk {number}, but there are only"
-                f" {len(self._chunks)} chunks"
+                f"a worker requested chunk {number}, but the last chunk is chunk"
+                f" {len(self._chunks) - 1}"
             )
         return self._chunks[number]
 

@@ -1,7 +1,7 @@
-"""The route through a relay, which `Servers(relay=SIZE)` selects.
+"""The route to the servers through a relay. The option `Servers(relay=SIZE)` selects this route.
 
 Worker 0 of each host starts the relay process (relay/relay.py). The workers of the host reach the
-relay over shared memory. The relay reaches the servers by another route, `onward`.
+relay over shared memory. The relay reaches the servers by the route `RelayRoute.onward`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ END_S = 10.0  # time for the relay to exit after its workers have left
 
 @dataclass(frozen=True)
 class RelayRoute:
-    """A Route through this host's relay.
+    """The route to the servers through this host's relay. Implements the interface Route.
 
     Args:
         host_bytes: Memory for the relay's buffers.
@@ -122,7 +122,8 @@ class OpenRelayRoute:
         )
 
     def close(self) -> None:
-        """Wait until the relay has exited. Kill it if it has not exited after END_S."""
+        """Wait until the relay has exited. If the relay has not exited after 10 s, kill the
+        relay."""
         if self.process is not None:
             try:
                 self.process.wait(END_S)
@@ -212,9 +213,9 @@ def least_relay(
     memory.
 
     Gradients of a single worker are forwarded at once. With several workers, each gradient of a
-    chunk is held until all workers have sent their gradients of the chunk. If `holds_gradients` is
-    set too, all gradients are held until step(), so the buffers must have room for the gradients of
-    the whole model.
+    chunk is held until all workers have sent their gradients of the chunk. If, with several
+    workers, `holds_gradients` is set (all gradients wait for the global norm), the gradients of the
+    whole model are held at the same time, and the buffers must have room for all these gradients.
     """
     share = -(-len(table.trainable) // servers) + 2  # most trainable chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)

@@ -8,8 +8,9 @@ made by the coordinator at worker 0, with the state machine in sums/protocol/agr
 
 An operation on which the workers agreed earlier needs no messages. If an operation is not done
 after a second, a thread reports the operation to the coordinator. If the workers have not agreed on
-an operation by the deadline, the thread ends the summation (Rule 5). The callback `dropped` must
-return soon. Does NOT sum.
+an operation by the deadline, the thread ends the summation (Rule 5: every wait has a deadline). The
+callback `dropped` is called if the operation is abandoned, and must return soon. Does NOT sum
+tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ HINT = "every worker must run the same program over the same model"
 
 
 def short(text: str) -> str:
-    """Shorten a text that is longer than TEXT characters. A hash of the whole text is appended, so
-    two different texts stay different."""
+    """Shorten a text of more than 1000 characters to its first 1000 characters and a hash of the
+    whole text. So two different texts stay different."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
@@ -59,9 +60,9 @@ class Agreement:
     """The agreement of one worker with all other workers.
 
     A mismatch means that workers have begun different operations. The program gets the error of
-    each mismatch once. If an operation of this worker was abandoned because of the mismatch, the
-    error is raised by waiting for this operation. Otherwise the error is raised by beginning the
-    next operation.
+    each mismatch once. If an operation of this worker was abandoned because of the mismatch,
+    waiting for the operation raises the error. Otherwise, beginning the next operation raises the
+    error.
 
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous
@@ -69,7 +70,7 @@ class Agreement:
         say: Function that sends a frame to the coordinator. None if there is only one worker.
         give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
             of these sums.
-        failed: Called with the error that ends the summation.
+        failed: Function that is called with the error that ends the summation.
 
     Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; a
     ticket has a `_ready` callback only as long as the workers have not agreed on the ticket's
@@ -112,8 +113,8 @@ class Agreement:
         Args:
             identity: Name of the operation.
             signature: Details that must be the same at all workers, such as the dtype and shape.
-            each: Whether the workers must agree on this operation even if they have agreed on its
-                identity and signature before.
+            each: Whether the workers must agree on this operation even if they agreed on an earlier
+                operation with the same identity and signature.
 
         Raises:
             DifferError: Workers began different operations earlier, and no operation of this worker
@@ -154,8 +155,9 @@ class Agreement:
             self._unseen, self._given_up = None, False
 
     def resume(self) -> None:
-        """Note that the program has started over, after an abandoned operation has raised an error.
-        Blocks while a mismatch is being handled. Does nothing if no operation was abandoned."""
+        """Note that the program continues after an abandoned operation has raised an error. After
+        that, the program can begin operations again. Blocks while a mismatch is being handled. Does
+        nothing if no operation was abandoned."""
         with self.order:
             if self._given_up:
                 self.mark_seen()
@@ -277,8 +279,9 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the pending mismatch (`_verdict`) if its deadline has passed, or if all operations
-        on which the workers have agreed are done. The caller holds the lock `order`."""
+        """Handle the pending mismatch (`_verdict`) if the deadline of the mismatch has passed, or
+        if all operations on which the workers have agreed are done. The caller holds the lock
+        `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

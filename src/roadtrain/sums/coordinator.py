@@ -7,7 +7,7 @@ carry no gradients, so their small frames never wait behind gradients.
 The coordinator checks that all workers begin the same operations, and decides which spare hosts
 sum. If the link of a worker ends, the coordinator treats the worker as lost. The worker's side of a
 link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the coordinator's
-decisions. Does NOT sum, does NOT restart workers.
+decisions. Does NOT restart workers.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Coordinator(HostedSession[WorkerConnection]):
             worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
 
     def close(self, wait_s: float) -> None:
-        """Wait for the workers to leave, for at most `wait_s`. Then close all links."""
+        """Wait at most `wait_s` seconds for the workers to leave. Then close all links."""
         with self.lock:
             self.lock.wait_for(lambda: self.connections.keys() <= self.lost_ranks, wait_s)
         for worker in self.everyone():

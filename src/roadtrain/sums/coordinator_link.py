@@ -17,9 +17,9 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The Receiver of a worker's link to the coordinator. The attributes `agreement` and `sums`
-    must be set before `linked` is called. If the worker does not use spare hosts, `sums` stays
-    None."""
+    """The handler of the frames on a worker's link to the coordinator (Receiver). The attributes
+    `agreement` and `sums` must be set before `linked` is called. If the worker does not use spare
+    hosts, `sums` stays None."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
@@ -84,8 +84,9 @@ class CoordinatorLink:
                 raise WireError(f"a coordinator sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
-        """Handle the end of the link. Sums that use spare hosts fail too, because only the
-        coordinator can replace a spare host that dies."""
+        """Handle the end of the link. Sums that use spare hosts fail, because only the coordinator
+        can replace a spare host that dies. Other sums on which the workers have agreed can still
+        finish."""
         if not self._closed:
             self.agreement.lost(error)
             if self.sums is not None:

@@ -22,7 +22,7 @@ from roadtrain.sums import quantize
 
 
 class _HalfPrecision(Codec):
-    """bf16, fp16: every value is rounded to the nearest value of the format."""
+    """The formats `bf16` and `fp16`: each value is rounded to the nearest value of the format."""
 
     feedback, dtype = False, ""
 
@@ -45,7 +45,7 @@ class Fp16(_HalfPrecision):
 
 
 class OneBit(Codec):
-    """onebit: sends the sign of each value, and the mean magnitude of all values."""
+    """The format `onebit`: the sign of each value, and the mean magnitude of all values."""
 
     name = "onebit"
 
@@ -60,8 +60,9 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS, with BITS 2, 4 or 8: rounds each value at random to the next level above or
-    below. The probabilities are chosen so that the expected result equals the value."""
+    """The format `dither:BITS`, with BITS 2, 4 or 8: each value is rounded at random to the next
+    level above or below. The probabilities are chosen so that the expected result equals the
+    value."""
 
     name = "dither"
 
@@ -121,8 +122,8 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed for random numbers. Different `numbers` give different seeds, and the same
-    `numbers` give the same seed in every run."""
+    """Return a seed for random numbers. The same `numbers` give the same seed in every run, and
+    different `numbers` almost always give different seeds."""
     return hash(numbers) & (1 << 64) - 1  # Python's hash of integers is not randomized
 
 
@@ -133,19 +134,20 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
         raise WireError(
-            f"received {len(raw)} bytes that cannot be decoded as {text}: {error}"
+            f"the {len(raw)} bytes of a received part cannot be decoded as {text}: {error}"
         ) from error
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """Encode `values` in the format `text`, with error feedback if there is a residual
-    (`encode_with_feedback`).
+    """Encode `values` in the format `text`. If there is a residual, add the residual to the values
+    first, and store the new residual (error feedback).
 
     Args:
         values: float32 [n].
         residual: float32 [n], the part of earlier values that encoding has lost so far; None if
             there is no error feedback.
         out: Destination of the encoded bytes. Its size is the codec's `nbytes(n)`.
+        seed: Seed for formats that round at random.
     """
     raw = np.frombuffer(out, np.uint8)
     encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)

@@ -2,8 +2,8 @@
 node of each accelerator, of each network card, and of the disks under given directories.
 
 The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
-prints it. On virtual machines many facts are missing. Missing facts are listed, and are not errors.
-Does NOT measure rates.
+prints the topology. On virtual machines many facts are missing. Missing facts are listed, and are
+not errors. Does NOT measure rates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNKNOWN = "unknown"
 
 
 def _read(path: Path) -> str:
-    """Read a file of /sys. Returns UNKNOWN if reading fails."""
+    """Read a file of /sys. Returns "unknown" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -48,8 +48,8 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces of hardware devices. Virtual interfaces are not listed, because
-    they have no device."""
+    """List the network interfaces of hardware devices. Virtual interfaces, such as bridges, are not
+    listed."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 
@@ -78,8 +78,8 @@ def roots_here() -> list[int]:
 
 @dataclass(frozen=True)
 class _Device:
-    """An accelerator, network card or disk. A field is UNKNOWN if the system does not report its
-    value."""
+    """An accelerator, network card or disk. A field is "unknown" if the system does not report the
+    value of the field."""
 
     name: str
     path: str  # the PCI functions from the root port to the device
@@ -108,7 +108,7 @@ class _Device:
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
     """Read the facts about a device from /sys. `path`: The resolved path in /sys of the device, or
-    of a child of the device."""
+    of a child of the device. `nodes`: The numbers of the host's NUMA nodes, as text."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [

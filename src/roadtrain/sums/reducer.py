@@ -8,8 +8,7 @@ parameters, no optimizer state and no files.
 When a worker pushes a part for the first time, a buffer for the part is allocated. The buffer is
 reused in every round, until the part is assigned to another reducer. Encoded parts (formats.py) are
 decoded one by one, and the sum is encoded. One thread does the additions; links have their own
-threads. protocol/reducer.py makes the decisions. Does NOT know layers or models, does NOT divide by
-the number of workers.
+threads. protocol/reducer.py makes the decisions. Does NOT divide the sums by the number of workers.
 """
 
 from __future__ import annotations
@@ -96,8 +95,10 @@ class Reducer(HostedSession[_ReducerConnection]):
     Args:
         rule: "sum" (all workers get the sum of a round) or "accumulate" (each part is added at
             once, and its sender gets the new value).
-        reserve: Function that reserves bytes of the host's budget. Raises BudgetError.
-        forget: Called once, when the last worker has left or the reducer has failed.
+        reserve: Function that reserves bytes of the host's budget. Raises BudgetError if the budget
+            is too small.
+        forget: Function that is called once, when the last worker has left or the reducer has
+            failed.
         above: Function that adds the sums of other hosts to a sum of this host, before the workers
             get the total. None if this host does not sum with other hosts.
     """
@@ -135,7 +136,7 @@ class Reducer(HostedSession[_ReducerConnection]):
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
         """Allocate a buffer of `nbytes` bytes, and reserve these bytes of the budget. If the new
         buffer replaces another buffer, `instead`, the bytes of `instead` are given back. Raises
-        BudgetError."""
+        BudgetError if the budget is too small."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -160,7 +161,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
                 f"worker {worker.rank} pushed a part of {part.elements} elements of {part.format}"
-                f" with a payload of {nbytes} bytes, which is empty or has the wrong size"
+                f", but its payload of {nbytes} bytes is empty or has the wrong size"
             )
         worker.coming.discard(where)
         with self.lock:
@@ -228,7 +229,8 @@ class Reducer(HostedSession[_ReducerConnection]):
             self.end(LostError(f"worker {rank} has left: {error}"))
 
     def _end_if_lost(self) -> None:
-        """End the reducer if a worker waits for a part of a worker that has left (Rule 5)."""
+        """End the reducer if a worker waits for a part of a worker that has left (Rule 5: nothing
+        hangs)."""
         with self.lock:
             if not self._left:
                 return

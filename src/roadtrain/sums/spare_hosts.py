@@ -50,7 +50,8 @@ class SpareHosts:
         )
 
     def now(self) -> dict[str, float]:
-        """Return the current list of spare hosts: address -> rate. Raises ConfigError."""
+        """Return the current list of spare hosts: address -> rate. Raises ConfigError if the list
+        cannot be read or is invalid."""
         if isinstance(self.spares, str):
             return self._read(Path(self.spares))
         rates = self.rates or [1.0] * len(self.spares)
@@ -78,8 +79,9 @@ class SpareHosts:
 
 
 def watch(hosts: SpareHosts, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
-    """Watch the list in a thread. A new host that answers is offered to the coordinator, and a host
-    that is no longer listed is removed. Returns a function that ends the thread."""
+    """Watch the list of spare hosts in a thread. A new host that answers is offered to the
+    coordinator, and a host that is no longer listed is removed. Returns a function that ends the
+    thread."""
     # address -> (time of the next attempt, seconds from that attempt to the following one)
     over, attempts = threading.Event(), dict[str, tuple[float, float]]()
     silent = dict[str, str]()  # address -> last reported reason why the host does not answer

@@ -140,8 +140,10 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Decode the payload of a State or Change frame. Returns two round numbers for each tensor,
-    which the comment of `Rounds` explains."""
+    """Decode the payload of a State or Change frame. Returns two numbers for each tensor. For a
+    State: the last round that the worker has begun, and whether this round is complete (0 or 1).
+    For a Change: the last round that any worker has begun, and the first round that any worker
+    lacks."""
     return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 

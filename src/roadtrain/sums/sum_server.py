@@ -42,8 +42,8 @@ class Reducers:
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
         """Accept the link of a worker or of a status request. If the worker's job has no reducer
-        yet, create a reducer for the job. Returns the Receiver of the link. Raises WireError,
-        BusyError."""
+        yet, create a reducer for the job. Returns the Receiver of the link. Raises WireError if the
+        greeting is invalid, and BusyError if the coordinator on this host serves another job."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
@@ -104,7 +104,7 @@ class Reducers:
             self._lock.notify_all()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Wait for the workers of all jobs to leave, for at most `wait_s`. Then end all
+        """Wait at most `wait_s` seconds for the workers of all jobs to leave. Then end all
         reducers."""
         if self.coordinator is not None:
             self.coordinator.close(wait_s)

@@ -5,9 +5,9 @@ divided into groups that sum with each other (worker_places.py), and connect.
     (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
     spare hosts (spare_hosts.py)
 
-Once the workers are connected, `HostSums` (host_sums.py) sums memory, and TensorSums
-(tensor_sums.py) sums torch tensors. Reducers are in reducer.py, the process of a spare host is in
-sum_server.py, and the state machines are in protocol/.
+Once the workers are connected, `HostSums` (host_sums.py) sums tensors in host memory, and
+TensorSums (tensor_sums.py) sums torch tensors. Reducers are in reducer.py, the process of a spare
+host is in sum_server.py, and the state machines are in protocol/.
 
 NOTE no secrets. The argument `gather` of `connect` exchanges messages among all workers, usually
 with a torch process group. These messages are not encrypted, so they contain no token. Workers of
@@ -15,7 +15,7 @@ one host connect through Unix sockets, which check the user. Workers of several 
 with a token. Each worker derives this token from the token in its token file. If there is no token
 file, only loopback addresses are used.
 
-`gather` is called only at the start, with a few bytes. Does NOT know torch.
+`gather` is called only at the start, with a few bytes. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSum
 
 
 def _gathered(gather: Gather, mine: T) -> list[T]:
-    """Exchange a struct among all workers. Returns the structs of all workers, by rank."""
+    """Exchange a struct among all workers. Returns the structs of all workers, in the order of
+    their ranks."""
     return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 

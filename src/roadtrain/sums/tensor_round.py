@@ -3,7 +3,7 @@ encoding of parts.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
 
-Not thread-safe: the caller holds a lock. Does NOT know links or the assignment of reducers.
+Not thread-safe: the caller holds a lock. Does NOT send parts, does NOT choose reducers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class TensorRound:
 
     def number(self, start: int) -> int:
         """Return the number of the part that begins at element `start`, or -1 if no part begins
-        there. In frames of parts that go to another reducer because the first reducer was removed
-        (Map.moved), the bits of `start` are inverted; both forms are accepted."""
+        there. In the frames of parts that were moved to another reducer (Map.moved), all bits of
+        `start` are inverted. This method accepts `start` with or without inverted bits."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1

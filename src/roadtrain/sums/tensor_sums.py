@@ -2,8 +2,7 @@
 result is a tensor on the same device as the summed tensor.
 
 If a tensor is on an accelerator, the tensor is copied to pinned memory, and the sum is copied back.
-A thread waits for these copies. Does NOT divide by the number of workers, does NOT know models or
-process groups.
+A thread waits for these copies. Does NOT divide the sums by the number of workers.
 """
 
 from __future__ import annotations
@@ -174,16 +173,17 @@ class TensorSums:
         self._agreement.agree(identity, signature)
 
     def resume(self) -> None:
-        """Note that the program has started over after a DifferError. A program must call this
-        method if it waits for futures directly instead of calling `TensorSum.wait`."""
+        """Note that the program continues after a DifferError. After that, the program can begin
+        sums again. A program must call this method if the program waits for futures directly
+        instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum or raise the error. The method is a `then` callback of the future. The
-        future's `set_exception` is not used, because DDP would treat the exception as if it were
-        the sum."""
+        """Return the sum. If the sum was abandoned, or if the summation has ended with an error,
+        raise the error. Called as a `then` callback of the future. The future's `set_exception` is
+        not used, because DDP would treat the exception as if it were the sum."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:

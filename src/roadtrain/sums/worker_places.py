@@ -102,9 +102,9 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Return the workers of a host that sum, as numbers on the host from 0. If the workers of the
-    host have sent different roots, the roots of the host's first worker are used. Raises
-    ConfigError if the user chose invalid roots.
+    """Return the numbers of the workers of a host that sum. The host's workers are numbered from 0.
+    If the workers of the host have sent different roots, the roots of the host's first worker are
+    used. Raises ConfigError if the user chose invalid roots.
 
     Args:
         own: The ranks of the host's workers.
@@ -116,6 +116,6 @@ def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
             return everyone  # the host has devices that no worker uses
         raise ConfigError(
             f"invalid roots {roots} for a host with {len(own)} workers",
-            hint="list each worker that sums once; workers are counted from 0 on each host",
+            hint="list no worker twice; the workers of each host are counted from 0",
         )
     return roots

@@ -1,8 +1,8 @@
-"""WorkerSums: a worker's side of the summation service. It cuts tensors into parts, pushes each
-part to its reducer in the order of priorities, and receives the sums.
+"""WorkerSums: a worker's part of the summation service. WorkerSums cuts tensors into parts, pushes
+each part to its reducer in the order of priorities, and receives the sums.
 
-    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most AHEAD
-    parts each -> out, then `done`
+    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most 2
+    queued parts each -> out, then `done`
 
 Parts for the worker's own reducer cross no network. Unless parts are encoded, bytes are sent from
 `grad` and received in `out` without copies. Spare hosts may be added and removed
@@ -10,7 +10,7 @@ Parts for the worker's own reducer cross no network. Unless parts are encoded, b
 the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
 the other workers push their parts from `grad`. For this purpose, the `out` of the last round and
 the `grad` of the current round are kept. Every wait has a deadline (Rule 5). Does NOT divide by the
-number of workers, does NOT know torch.
+number of workers, does NOT import torch.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SumOptions:
 
 
 class _ReducerLink:
-    """A worker's link to a reducer. The object is also the Receiver of this link. `ahead`: Number
-    of parts that are queued in the link."""
+    """A worker's link to a reducer. The object also handles the frames of this link (Receiver).
+    `ahead`: Number of parts that are queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -116,7 +116,7 @@ class _ReducerLink:
 
 
 class WorkerSums:
-    """Sums memory over a group of workers.
+    """Sums tensors in host memory over a group of workers.
 
     Args:
         rank: Rank of this worker in the group.
@@ -214,14 +214,14 @@ class WorkerSums:
         priority: int = 0,
         format: str = "",
     ) -> None:
-        """Begin a sum. All workers must call `sum` with the same keys. A key may be summed again
-        only after its last sum is done.
+        """Begin a sum. All workers must call `sum` with the same keys. A tensor may be summed again
+        only after the last sum with the tensor's key is done.
 
         Args:
             grad: This worker's tensor. Must not change until the sum is done.
             out: Destination of the sum. As large as `grad`, and must not overlap `grad`. Must not
                 change until the next sum of the same key is done.
-            done: Called from a thread of a link when the sum is in `out`.
+            done: Function that a thread of a link calls when the sum is in `out`.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor (sums/formats.py).
 
@@ -266,16 +266,16 @@ class WorkerSums:
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
-        """Remove from the queue the entries to send now, and return them. The caller holds the
-        lock.
+        """Take the entries that must be sent now out of the queue, and return these entries. The
+        caller holds the lock.
 
         If the link of the first entry is full, all entries wait, although other links may be idle.
         So all links progress at the same pace, and a link with a small share does not finish early.
 
         Returns:
-            For each entry: (reducer, tensor, part, `start` for the header, round). If a sum is
-            pushed, `round` is the round of this sum. If the worker's own part is pushed, `round` is
-            0.
+            For each entry: (reducer, tensor, part, value of the header field `start`, round). If a
+            sum is pushed, `round` is the round of this sum. If the worker's own part is pushed,
+            `round` is 0.
         """
         out = []
         while self._queue:
@@ -335,7 +335,7 @@ class WorkerSums:
         part = -1 if tensor is None or tensor.round != number else tensor.number(start)
         if tensor is None or part not in tensor.waits:
             raise WireError(
-                f"received a sum that is not in progress: tensor {key}, round {number}, from"
+                f"a reducer sent a sum that is not in progress: tensor {key}, round {number}, from"
                 f" element {start} on"
             )
         return tensor, part
@@ -344,7 +344,8 @@ class WorkerSums:
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
         """Return the memory in which to receive the sum of a part. Returns None if the sum must be
-        decoded first, or if the sum was abandoned. Raises WireError."""
+        decoded first, or if the sum was abandoned. Raises WireError if the sum is not in progress
+        or has the wrong size."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -353,8 +354,8 @@ class WorkerSums:
         expected = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
         if nbytes != expected:
             raise WireError(
-                f"received {nbytes} bytes as the sum of tensor {key} from element {start} on,"
-                f" expected {expected} bytes"
+                f"a reducer sent {nbytes} bytes as the sum of tensor {key} from element {start} on,"
+                f" but this sum has {expected} bytes"
             )
         return place if codec is None else None
 
@@ -478,10 +479,11 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the sums in `_owed` that need no notice any more, because all workers have the sum
-        and the reducer was removed. `_owed` contains the sums that this worker pushes because other
-        workers lacked these sums. The worker waits for the reducer's notice that all workers have
-        the sum, but a removed reducer cannot send this notice."""
+        """List the sums in `_owed` for which this worker need not wait any more. `_owed` contains
+        the sums that this worker pushes because other workers lacked these sums. After the push,
+        the worker waits for the reducer's notice that all workers have the sum. The wait can end if
+        the reducer was removed, so that no notice will come, and if all workers already have the
+        sum."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
@@ -513,8 +515,8 @@ class WorkerSums:
     # the end
 
     def _watch(self) -> None:
-        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s`, end all
-        sums with a DeadlineError that names the missing parts."""
+        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s` seconds,
+        end all sums with a DeadlineError that names the missing parts."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest

@@ -43,11 +43,12 @@ MOST_NAME = 200  # characters of a session's name that are shown
 
 
 def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
-    """Validate a greeting and return it with a printable session name. Raises WireError."""
+    """Return a copy of a greeting in which the session name is printable. Raises WireError if the
+    greeting is invalid."""
     if hello.first > ROOT - hello.children:
         raise WireError(
-            f"the sender number {hello.first} of the first child is too large: a switch with"
-            f" {hello.children} children can have at most {ROOT - hello.children}"
+            f"the first child of a switch with {hello.children} children has the sender number"
+            f" {hello.first}, but the maximum is {ROOT - hello.children}"
         )
     shown = "".join(c for c in hello.session if c.isprintable())[:MOST_NAME]
     return hello._replace(session=shown)
@@ -58,8 +59,8 @@ class SlotQuota:
     Thread-safe. Invariant, while `_lock` is held: 0 <= `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError if `nbytes`, the memory for all jobs, is too small for the smallest
-        job."""
+        """Create a budget of `nbytes` bytes for all jobs. Raises ConfigError if `nbytes` is too
+        small for the smallest job."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
@@ -75,19 +76,19 @@ class SlotQuota:
             )
 
     def receive_nbytes(self, slots: int, children: int) -> int:
-        """Return the size in bytes of the kernel's receive buffer for a job with `slots` slots and
-        `children` children."""
+        """Return the size in bytes of the kernel's receive buffer of a job. The table of the job
+        has `slots` slots, and sums the packets of `children` workers or switches."""
         return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
 
     def _cost(self, slots: int, receive_nbytes: int) -> int:
-        """Return the memory in bytes that a job with `slots` slots needs."""
+        """Return the memory in bytes of a job whose table has `slots` slots and whose socket has a
+        receive buffer of `receive_nbytes` bytes."""
         of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that the next job can have, even if it has the maximum number of
-        children."""
+        """The number of slots that the next job can have, whatever the job's number of children."""
         left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
@@ -124,8 +125,8 @@ def job_socket(
     quota: SlotQuota,
     report: Report,
 ) -> DatagramSocket:
-    """Open the UDP socket of a job. A job whose link was lost asks for the port that it had before,
-    and gets this port. A job that asks for no port gets a free port.
+    """Open the UDP socket of a job. A job that registers again after the loss of its link asks for
+    its earlier port. A job that asks for no port gets a free port.
 
     Args:
         switch: Host and TCP port of this switch.

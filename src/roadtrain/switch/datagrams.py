@@ -1,4 +1,5 @@
-"""DatagramSocket: a UDP socket that sends and receives runs of packets of equal length in one call.
+"""DatagramSocket: a UDP socket that sends or receives many packets of equal length in one call. The
+packets of a call are a run. The last packet of a run may be shorter.
 
     socket = DatagramSocket(("10.0.0.3", 0), receive_nbytes=8 * MIB, send_nbytes=4 * MIB)
     socket.send(packets, 1456, ("10.0.0.4", 7001))      # packet i = packets[i * 1456 : ...]
@@ -84,7 +85,7 @@ class DatagramSocket:
             receive_nbytes: Size of the kernel's receive buffer.
             send_nbytes: Size of the kernel's send buffer.
             group: (multicast address, port) to receive from, instead of `address`.
-            report: Called with warnings.
+            report: Function that is called with each warning, a text.
         """
         self._report = report
         self._family, where = _resolved(address, socket.AF_UNSPEC)
@@ -121,7 +122,7 @@ class DatagramSocket:
 
         Raises:
             ConfigError: The packets are too long for the path to `to`.
-            DeadlineError: The send buffer stayed full for SEND_S.
+            DeadlineError: The send buffer stayed full for 10 s.
             LostError: The socket is closed.
         """
         with self._using():
@@ -133,11 +134,11 @@ class DatagramSocket:
         """Receive the next run of packets.
 
         Args:
-            into: The buffer, at least RECEIVE_NBYTES.
+            into: The buffer. Has at least 64 KiB (RECEIVE_NBYTES).
 
         Returns:
-            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`. The
-            last packet may be shorter.
+            (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`
+            seconds. The last packet may be shorter.
 
         Raises:
             LostError: The socket is closed.
@@ -159,8 +160,8 @@ class DatagramSocket:
                         raise
 
     def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
-        """Wait until this socket or one of the others is readable, or `timeout_s` has passed.
-        Raises LostError if one of these sockets is closed."""
+        """Wait until this socket or one of the others is readable, or `timeout_s` seconds have
+        passed. Raises LostError if one of these sockets is closed."""
         sockets = (self, *others)
         with contextlib.ExitStack() as used:
             poll = select.poll()
@@ -178,7 +179,8 @@ class DatagramSocket:
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
-        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError."""
+        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError if the
+        address cannot be resolved."""
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
@@ -323,8 +325,9 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel limits the size; a
-        warning is reported then. Returns the size that the kernel has set."""
+        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel may set a smaller size
+        than `nbytes`. Then a warning is reported. Returns the size that the kernel has set. `name`:
+        The name of the buffer in the warning. `forced`: SO_RCVBUFFORCE or SO_SNDBUFFORCE."""
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, forced, nbytes)
@@ -356,7 +359,8 @@ class DatagramSocket:
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
-    """Resolve an address to (family, numeric address). Raises ConfigError."""
+    """Resolve an address to (family, numeric address). Raises ConfigError if the address cannot be
+    resolved."""
     try:
         if not 0 <= address[1] <= 65535:  # getaddrinfo would take it modulo 65536
             raise OverflowError

@@ -2,7 +2,7 @@
 parameters to all participants of the job (Sun et al., LuWu, section 3). A participant is a worker,
 or the relay of a host for its workers.
 
-    participants --TCP--> FanInEnd --local link--> ServerSession       everything but bulk data
+    participants --TCP--> FanInEnd --local link--> ServerSession       all frames but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
@@ -13,8 +13,8 @@ the participant's switch and the participant's sender number. The FanInEnd and i
 together.
 
 Links have their own threads. Besides these, one thread sends packets, one thread receives packets
-and runs timers, and one thread keeps the links to the switches. Does NOT decide, restart switches,
-or persist anything.
+and runs timers, and one thread keeps the links to the switches. Does NOT restart switches, and
+stores nothing on disk.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FanInEnd(IntermediarySession):
     and LostError if there is no route to the root switch.
 
     Invariants, while `lock` is held: `_ports` has the ports of all switches or is empty; `_maxima`
-    has the rounds whose exponents have arrived, but whose gradients are not granted yet."""
+    has the rounds whose exponents have arrived, but whose gradient packets have no numbers yet."""
 
     name = "fan-in"
     connection_class = FanInConnection
@@ -193,7 +193,8 @@ class FanInEnd(IntermediarySession):
 
     @staticmethod
     def greeting(rest: bytes) -> switch_frames.FanInHello:
-        """Decode a participant's greeting. Raises WireError."""
+        """Decode a participant's greeting. Raises WireError if the greeting is malformed. `rest`:
+        The bytes of the greeting after the name of the route."""
         return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
@@ -253,7 +254,8 @@ class FanInEnd(IntermediarySession):
 
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
         """Allocate the buffers. Called when the layout of the store is known. Returns how many
-        bytes of the server's budget, `nbytes`, this fan-in end uses."""
+        bytes of the server's budget, `nbytes`, this fan-in end uses. `number`: The number of the
+        server."""
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
@@ -313,7 +315,9 @@ class FanInEnd(IntermediarySession):
                 self._trial.answered(rank, reached)
 
     def _try_group(self, now: float) -> None:
-        """Send trial packets to the multicast group, and act on the verdict of the trial."""
+        """Send trial packets to the multicast group. Once the result of the trial is known, begin
+        to send parameters: to the group if multicast reaches all participants, otherwise to the
+        root switch."""
         with self.lock:
             trying, group = self._trial, self._group
             if trying is None or group is None or not self._ports:
@@ -416,8 +420,8 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: {line}")
 
     def _send_silent(self) -> None:
-        """Tell each participant which other participants or switches it waits for. Error messages
-        of the participant then name these other participants or switches."""
+        """Send each participant the names of the stragglers: the switches or other participants for
+        which all wait. The participant then names the stragglers in its error messages."""
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()
@@ -497,8 +501,8 @@ class FanInEnd(IntermediarySession):
     # status
 
     def status(self) -> m.Status:
-        """Return the server's status, with the counters of this fan-in end, and with what the
-        participants wait for."""
+        """Return the server's status, with the counters of this fan-in end. For each participant,
+        the status also says for what and how long the participant waits."""
         text, waits, stages = self.server.status()
         now, waits = time.monotonic(), dict(waits)
         with self.lock:
@@ -553,7 +557,7 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP side and the link to the server. The attribute `over` is already set, so
+        """Close the UDP socket and the link to the server. The attribute `over` is already set, so
         `_send_to` starts no more threads."""
         with self.lock:
             sender = self._sender
@@ -566,7 +570,7 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """End this fan-in end, and release all memory. Called by the host's thread, after the
+        """End this fan-in end, and release all memory. Called by a thread of the server, after this
         thread has torn down the ServerSession."""
         self.end(error)
         self.wait_for_the_end(END_S)

@@ -13,7 +13,7 @@ the run.
     add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
 Each time the packets of a run are made, the bytes of the run are read. So these bytes must not
-change until the `done` of the run is called. Does NOT send.
+change until the run's callback `done` is called. Does NOT send.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def derive_fan_in(
     """Derive the sizes of the buffers. In total, the buffers take at most a quarter of the server's
     budget, `host_bytes`. If this is less than the minimum that a fan-in end needs, the buffers take
     this minimum. The server gets the rest of the budget, and `derive_server` checks that the rest
-    suffices. `records`: The records of the server, by chunk."""
+    suffices. `records`: Maps the number of each chunk of the server to the chunk's record in the
+    store."""
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -87,8 +88,8 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The incoming stream. Invariants: `_runs` are sorted by packet numbers, and no run is
-    complete. `_lock` guards `_runs`."""
+    """The stream of exponents and sums to the fan-in end. Invariants: `_runs` are sorted by packet
+    numbers, and no run is complete. `_lock` guards `_runs`."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
         """
@@ -136,16 +137,16 @@ class Incoming:
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
             raise WireError(
-                f"received packets of sums with {batch.segment} bytes each, expected"
-                f" {PACKET_NBYTES} bytes"
+                f"the fan-in end received packets of {batch.segment} bytes, but packets of sums"
+                f" have {PACKET_NBYTES} bytes"
             )
         with self._lock:
             end = self._end
         ok = np.flatnonzero(batch.ok)
         if int(numbers[ok].max()) >= end:
             raise WireError(
-                f"received packet number {int(numbers[ok].max())}, but only numbers below {end}"
-                " were granted"
+                f"the fan-in end received packet number {int(numbers[ok].max())}, but only"
+                f" numbers below {end} were granted"
             )
         new = np.zeros(batch.count, np.bool_)
         new[ok] = self._receiver.accept_many(numbers[ok])
@@ -169,8 +170,8 @@ class Incoming:
             return False
         if batch.kind is not run.kind:
             raise WireError(
-                f"received a packet of kind {batch.kind.name}, but the packet's number was granted"
-                f" for {run.kind.name} of chunk {run.chunk}"
+                f"the fan-in end received a packet of kind {batch.kind.name}, but the packet's"
+                f" number was granted for {run.kind.name} of chunk {run.chunk}"
             )
         index = numbers - run.first
         if run.kind is Kind.EXPONENTS:
@@ -224,9 +225,10 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The outgoing stream. Invariant: `_runs` are sorted by packet numbers, without gaps, and the
-    last run ends at `end`. `_lock` guards `_runs`. The lock is also held while bytes are copied
-    into packets, so that no run is acknowledged during the copy."""
+    """The stream of parameters and maxima from the fan-in end. Invariant: `_runs` are sorted by
+    packet numbers, without gaps, and the last run ends at `end`. `_lock` guards `_runs`. The lock
+    is also held while bytes are copied into packets, so that no run is acknowledged during the
+    copy."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key

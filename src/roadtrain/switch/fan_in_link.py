@@ -14,10 +14,10 @@ holds these frames back until the sum is complete.
 
 The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
 second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
-that a sum will free, packets and grants are not blocked. For the same reason the destination of a
-pull is determined when the pull is sent. An exception in a thread ends the link. The owner's `lost`
-is then called with an error that names the server and the switch. Does NOT know which frames belong
-to a step.
+that a sum will free, packets and grants are not blocked. The destination of a pull is determined
+when the pull is sent, so the thread that receives packets need not call the owner. An exception in
+a thread ends the link. The owner's `lost` is then called with an error that names the server and
+the switch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAX_NONCE = 64
 
 @dataclass
 class _Member:
-    """The UDP side of the link. Created when the FAN_IN frame arrives."""
+    """The UDP sockets of the link and their threads. Created when the FAN_IN frame arrives."""
 
     job: int
     child: int
@@ -89,7 +89,8 @@ class _Member:
 
 
 class FanInLink:
-    """A Link for its owner, and the Receiver of the TCP link.
+    """A participant's link to a server's fan-in end. Implements Link for the owner, and Receiver
+    for the TCP link.
 
     Invariants: `_lock` guards `_pulls`, `_granted` and `_member`. `_lock` is never held while the
     owner is called. The callback `sent` of each pushed gradient is called exactly once."""
@@ -115,14 +116,15 @@ class FanInLink:
         self._caller = threading.Thread(target=self._call_owner, name="call the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
-        """Set the TCP link whose Receiver this object is. Called once."""
+        """Set the TCP link, and start the thread that calls the owner. Called once."""
         self._tcp, self.peer = link, f"{link.peer} by switch {self._own.switch}"
         self._begun.set()
         self._caller.start()
 
     @property
     def strangers(self) -> int:
-        """Number of packets that were dropped because they did not have the job's tag."""
+        """Number of packets that were dropped because they did not have the job's authentication
+        tag."""
         return self._member.port.strangers if self._member is not None else 0
 
     # the Link
@@ -190,7 +192,7 @@ class FanInLink:
             self._caller.join(END_S)
 
     def _leave(self) -> None:
-        """Close the UDP side and release all gradients."""
+        """Close the UDP sockets and release all gradients."""
         with self._lock:
             self._over = True
             member, self._member = self._member, None
@@ -355,8 +357,8 @@ class FanInLink:
         length."""
         if batch.segment != PACKET_NBYTES:
             raise WireError(
-                f"received bulk packets of {batch.segment} bytes each, expected {PACKET_NBYTES}"
-                " bytes"
+                f"this participant received bulk packets of {batch.segment} bytes, but bulk"
+                f" packets have {PACKET_NBYTES} bytes"
             )
         new = batch.ok.copy()
         new[new] = self._received.accept_many(batch.numbers[new])
@@ -429,8 +431,8 @@ class FanInLink:
 
     def _take_progress(self, doing: str, header: bytes) -> None:
         """Forward the server's report of stragglers to the owner. Such a report takes precedence
-        over a report of `_check_silent`. An empty report is forwarded only if it clears an earlier
-        report."""
+        over a report of `_check_silent`. An empty report is forwarded only if the server's last
+        report named stragglers."""
         with self._lock:
             if not doing and not self._server_names:
                 return

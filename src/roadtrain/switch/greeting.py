@@ -49,8 +49,8 @@ def plan_of(hello: switch_frames.FanInHello) -> FanIn:
 
 
 def check_same(first: switch_frames.FanInHello, hello: switch_frames.FanInHello) -> None:
-    """Compare a greeting with the greeting of the first participant. Raises ForeignError if they
-    differ."""
+    """Compare a greeting with the greeting of the first participant. Raises ForeignError if the two
+    greetings differ."""
     rank = hello.hello.rank
     for name in ("switches", "wire", "window", "multicast"):
         if getattr(hello, name) != getattr(first, name):

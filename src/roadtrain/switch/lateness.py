@@ -3,9 +3,11 @@
 One line is reported when a straggler begins to be late, and one line when it has caught up (Rule 5:
 a straggler is named within two seconds). Has no threads and no clock.
 
-    heartbeats of the root     name the participant that has been silent for longest (SILENT_S)
-    no heartbeat of the root   the root switch itself is late
-    frames over TCP            a participant is LATE_S behind the others with frames about a chunk
+    heartbeats of the root     name the participant that has been silent for longest; this
+                               participant is late after 1 s of silence (at the start: 5 s)
+    no heartbeat of the root   after 1 s without a heartbeat, the root switch itself is late
+    frames over TCP            a participant is late if the others have waited more than 1.5 s for
+                               its frame about a chunk
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Lateness:
 
     def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
         """Note a heartbeat of the root switch. The heartbeat reports that, of all workers, worker
-        `rank` has been silent for the longest time: `silent_ms`."""
+        `rank` has been silent for the longest time: `silent_ms` milliseconds."""
         silent = rank if rank < self._participants else UNKNOWN
         self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 

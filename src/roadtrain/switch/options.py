@@ -37,7 +37,7 @@ class SwitchNode:
         parent: Address of the switch above this switch. If empty, this switch is the root of the
             tree and sends to the server.
         workers: Ranks of the workers that send to this switch. If the workers of a host share a
-            relay, these are the numbers of the hosts instead. If the tree has only one switch, an
+            relay, the numbers of the hosts are listed instead. If the tree has only one switch, an
             empty tuple stands for all workers.
 
     Raises:
@@ -55,7 +55,7 @@ class SwitchNode:
 
 @dataclass(frozen=True)
 class FanIn:
-    """The tree of switches that sums a job's gradients and copies its parameters.
+    """The tree of switches that sums a job's gradients and copies the job's parameters.
 
     Args:
         switches: The switches of the tree, in any order.
@@ -128,12 +128,13 @@ class FanIn:
         return WIDTH[self.wire]
 
     def below(self, switch: SwitchNode) -> tuple[SwitchNode, ...]:
-        """Return the switches right below `switch`: its children 0, 1, ..."""
+        """Return the switches directly below `switch`. These switches are the children 0, 1, ... of
+        `switch`."""
         return tuple(node for node in self.switches if node.parent == switch.address)
 
     def workers_of(self, switch: SwitchNode, workers: int) -> tuple[int, ...]:
-        """Return the ranks of the workers right below `switch`. These workers are the children of
-        `switch` after the switches right below it."""
+        """Return the ranks of the workers directly below `switch`. As children of `switch`, these
+        workers are numbered after the switches directly below `switch`."""
         if len(self.switches) == 1 and not switch.workers:
             return tuple(range(workers))
         return switch.workers
@@ -150,7 +151,8 @@ class FanIn:
         return sum(self.children(node, workers) for node in before)
 
     def place_of(self, rank: int, workers: int) -> tuple[SwitchNode, int]:
-        """Return the switch that worker `rank` sends to, and the worker's child number there."""
+        """Return the switch to which worker `rank` sends, and the number of the worker among the
+        children of the switch."""
         for switch in self.switches:
             ranks = self.workers_of(switch, workers)
             if rank in ranks:
@@ -181,7 +183,7 @@ class FanIn:
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Build a FanIn of `switches`. A string among them stands for a SwitchNode with this address
-    and without a parent. `options`: The other arguments of FanIn."""
+    """Build a FanIn of `switches`. A string in `switches` is the address of a switch without a
+    parent. `options`: The other arguments of FanIn."""
     nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

@@ -1,10 +1,11 @@
 """PacketLoop: the thread of a switch that serves the sockets of all jobs in turn.
 
-    epoll: jobs with datagrams to read --> read at most RUNS runs for each job --> epoll ...
+    epoll: jobs with datagrams to read --> read at most about 200 packets of each job --> epoll ...
 
 Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
-send buffer of a job is full, its packets are not read until there is room again. If an exception is
-raised while a job is served, only this job ends. Jobs may be added and removed from any thread.
+send buffer of a job is full, the packets of the job are not read until the buffer has room again.
+If an exception is raised while a job is served, only this job ends. Jobs may be added and removed
+from any thread.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class PacketLoop:
     """Serves jobs in a thread of its own.
 
     Args:
-        ended: Called from the thread as ended(job, error) after a job was closed. `error` is None
-            if the job was closed by `remove`.
-        failed: Called from the thread with the error, if the packet loop itself fails.
+        ended: Function that the thread calls as ended(job, error) after a job was closed. `error`
+            is None if the job was closed by `remove`.
+        failed: Function that the thread calls with the error if the packet loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:
@@ -52,8 +53,8 @@ class PacketLoop:
         self._request(job, None)
 
     def remove(self, job: SwitchJob, wait: bool) -> None:
-        """Close a job. If `wait`, block until the job is closed; raises DeadlineError if this takes
-        too long."""
+        """Close a job. If `wait`, block until the job is closed. Raises DeadlineError if the job is
+        not closed within 5 s."""
         closed = threading.Event()
         self._request(job, closed)
         if wait and not closed.wait(END_S):
@@ -130,8 +131,8 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Set the event of the job for which epoll waits: room in the send buffer if the job has
-        unsent packets, otherwise arriving packets."""
+        """Set the event for which epoll waits at the job's socket: room in the send buffer if the
+        job has unsent packets, otherwise arriving packets."""
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

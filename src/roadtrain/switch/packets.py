@@ -1,6 +1,6 @@
 """Packets of the fan-in: their layout and their authentication tag.
 
-A bulk packet (gradient, exponents, parameters, maxima) is always PACKET_NBYTES long, padded with
+A bulk packet (gradient, exponents, parameters, maxima) is always 1456 bytes long, padded with
 zeros, so that the kernel can segment and coalesce runs of packets (GSO, GRO). A heartbeat is a
 header and a bitmap. Integers are little-endian.
 
@@ -57,8 +57,9 @@ assert HEADER_NBYTES == 48
 
 class Kind(IntEnum):
     """Kinds of packets. "Up" means from a worker towards the server, and "down" means from the
-    server towards the workers. Each direction has one sequence of packet numbers. Going up,
-    GRADIENT and EXPONENTS packets share the sequence; going down, PARAMETERS and MAXIMA packets."""
+    server towards the workers. Each direction has one sequence of packet numbers. GRADIENT and
+    EXPONENTS packets share the numbers going up. PARAMETERS and MAXIMA packets share the numbers
+    going down."""
 
     GRADIENT = 1  # up: integers of `width` bytes, which are added
     EXPONENTS = 2  # up: one byte per block of BLOCK elements; combined by maximum
@@ -173,7 +174,7 @@ def _product(word: Any, key: Any) -> Any:
 
 @kernel
 def _tag(packet: Any, words: Any, sip: Any) -> Any:
-    """Compute the tag of `packet`, an array of HEADER_NBYTES to PACKET_NBYTES bytes (uint8)."""
+    """Compute the tag of `packet`, an array of 48 to 1456 bytes (uint8): a header and a payload."""
     whole = packet.size // 8
     body = packet[: whole * 8].view(np.uint64)
     first, second = np.uint64(0), np.uint64(0)
@@ -236,8 +237,9 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """Return a copy of the headers, as an array HEADER [count]. The packets need not be verified.
-    If the packets are shorter than a header, the headers are zeros."""
+    """Return a copy of the headers, as an array of the dtype HEADER with `count` elements. The
+    packets need not be verified. If the packets are shorter than a header, the headers are
+    zeros."""
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
@@ -295,7 +297,8 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
     """Fill the payload of each packet i from `source` (uint8), beginning at byte (packet + i) *
-    PAYLOAD_NBYTES. After the end of `source`, payloads are padded with zeros."""
+    1408. A payload has 1408 bytes (PAYLOAD_NBYTES). After the end of `source`, payloads are padded
+    with zeros."""
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -312,8 +315,9 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
     """Copy the payloads of packets into `into` (uint8). If ok[i] is set, the payload of packet i is
-    copied to the place that begins at byte index[i] * PAYLOAD_NBYTES. Payload bytes beyond the end
-    of `into` are left out. `ok` and `index` have one element per packet."""
+    copied to the place that begins at byte index[i] * 1408. A payload has 1408 bytes
+    (PAYLOAD_NBYTES). Payload bytes beyond the end of `into` are left out. `ok` and `index` have one
+    element per packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 

@@ -17,9 +17,10 @@ are sent over TCP, only to the participant that requested these parameters.
 NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Several pulls of this
 chunk and version may be pending. The broadcast fills the oldest pull that no other broadcast has
 begun to fill. The packets of a broadcast have consecutive numbers, so `number - index` identifies
-the broadcast. Each pull is answered once. So when an answer arrives over TCP, there are pulls that
-no broadcast has begun to fill. The answer fills the newest of these pulls, even if the answer names
-the ticket of another pull.
+the broadcast. An answer over TCP names a ticket, but a broadcast may already have begun to fill the
+pull with this ticket. So the answer over TCP always fills the newest pull of the same chunk and
+version that no broadcast has begun to fill. Such a pull exists, because each pull gets exactly one
+answer, a broadcast or an answer over TCP.
 """
 
 from __future__ import annotations
@@ -114,11 +115,12 @@ class Granted:
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
-        """Process a grant: the packet numbers for the exponents of a round. Raises WireError."""
+        """Process a grant: the packet numbers for the exponents of a round. Raises WireError if the
+        grant is invalid."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
-                f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but there"
-                f" are {len(self._chunks)} chunks, and the next packet is {self.ready}"
+                f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but packets"
+                f" must be at least {self.ready} and chunks at most {len(self._chunks) - 1}"
             )
         gradient = NOTHING
         if grant.announced:
@@ -143,7 +145,9 @@ class Granted:
         unexpected packet."""
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
-            raise WireError(f"unexpected maxima: packet {index} of chunk {chunk}, round {number}")
+            raise WireError(
+                f"the server sent unexpected maxima: packet {index}, chunk {chunk}, round {number}"
+            )
         round.maxima[index * PAYLOAD_NBYTES : (index + 1) * PAYLOAD_NBYTES] = payload
         round.missing.remove(index)
         if not round.missing:
@@ -153,9 +157,7 @@ class Granted:
 
     def _add(self, run: Numbers) -> None:
         if run.first < self.ready:
-            raise WireError(
-                f"the fan-in end granted packet {run.first} twice: the next packet is {self.ready}"
-            )
+            raise WireError(f"the fan-in end granted packet {run.first} for a second time")
         insort(self._runs, run, key=lambda other: other.first)
         for granted in self._runs:
             if granted.first == self.ready:
@@ -163,7 +165,7 @@ class Granted:
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
         """Find the unacknowledged numbers in [first, first + count). Until `made` is called, the
-        packets with these numbers count as being made.
+        gradients of these packets are not released.
 
         Returns:
             For each run: (run, first packet in the run, number of packets).
@@ -211,8 +213,8 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull whose answer is incomplete. Invariant: `missing` is the number of packets that have
-    not arrived, which are False in `here`."""
+    """A pull whose answer is incomplete. Invariant: `missing` is the number of elements of `here`
+    that are False: the packets that have not arrived."""
 
     ticket: int
     key: Key
@@ -230,8 +232,8 @@ class PendingPull:
         has no such packet."""
         if len(index) and int(index.max()) >= len(self.here):
             raise WireError(
-                f"received packet {int(index.max())} of chunk {self.key[0]}, but the chunk has only"
-                f" {len(self.here)} packets"
+                f"the fan-in end sent packet {int(index.max())} of chunk {self.key[0]}, but the"
+                f" last packet of this chunk is {len(self.here) - 1}"
             )
         self.here[index] = True
         self.missing = len(self.here) - int(np.count_nonzero(self.here))
@@ -262,7 +264,7 @@ class Pulls:
         if found is None:
             if not (waiting := self._waiting.get(key)):
                 raise WireError(
-                    f"received parameters that were not requested: chunk {key[0]}, version {key[1]}"
+                    f"the fan-in end sent chunk {key[0]}, version {key[1]}, which was not requested"
                 )
             found = self._begun[key, base] = waiting.pop(0)
         return found
@@ -279,8 +281,8 @@ class Pulls:
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:
             raise WireError(
-                f"received chunk {chunk} over TCP for ticket {ticket}, but no pull of this chunk"
-                " waits for an answer over TCP"
+                f"the fan-in end sent chunk {chunk} over TCP for ticket {ticket}, but no pull of"
+                " this chunk waits for an answer over TCP"
             )
         pull = waiting.pop()
         self._answered(key)

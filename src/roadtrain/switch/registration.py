@@ -77,7 +77,7 @@ class JobTree:
 
 
 class SwitchLink:
-    """The job's link to one switch. The object is also the Receiver of the switch's frames."""
+    """The job's link to one switch. The object also handles the frames of the switch (Receiver)."""
 
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
         self.name, self._lost = name, lost  # name: the switch's address
@@ -87,8 +87,8 @@ class SwitchLink:
         self.ended = 0.0  # time of `error`
 
     def ready(self) -> switch_frames.SwitchReadyHeader:
-        """Wait for the switch's answer. Raises DeadlineError, or the error that the switch has
-        sent."""
+        """Wait for the switch's answer. Raises DeadlineError if no answer arrives within 10 s, or
+        the error that the switch has sent."""
         try:
             answer = self._answer.get(timeout=ANSWER_S)
         except queue.Empty:
@@ -125,9 +125,9 @@ class Registration:
     """Keeps a job registered at all switches of its tree, in a thread.
 
     Args:
-        ready: Called once, when all switches have accepted the job. The argument is a dict: address
-            of each switch -> UDP port of the job at this switch.
-        failed: Called at most once, with the error, if a switch cannot be reached in time.
+        ready: Function that is called once, when all switches have accepted the job. The argument
+            is a dict: address of each switch -> UDP port of the job at this switch.
+        failed: Function that is called with the error if a switch cannot be reached in time.
     """
 
     def __init__(
@@ -198,7 +198,8 @@ class Registration:
             self._report(f"fan-in: switch {lost.name} is connected again")
 
     def _register(self, node: SwitchNode) -> None:
-        """Register at a switch, with retries until the deadline. Raises PeerError."""
+        """Register at a switch, with retries until the deadline. Raises PeerError if the
+        registration fails."""
         begin = time.monotonic()
         while not self._over.is_set():
             try:

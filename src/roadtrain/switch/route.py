@@ -35,7 +35,7 @@ EXPONENT = BIAS  # exponent byte of a block whose largest magnitude is in [0.5, 
 
 @dataclass(frozen=True)
 class SwitchRoute:
-    """A Route through switches.
+    """The route to the servers through switches. Implements the interface Route.
 
     Args:
         fan_in: A FanIn, or a FanIn as JSON, or a list of switches as in `Servers`, each HOST:PORT
@@ -118,7 +118,8 @@ def dial(
 
 
 class OpenSwitchRoute:
-    """An OpenRoute, the route to the servers in one session, with a FanInLink to each server."""
+    """The open route of a participant in one session: a FanInLink to each server. Implements the
+    interface OpenRoute."""
 
     def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
         group = ends.group

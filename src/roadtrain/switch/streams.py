@@ -86,8 +86,8 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
     heartbeat, reading stops.
 
     Args:
-        memory: The memory for the runs, uint8. Must have RECEIVE_NBYTES, and in addition room for
-            the bulk packets.
+        memory: The memory for the runs, uint8. Must have 64 KiB (RECEIVE_NBYTES), and in addition
+            room for the bulk packets.
 
     Returns:
         A list with the run of bulk packets and the runs of other packets (empty runs are left out);
@@ -192,7 +192,7 @@ class PacketSender:
                 self._failed(error)
 
     def _next(self) -> range | None:
-        """Wait until there are numbers to send, and return them. Returns None after `close`."""
+        """Wait until there are numbers to send. Returns these numbers, or None after `close`."""
         with self._changed:
             while not self._over:
                 if numbers := self.machine.next_numbers(RUN):
@@ -308,8 +308,10 @@ class Moderation:
 
 
 class BeatClock:
-    """Decides when a receiver sends a heartbeat: after a quarter of a window has arrived, BUSY_S
-    after a packet has arrived, and otherwise every IDLE_S (Sun et al., appendix B)."""
+    """Decides when a receiver sends a heartbeat (Sun et al., appendix B). A heartbeat is due when a
+    quarter of a window has arrived since the last heartbeat. If fewer packets have arrived, a
+    heartbeat is due 10 ms after the last heartbeat. If no packet has arrived, a heartbeat is due
+    0.5 s after the last heartbeat."""
 
     def __init__(self, window: int) -> None:
         self._quarter = max(window // 4, 1)
@@ -330,8 +332,8 @@ class BeatClock:
 
 
 def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
-    """Make a heartbeat packet, with its tag: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`:
-    Values of the header fields that `beat` does not determine."""
+    """Make a heartbeat packet, with its tag: uint8 [48 bytes of header + bytes of the bitmap].
+    `fields`: Values of the header fields that `beat` does not determine."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)

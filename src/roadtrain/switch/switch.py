@@ -6,8 +6,7 @@ job is served until the job's link ends.
 
 Each job has its own table, bounded by SlotQuota, and its own socket, so no job blocks another. No
 state survives a restart: the table is empty, the fan-in ends of the jobs reconnect, and lost
-packets are sent again. The listener authenticates links with the token. Does NOT know chunks or
-steps.
+packets are sent again. The listener authenticates links with the token.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from roadtrain.units import show_bytes
 
 
 class SwitchHost:
-    """A running switch, which listens until it is closed.
+    """A running switch. The switch listens until the `with` statement ends.
 
     The constructor raises ConfigError if the switch cannot listen at the address, or if the memory
-    is too small for even a small job.
+    is too small for the smallest job.
 
     Invariant, while `_lock` is held: `_links` has the jobs that are in the packet loop or are about
     to be added to the loop. Each job holds slots of `quota`. The slots are returned when the job's
@@ -71,7 +70,8 @@ class SwitchHost:
         self.where = f"{self._host}:{self.port}"
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Answer a link that was authenticated. Called by the listener."""
+        """Accept an authenticated link from a job, or answer a status request. Called by the
+        listener."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if not hello.startswith(switch_frames.SWITCH_GREETING):
@@ -91,8 +91,8 @@ class SwitchHost:
         return receiver
 
     def _register(self, hello: switch_frames.SwitchHello, link: Link) -> _JobLink:
-        """Admit a job. If the job reconnects before this switch has noticed the loss of its old
-        link, the old link is ended first. Raises ConfigError if the parent's host name does not
+        """Admit a job. If the job reconnects before this switch has noticed the loss of the job's
+        old link, the old link is ended first. Raises ConfigError if the parent's host name does not
         resolve."""
         with self._lock:
             earlier = self._links.get(hello.nonce)
@@ -199,7 +199,8 @@ class SwitchHost:
 
 
 class _JobLink:
-    """The Receiver of a job's link. After the greeting, no frame may arrive on this link."""
+    """The handler of a job's link (Receiver). After the greeting, no frame may arrive on this
+    link."""
 
     def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
         self.host, self.job, self.link = host, job, link

@@ -25,7 +25,7 @@ def serve_switch(
     xdp: str | None = None,
     report: Report = print,
 ) -> int:
-    """Run a switch until it is interrupted.
+    """Run a switch until the process is interrupted.
 
     Args:
         memory: Memory for the tables and sockets of all jobs, such as "1GiB"; default 256MiB.

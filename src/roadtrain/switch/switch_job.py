@@ -6,11 +6,10 @@ executes no Python code for single packets.
     from the parent PARAMETERS MAXIMA           --> unchanged   --> every child
                     GRADIENT_BEAT               --> ack is read --> unchanged, every child
 
-See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is the one of
-switch/protocol/switch.py. The code of that module handles the heartbeats here. For sums,
-SwitchTable is a compiled version of that module's code. A packet without the job's tag is counted
-and dropped. All methods but `rows` run in the thread of the packet loop. Does NOT block, does NOT
-know other jobs.
+See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is defined by the state machine in
+switch/protocol/switch.py. That state machine handles the heartbeats here. For sums, SwitchTable is
+a compiled version of the state machine. A packet without the job's tag is counted and dropped. All
+methods except `rows` run in the thread of the packet loop. Does NOT block.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _HANDLING[Kind.PARAMETER_BEAT] = _BEAT
 
 
 class Buffers:
-    """Buffers of the packet loop, shared by its jobs."""
+    """Buffers of the packet loop, shared by all jobs."""
 
     def __init__(self) -> None:
         self.received = np.zeros(READ_NBYTES, np.uint8)
@@ -64,8 +63,8 @@ class Buffers:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of packets since the job began. The table and SwitchOutgoing count further
-    packets."""
+    """Numbers of packets since the job began. The job's table counts the packets that are summed,
+    and SwitchOutgoing counts the packets that are sent."""
 
     received: int = 0  # with the job's tag
     strangers: int = 0  # without the job's tag
@@ -84,8 +83,8 @@ class Child:
     below_ms: int = 0  # silence of that worker at the time of the heartbeat
 
     def silent_ms(self, now: float) -> int:
-        """Return for how many ms the most silent worker below this child has been silent. The
-        silence of the child itself counts too."""
+        """Return the milliseconds for which the most silent worker below this child has been
+        silent. The time since the child's own last heartbeat is included."""
         return min(int((now - self.last_beat) * 1000) + self.below_ms, MOST_MS)
 
     def __str__(self) -> str:
@@ -103,7 +102,8 @@ class Children:
     more packets than before, or if the child has been silent.
 
     Invariants: `addresses` has the known addresses of all children without duplicates; `merged` is
-    the merged heartbeat of all children, or NOTHING if a child has not sent a heartbeat yet."""
+    the merged heartbeat of all children, or the empty heartbeat NOTHING if a child has not sent a
+    heartbeat yet."""
 
     def __init__(self, machine: SwitchStateMachine, now: float) -> None:
         self._machine = machine
@@ -117,7 +117,8 @@ class Children:
         """Process a heartbeat of a child. Returns False if the heartbeat was ignored.
 
         Args:
-            below: The most silent worker below the child: (milliseconds of its silence, its rank).
+            below: The most silent worker below the child: (milliseconds of silence, rank of the
+                worker).
         """
         child, before = self.all[number], self._machine.beats.get(number)
         if source != child.address:
@@ -132,13 +133,13 @@ class Children:
         return True
 
     def most_silent(self, now: float) -> tuple[int, int]:
-        """Return the most silent worker of all children, as (milliseconds of its silence, its
-        rank)."""
+        """Return the most silent worker of all children, as (milliseconds of silence, rank of the
+        worker)."""
         child = max(self.all, key=lambda child: child.silent_ms(now))
         return child.silent_ms(now), child.rank
 
     def silent(self, now: float) -> list[tuple[Child, float]]:
-        """List each child whose most silent worker has been silent for more than SILENT_S. Returns
+        """List each child whose most silent worker has been silent for more than 1 s. Returns
         (child, seconds of silence) for each of these children."""
         found = [(child, child.silent_ms(now) / 1000) for child in self.all]
         return [(child, seconds) for child, seconds in found if seconds > SILENT_S]
@@ -148,8 +149,8 @@ class SwitchOutgoing:
     """Sends packets of one job without blocking. Not thread-safe.
 
     While the send buffer is full, unsent packets are kept here, and no packets of the job are read.
-    So only the receive buffer of this job fills up. Packets that are unsent for more than WAIT_S
-    are dropped, as in a full queue of a network device.
+    So only the receive buffer of this job fills up. Packets that are unsent for more than 1 s are
+    dropped, as in a full queue of a network device.
 
     Invariant: `_unsent` is in the order of the calls to `send`; each run in `_unsent` must still be
     sent to at least one address.
@@ -213,8 +214,8 @@ class SwitchJob:
         """
         Args:
             parent: The numeric address of `hello.parent`.
-            socket: Closed by `close`.
-            table: Closed by `close`.
+            socket: The UDP socket of the job. The method `close` closes the socket.
+            table: The table of the job's sums. The method `close` closes the table.
         """
         self.hello, self._parent, self.socket, self.table = hello, parent, socket, table
         self._key, self._report = key, LineLimit(report)

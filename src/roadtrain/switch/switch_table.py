@@ -10,8 +10,8 @@ with the sum. So each sum has exactly one packet of each child, even if packets 
 or late.
 
 GRADIENT payloads are added as integers of the packet's width; EXPONENTS payloads are combined by a
-bytewise maximum. Memory use is constant. The packets must have been verified. Does NOT verify
-packets, compute tags or lock; not thread-safe.
+bytewise maximum. Memory use is constant. The packets must have been verified. Does NOT compute
+tags. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _take(
     slots: Any, sums: Any, header: Any, bit: Any, payload: Any, acked: Any, now: Any, all_bits: Any
 ) -> Any:
     """Add a packet to the sum of its slot, if the packet is new. Returns the counter to increment.
-    If this is _ADDED or _COMPLETED, the payload was added to the sum."""
+    If the counter is _ADDED or _COMPLETED, the payload was added to the sum."""
     number = np.int64(header.number)
     at = number % slots.size
     slot = slots[at]
@@ -294,7 +294,7 @@ class SwitchTable:
         return tuple(child for child in range(self.children) if not seen >> child & 1)
 
     def close(self) -> None:
-        """Do nothing: the table has no resources but memory."""
+        """Do nothing, because the table has no resources except memory."""
 
     def check(self) -> None:
         """Assert every invariant."""

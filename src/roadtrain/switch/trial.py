@@ -1,4 +1,4 @@
-"""Trial of IP multicast, which finds out whether the network itself can copy packets to all
+"""Trial of IP multicast. The trial finds out whether the network itself can copy packets to all
 participants.
 
 Dummy packets are sent to a multicast group of the job. Each participant joins the group, and
@@ -36,7 +36,7 @@ def group_of(job: int, home: str) -> Address | None:
 
 def packet_of(job: int, key: PacketKey) -> np.ndarray:
     """Make a trial packet, with its tag, that is as long as a packet of parameters: uint8
-    [PACKET_NBYTES]."""
+    [1456]."""
     packet = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=job, first=0)
     packets.seal(packet, PACKET_NBYTES, 1, key)

@@ -1,1 +1,2 @@
-"""The state machine of a relay: events in, actions out (Rule 7)."""
+"""The state machine of a relay: events in, actions out. The simulator runs the same code (Rule
+7)."""

@@ -1,18 +1,18 @@
 """The state machine of a relay, which is between the workers of one host and one server.
-Events in, actions out; pure.
+Events in, actions out; no clock, no I/O.
 
 The workers use the relay as their server. The server sees the relay as a single worker:
     Pull      The relay pulls each version of a chunk from the server once, for all workers. The
-              parameters stay in one of `buffers` until another chunk needs the buffer (least
-              recently used first). So if a block was pulled for the forward, the backward usually
-              finds the block in memory.
-    Push ..   The gradients of a single worker are forwarded unchanged. The gradients of several
+              parameters stay in a buffer of the relay. If another chunk needs a buffer, the least
+              recently used buffer is reused. So if a block was pulled for the forward pass, the
+              relay usually still has the block for the backward pass.
+    Push      The gradients of a single worker are forwarded unchanged. The gradients of several
               workers are held until every worker has closed the chunk (reported that its gradient
               is complete). Then the sum of the gradients is forwarded.
-    EndStep   Forwarded once every worker has sent an EndStep.
+    EndStep   The relay forwards one EndStep once every worker has sent an EndStep.
 The code shared with the state machine of switches is in servers/protocol/intermediary.py.
 
-Assumes that messages of a worker arrive in order. Does NOT know what a step computes.
+Assumes that messages of a worker arrive in order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 @dataclass(slots=True)
 class ChunkRound:
-    """The state of one chunk in the open step. Not used if the host has only one worker."""
+    """The state of one chunk in the current step. Not used if the host has only one worker."""
 
     # Workers whose gradient is complete. Cleared when the last worker completes its gradient.
     closed: set[int] = field(default_factory=set)

@@ -1,1 +1,2 @@
-"""State machines of reducers, workers and the coordinator: events in, actions out (Rule 7)."""
+"""State machines of reducers, workers and the coordinator: events in, actions out. The simulator
+runs the same reducers and the same changes of spare hosts (Rule 7)."""

@@ -4,19 +4,20 @@ operations.
     Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
     Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
                                                       operations, or workers wait for each other
-    AskBegun, Has: ask a blocked worker whether it has begun the operation that another worker waits
-                   for, and its answer
+    AskBegun (the question to a blocked worker) ----> Has (its answer): whether the blocked worker
+                                                      has begun the operation that another worker
+                                                      waits for
 
 An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
 this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
 an identity and a signature, later operations with this identity and signature need no messages. If
-an operation has `each` set, the workers agree on it every time. A Mismatch begins a new epoch: all
-workers abandon incomplete operations, and all numbers start again from the beginning.
+an operation has `each` set, the workers agree on the operation every time. A Mismatch begins a new
+epoch: all workers abandon incomplete operations, and all numbers start again from the beginning.
 
 NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
 B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
-the workers are deadlocked. This is true even if the answers are from different times, because each
-operation has a unique number and a blocked worker begins no operation.
+the workers are deadlocked, even if the answers are from different times, because each operation has
+a unique number and a blocked worker begins no operation.
 
 No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
 operation.
@@ -49,7 +50,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Tells all workers, or only worker `to`, that all workers have begun the operation."""
+    """Tell all workers, or only worker `to`, that all workers have begun the operation."""
 
     operation: Operation
     to: int | None = None
@@ -57,7 +58,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tells all workers to begin a new epoch. Either workers have begun different operations, or
+    """Tell all workers to begin a new epoch. Either workers have begun different operations, or
     workers wait for each other."""
 
     epoch: int  # number of the new epoch
@@ -75,7 +76,7 @@ class AskWhetherBegun:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Tells all workers, or only worker `to`, that an operation needs a worker that has left."""
+    """Tell all workers, or only worker `to`, that an operation needs a worker that has left."""
 
     words: str
     to: int | None = None
@@ -100,7 +101,8 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training: there they wait only in operations that are begun with `each=True`.
+            training. In asynchronous training, the workers wait only in operations that are begun
+            with `each=True`.
 
     Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
     operation (if `waits`), and all workers that have begun the operation gave the same signature.

@@ -17,9 +17,9 @@ def choose(devices: Sequence[str], nics: Sequence[str]) -> list[int]:
     """Choose the devices that sum.
 
     Args:
-        devices: For each local worker, the path in /sys of the PCI function of its device, such as
-            /sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0. Functions below the same root port
-            share a link.
+        devices: For each local worker, the path in /sys of the PCI function of the worker's device,
+            such as /sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0. Functions below the same root
+            port share a link.
         nics: Paths of the network cards.
 
     Returns:

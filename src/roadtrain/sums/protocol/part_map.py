@@ -72,9 +72,10 @@ class Map:
         return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Return, for each part of a round, whether the part goes to another reducer because its
-        first reducer was removed. The other reducer may already have received the same part of the
-        next round, so the frames of such parts are marked (`start` is inverted)."""
+        """Return, for each part of a round, whether the part was moved: its first reducer was
+        removed, so the part goes to another reducer. The other reducer may already have received
+        the same part of the next round. To tell the two rounds apart, all bits of the header field
+        `start` are inverted in the frames of moved parts."""
         return self._lookup(key, parts, round)[2]
 
     def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:

@@ -2,7 +2,7 @@
 these parts.
 
 Rule `sum`: the parts of a round are summed in the order of the workers, and all workers get the
-sum. Rule `accumulate` (asynchronous training): when a part arrives, it is added to the accumulated
+sum. Rule `accumulate` (asynchronous training): each part that arrives is added to the accumulated
 value, and only the sender of the part gets the new value.
 
 If a spare host dies, another reducer takes over the spare host's parts. Workers that have the sum
@@ -26,8 +26,8 @@ RULES = ("sum", "accumulate")
 
 
 class Arrived(NamedTuple):
-    """The header of a pushed part. The payload is a worker's part of a tensor, or (see `summed`)
-    the sum of this part."""
+    """The header of a pushed part. The payload is a worker's part of a tensor, or, if `summed` is
+    not 0, the sum of this part."""
 
     key: int  # of the tensor
     start: int  # first element of the part

@@ -21,7 +21,8 @@ The least T is max(T0, T1). At T1 the shares equal the bounds. If T0 > T1, the s
 bottleneck for any division, and any shares below the bounds are optimal; here the bounds are scaled
 to add up to 1. For n = 2 a worker's link carries M each way for any shares: T = T0. With b = 1 and
 k spare hosts of rate 1 this is Jiang et al. (BytePS, OSDI 2020), section 4.1, t_opt = 2 n (n - 1) /
-(n^2 + k n - 2 k); k = 0 is the ring's 2 (n - 1) / n, k = n the parameter server's 1.
+(n^2 + k n - 2 k). k = 0 gives 2 (n - 1) / n, as for a ring. k = n gives 1, as for a
+parameter server.
 
 No I/O; also exact with fractions.Fraction. Ignores links that are shared or carry other traffic.
 """

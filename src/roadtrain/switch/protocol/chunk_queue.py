@@ -103,8 +103,9 @@ class ChunkQueue:
 
     @property
     def dropped(self) -> bool:
-        """True if the sum is to be discarded: some worker's first message is a DiscardGrad, and so
-        is the first message of each worker with a gradient in the sum."""
+        """True if the sum is to be discarded: there is a worker whose first message is a
+        DiscardGrad, and the first message of each worker with a gradient in the sum is a
+        DiscardGrad."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 

@@ -1,14 +1,14 @@
 """State machine of the fan-in end, which connects one server to workers whose gradients are summed
 in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, no I/O.
 
-    Pull           once all workers have sent it, the server is asked once and the copy is sent to
-                   all (Broadcast). If others do not send it for ALONE_S, the pull is answered alone
-                   (Give)
+    Pull           once all workers have sent a Pull of a chunk, the chunk is requested from the
+                   server once and sent to all workers (Broadcast). A worker that has waited for 1 s
+                   (ALONE_S) gets the chunk alone (Give)
     Announce       the r-th gradients of a chunk, one per worker, form one round. A worker that has
                    closed the chunk with fewer gradients adds zeros:
                        Grant -> exponents -> SendMaxima -> gradient packets -> PushRound
-    Close, ApplyUpdate, DiscardGrad    once all workers have sent them, they are forwarded to the
-                   server after the rounds before them
+    Close, ApplyUpdate, DiscardGrad    once all workers have sent the message, the message is sent
+                   to the server, after the earlier rounds of the chunk
 
 The packet numbers of the upward stream are assigned here in order, each once. Packets are sent in
 the order of their numbers, so a round gets its numbers only when all workers can send. SendMaxima
@@ -19,12 +19,12 @@ of packets may not have gaps.
 
 NOTE alone. If workers have gradients of different chunks (experts) and few buffers, the workers
 could deadlock: each worker has announced a gradient of a chunk that the others have not announced.
-To prevent this, a chunk is summed without the workers that have not announced it, if all of these
-workers have waited for ALONE_S with a gradient of another chunk. The gradients of these workers are
-added in a later round. Time is taken from `Tick` events. One round and two rounds are rounded
-differently, so the bits of such a sum depend on timing. Gradients that are added in a later round
-are counted (`apart`). If another server must compute the same bytes, such gradients raise
-LoopError.
+To prevent a deadlock, a chunk is summed without the workers that have not announced a gradient of
+the chunk, if all of these workers have waited for 1 s (ALONE_S) with a gradient of another chunk.
+The gradients of these workers are added in a later round. Time is taken from `Tick` events. A sum
+in two rounds may be rounded differently than a sum in one round, so the bits of such a sum depend
+on timing. Gradients that are added in a later round are counted (`apart`). If another server must
+compute the same bytes, such gradients raise LoopError.
 
 Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
 code shared with relays.
@@ -69,7 +69,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ExponentsArrived:
-    """The maxima of a round's exponents have arrived for all blocks of elements."""
+    """An event: the maxima of a round's exponents have arrived for all blocks of elements."""
 
     chunk: int
     round: int
@@ -77,7 +77,7 @@ class ExponentsArrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The sum of a round is complete in its buffer."""
+    """An event: the sum of a round is complete in the buffer of the round."""
 
     chunk: int
     round: int
@@ -317,15 +317,16 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [Grant(chunk.number, round.number, self._numbers(exponents), announced)]
 
     def _check_apart(self, chunk: ChunkQueue, announced: frozenset[int]) -> None:
-        """Count the announced gradients whose workers were left out of an earlier round (NOTE
-        alone). Raises LoopError if another server must compute the same bytes."""
+        """Count the announced gradients whose workers were left out of an earlier round (see NOTE
+        alone at the top of this file). Raises LoopError if another server must compute the same
+        bytes."""
         late = announced & chunk.without
         self.apart += len(late)
         if late and self._replicated:
             raise LoopError(
                 f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, which"
                 " waited with gradients of other chunks and announced their gradient of this chunk"
-                " later: the server with the other copy may have rounded the sum differently",
+                " later: another server with this chunk may have rounded the sum differently",
                 hint="raise the host budget, so that workers need not wait, or remove fan_in",
             )
 
@@ -352,8 +353,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """Close a chunk after all workers have closed it. A worker's ApplyUpdate counts as a Close
-        too."""
+        """Close a chunk after each worker has sent a Close or an ApplyUpdate of the chunk."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
@@ -444,8 +444,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [chunk for chunk in self.chunks.values() if any(chunk.queues)]
 
     def _gradients_alone(self) -> list[FanInAction]:
-        """Start rounds without some workers, if the workers would deadlock otherwise (NOTE
-        alone)."""
+        """Start rounds without some workers, if the workers would deadlock otherwise (see NOTE
+        alone at the top of this file)."""
         waits = {
             chunk.number: {
                 worker
@@ -476,8 +476,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Count the rounds that have waited for more than `longer_s` for packets of workers. These
-        are packets of exponents or of gradients."""
+        """Count the rounds that have waited more than `longer_s` seconds for packets of workers
+        (packets of exponents or of gradients)."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s

@@ -133,7 +133,7 @@ class NumberedSender:
         return self.beat.credit
 
     def may_send(self, below: int) -> None:
-        """Allow sending of the numbers below `below`."""
+        """Allow packets with numbers less than `below` to be sent."""
         self.ready = max(self.ready, below)
 
     def next_numbers(self, most: int) -> range:
@@ -202,7 +202,8 @@ class NumberedSender:
         return before.bit_count() - missing.bit_count() > again
 
     def _missing(self, below: int) -> int:
-        """Return the numbers less than `below` that have not arrived, as an int (NOTE sets)."""
+        """Return the numbers less than `below` that have not arrived, as an int (see NOTE sets at
+        the top of this file)."""
         return ~self.beat.have & ((1 << max(0, below - self.ack)) - 1)
 
     def _take_lost(self, most: int) -> range:
@@ -236,7 +237,7 @@ class NumberedSender:
 
 
 class NumberedReceiver:
-    """Tracks the numbers that have arrived, in a window of `depth`."""
+    """Tracks which packet numbers have arrived, in a window of `depth` numbers."""
 
     def __init__(self, depth: int) -> None:
         assert depth > 0
