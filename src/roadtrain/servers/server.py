@@ -94,7 +94,7 @@ class Server:
         self.tier, meta, budgets = config.tier, config.meta, config.budgets
         self.records = meta.owned(config.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
-        self._resident = budgets.resident if self.tier else frozenset(self.chunks)
+        self._resident = self.chunks.keys() & (budgets.resident if self.tier else self.chunks)
         buffers, scratch_bytes = (budgets.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
         self._buffers = [Buffer(budgets.buffer_bytes) for _ in range(buffers)]
         self.memory = self._allocate_resident()
