@@ -15,10 +15,10 @@ tc's tbf limits both ends, so each direction has its own rate. A bind mount in t
 directory keeps a namespace alive, and so do the processes in the namespace.
 
 Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
-10.F.K.H. If a host has two NICs on one network, it answers from the address that was contacted, and
-a connection that is bound to the address of a NIC uses this NIC. The routing rule that accepts
-packets for a host's own addresses is moved from number 0 to number 1, so that a rule with number 0
-can drop packets first (`LabHost.drop_from`).
+10.F.K.H. If a host has two NICs on one network, the host's replies come from the address to which
+the request was sent, and a connection that is bound to the address of a NIC uses this NIC. The
+routing rule that accepts packets for a host's own addresses is moved from number 0 to number 1, so
+that a rule with number 0 can drop packets first (`LabHost.drop_from`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """LabResource: a part of a lab (such as a network or a device), which is removed exactly once. The
 part's name identifies the process that made the part.
 
-Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. START is the
-time at which the kernel started the process PID, so that a later process with the same PID is not
-mistaken for the maker. If the maker of a resource is dead, any process can remove the resource with
-the information in its directory.
+Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. KIND is the
+kind of the part, such as `net` or `loop`. START is the time at which the kernel started the process
+PID, so that a later process with the same PID is not mistaken for the maker. If the maker of a
+resource is dead, any process can remove the resource with the information in its directory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def folder(kind: str, inside: Path | None = None) -> Path:
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
-    """Yield (path, kind, PID of the maker, whether the maker is alive) for each directory that
-    `folder` has made in `inside`, sorted by name."""
+    """Yield (path, kind, PID of the maker, True if the maker is alive) for each directory that
+    `folder` has made in `inside`, sorted by name. A maker is the process that called `folder`."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
         if pid.isdecimal():
@@ -69,8 +69,9 @@ class LabResource:
 
 
 def why_not(*tools: str) -> str | None:
-    """Return the reason why this process cannot use these tools to emulate anything (it is not
-    root, or a tool is missing), or None if this process can use them."""
+    """Return the reason why this process cannot emulate anything with `tools` (the process is not
+    root, or a tool is not installed). Return None if there is no such reason. `tools`: names of
+    programs."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)

@@ -1,5 +1,5 @@
-"""meet(): the ranks of a start find each other. Every rank receives the hosts of all ranks, or the
-reason why the start failed.
+"""meet(): the ranks of a job find each other. A launch of all ranks of a job is called a start. In
+each start, every rank receives the hosts of all ranks, or the reason why the start failed.
 
 All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
 nothing is unpickled (Rule 8). Rank 0 collects the first messages (hellos) of the other ranks, and
@@ -181,7 +181,7 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
     """Publish a value from rank 0. Then wait until other ranks have read the value `readers` times,
-    because the store may end when rank 0 ends. Wait at most GRACE_S seconds."""
+    because the store may end when rank 0 ends. Wait at most 3 seconds (GRACE_S)."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -296,8 +296,8 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 class _Arrivals:
     """Rank 0's side of a meeting. Rank 0 reads the hellos of ranks in the order of arrival until
-    the time `until`, and answers all of these ranks. `number`: the number of the meeting. `own`:
-    the part of the store for this meeting."""
+    the time `until` (as returned by time.monotonic), and answers all of these ranks. `number`: the
+    number of the meeting. `own`: the store, with a prefix of this meeting for all keys."""
 
     def __init__(
         self,
@@ -313,8 +313,8 @@ class _Arrivals:
         self.first = self.seen = _count_seen(store)
 
     def answer_all(self) -> MeetingAnswer:
-        """Answer all ranks. Return the answer when all ranks have read it, or after GRACE_S
-        seconds."""
+        """Answer all ranks. Return the answer when all ranks have read the answer, or after 3
+        seconds (GRACE_S)."""
         answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))

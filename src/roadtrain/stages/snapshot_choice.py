@@ -1,12 +1,12 @@
-"""Choose the snapshot from which a start continues, among the snapshots on its hosts. All functions
-are pure.
+"""Choose the snapshot from which a start (a launch of a job) continues, among the snapshots on the
+job's hosts. All functions are pure.
 
 Note "committed": a rank writes its marker when the parts of all ranks are on disk, so a single
 marker proves that the snapshot was complete at that time. The snapshot is announced when every rank
 has written its marker. So a start chooses the newest snapshot that has any marker. If parts of this
 snapshot have been lost, the start is refused, with one exception: if a rank has a part of the
-snapshot but no marker, the snapshot was never announced. In this case, the start reports the
-incomplete snapshot, and continues from the previous snapshot.
+snapshot but no marker, the snapshot was never announced. Then the start only reports the incomplete
+snapshot, and continues from the previous snapshot.
 
 Note "forked": the history of a snapshot is a list of links. Every start that writes snapshots adds
 one link to their history. The link names the step from which the start continued. Take two

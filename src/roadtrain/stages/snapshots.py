@@ -84,7 +84,8 @@ class FoundSnapshot:
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
         """Iterate over the pieces of the `requested` extents. Collective: every rank must exhaust
-        its iterator. Raises GoneError, DamagedError and LostError."""
+        its iterator. Raises GoneError if no rank has the elements, DamagedError if a file is
+        damaged, and LostError if another rank cannot send."""
         return exchange(self.source, requested, self.links)
 
 
@@ -140,7 +141,8 @@ class JobSnapshots:
         then the start begins at step 0. The found snapshot and the next older snapshot are kept.
         All other snapshots are removed or renamed. Raises GoneError if the newest snapshot is
         incomplete, ForkedError if two starts continued from the same step, ForeignError for
-        snapshots of another run or model, and StaleError if the mark records a later step."""
+        snapshots of another run or model, and StaleError if the run directory records a later step
+        than the found snapshot."""
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -179,8 +181,8 @@ class JobSnapshots:
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
         """Remove all snapshots except the chosen snapshot and the next older snapshot. This also
         frees the space of an incomplete snapshot on a full disk. Then write the marker of the
-        chosen snapshot again. If a process was killed after it had written the marker, the marker
-        may only be in the page cache."""
+        chosen snapshot again, because the marker of a process that was killed may only be in the
+        page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -198,8 +200,8 @@ class JobSnapshots:
         self._kept = keep
 
     def _begin(self, chosen: Description | None) -> None:
-        """Continue the job of `chosen`, and add a link for this start to the job's history. If
-        `chosen` is None, begin a new job."""
+        """Continue the job of `chosen`, and add a HistoryLink for this start to the job's history.
+        If `chosen` is None, begin a new job."""
 
         def link() -> list[str | int]:
             job = chosen.job if chosen is not None else str(uuid.uuid4())
@@ -268,7 +270,8 @@ class JobSnapshots:
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """Return the blobs of all ranks by name. Every rank stores all blobs in its part."""
+        """Return the blobs of all ranks by name. Every rank stores all blobs in its part. what: the
+        snapshot's name in errors."""
         every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for own in every:

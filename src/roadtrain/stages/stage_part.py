@@ -1,11 +1,12 @@
-"""StagePart: a segment of the model as a function. The function maps the tensors that cross the cut
-before the segment to the tensors that cross the cut after the segment, or to the loss. A StagePart
-holds the tensors of each micro-batch from the forward to the backward of the micro-batch.
+"""StagePart: a segment (consecutive blocks) of the model as a function. A cut is the boundary
+between two segments. The function maps the tensors that cross the cut before the segment to the
+tensors that cross the cut after the segment, or to the loss. A StagePart holds the tensors of each
+micro-batch from the forward to the backward of the micro-batch.
 
-protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7). A
-StagePart has as many slots as this order holds micro-batches at the same time. The buffers of a
-slot receive the messages of the neighboring stages. A later micro-batch reuses the buffers (Rule
-4).
+protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7).
+This order limits the number of micro-batches in flight, and a StagePart has that number of slots.
+The buffers of a slot receive the messages of the neighboring stages. A later micro-batch reuses the
+buffers (Rule 4).
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ The exact search starts from good sizes: equal sizes and the caller's candidates
 sizes: it moves single blocks between parts of the model as long as each move shortens the step.
 Then the search continues with a best-first branch and bound: it extends partial sizes (the sizes of
 the first parts) in the order of their lower bounds, and computes the step time of complete sizes
-with `StepModel`, until no lower bound is below the best step time. If the search takes too long
-(deep pipelines over slow links, many interleaved parts), it stops early. In this case,
-`FoundSizes.at_least_s` is a lower bound on the step time of all sizes. A pass of a stage is the
-forward and backward of one micro-batch. A step takes at least as long as each of these two sums:
+with `StepModel`, until no lower bound is below the best step time. A search that takes too long
+(deep pipelines over slow links, many interleaved parts) stops early. `FoundSizes.at_least_s` tells
+how much better other sizes could be: it is a lower bound on the step time of all sizes. A pass of a
+stage is the forward and backward of one micro-batch. A step takes at least as long as each of these
+two sums:
 
     the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
     passes of the busiest replica of stage s
@@ -59,7 +60,7 @@ class FoundSizes:
 
     @property
     def proven(self) -> bool:
-        """Whether the sizes are proven to be optimal."""
+        """True if the search has proven that no other sizes are better."""
         return self.step_s <= self.at_least_s * (1 + AS_GOOD)
 
 
@@ -236,12 +237,12 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. Both
-        entries are for the case that `part` is the first of the remaining parts, and `block` is the
-        first block of `part`. `ends` has the least seconds from the first forward of the remaining
-        parts to their last backward. `rests` has the least seconds in which one micro-batch goes
-        through the remaining parts and back. Both values are minima over all sizes of the remaining
-        parts that fit."""
+        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. The
+        remaining parts are `part` and all later parts; they consist of `block` and all later
+        blocks. An entry of `ends` is the least number of seconds from the first forward to the last
+        backward of the remaining parts. An entry of `rests` is the least number of seconds in which
+        one micro-batch goes through the remaining parts and back. Each entry is the minimum over
+        all sizes of the remaining parts that fit."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]

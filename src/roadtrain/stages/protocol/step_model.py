@@ -81,8 +81,8 @@ class StepWork:
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """One element per block, with the total weight of all earlier blocks, and a last element
-        with the weight of all blocks."""
+        """The cumulative weight of the model's blocks. Element i is the total weight of the first i
+        blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
