@@ -35,8 +35,8 @@ class Relay:
     """A TCP relay that makes a link faulty on purpose. The relay runs within its context.
 
     `address`: the address at which the relay listens; if `listen` has port 0, the port is any free
-    port. `nbytes`: number of bytes passed on in each direction. `flipped`: number of flipped bits.
-    The methods are thread-safe, and have taken effect when they return.
+    port. `nbytes`: direction (`there` or `back`) -> number of bytes passed on. `flipped`: number of
+    flipped bits. All methods are thread-safe. When a method returns, the change is in effect.
     """
 
     def __init__(

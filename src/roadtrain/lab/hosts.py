@@ -1,4 +1,4 @@
-"""LabHost: a host of the lab, which is a network namespace with NICs, host names and CPUs.
+"""LabHost: a host of a lab. A host is a network namespace with NICs, host names and a CPU limit.
 network.py makes the hosts.
 
 Note "inside a host". To run a process on a host, `nsenter` enters the host's network namespace, and

@@ -75,7 +75,8 @@ LOSS_TRIAL = (
 
 def network_available() -> str | None:
     """Return one sentence that says why no network can be emulated on this machine, or None if a
-    network can be emulated. Finds out by making a small network in temporary namespaces."""
+    network can be emulated. To find the reason, this function tries to make a small network in
+    temporary namespaces."""
     return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
@@ -86,8 +87,8 @@ def loss_available() -> str | None:
 
 
 def _refused(script: str) -> str | None:
-    """Run a script in its own namespaces. Returns a sentence with the kernel's error, or None if
-    the script succeeds."""
+    """Run a shell script in new namespaces. Returns a sentence with the script's error output, or
+    None if the script succeeds."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()

@@ -152,8 +152,8 @@ class LabLink:
 
     def frames(self) -> Traffic:
         """Return the number of bytes of Ethernet frames, with headers, that have left the near end
-        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. The
-        rates of links also count bytes of whole frames."""
+        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. A
+        link's rate limits the same bytes."""
         sent, received = (
             json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
             for end in (self.near, self.far)

@@ -295,9 +295,10 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 
 class _Arrivals:
-    """Rank 0's side of a meeting. Rank 0 reads the hellos of ranks in the order of arrival until
-    the time `until` (as returned by time.monotonic), and answers all of these ranks. `number`: the
-    number of the meeting. `own`: the store, with a prefix of this meeting for all keys."""
+    """Rank 0's side of a meeting. Rank 0 reads the hellos (first messages) of ranks in the order of
+    arrival until the time `until` (as returned by time.monotonic), and answers all of these ranks.
+    `number`: the number of the meeting. `own`: the store, with a prefix of this meeting for all
+    keys."""
 
     def __init__(
         self,
@@ -371,7 +372,8 @@ class _Arrivals:
 
 
 def _count_seen(store: dist.Store) -> int:
-    """Return the number of hellos that rank 0 has read, in this start and in earlier starts."""
+    """Return the number of hellos (first messages of ranks) that rank 0 has read, in this start and
+    in earlier starts."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
@@ -435,8 +437,9 @@ def late_error(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """Return the hosts with unique names. If several hosts have the same name, an address is
-    appended to the name of each of these hosts. No other host has this address."""
+    """Return the hosts with unique names. If several hosts have the same name, the name of each of
+    these hosts is extended by an address that only this host has. If there is no such address, the
+    name is extended by the host's identity."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host

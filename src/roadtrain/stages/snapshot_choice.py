@@ -8,12 +8,11 @@ snapshot have been lost, the start is refused, with one exception: if a rank has
 snapshot but no marker, the snapshot was never announced. Then the start only reports the incomplete
 snapshot, and continues from the previous snapshot.
 
-Note "forked": the history of a snapshot is a list of links. Every start that writes snapshots adds
-one link to their history. The link names the step from which the start continued. Take two
-snapshots with the histories S and L, and let S be the shorter one. Normally L begins with S, and L
-has further links after S. The first of these links names a step that is not earlier than the
-snapshot of S. Otherwise two starts continued from the same step independently, and the start is
-refused (storage/history.py).
+Note "forked": the history of a snapshot is a list with one link for each start that led to the
+snapshot. The link names the step from which the start continued. Let S and L be the histories of
+two snapshots, and let L be the longer history. Normally L begins with all links of S, and the next
+link of L names a step that is not earlier than the snapshot with the history S. Otherwise two
+starts continued from the same step independently, and a new start is refused (storage/history.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class SnapshotKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a snapshot's marker. The content is the same on every rank."""
+    """The content of a marker. A marker is a file that a rank writes when a snapshot is complete.
+    The content is the same on every rank."""
 
     job: str  # uuid
     step: int

@@ -2,11 +2,11 @@
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
-Each rank writes its pieces, under the parameters' names, into the directory of its host. A snapshot
-is committed when every rank's part is durable (snapshot_choice.py), so a kill at any time leaves
-the previous snapshot intact. The two newest snapshots are kept. Later starts of the job may read a
-snapshot with other stages, widths and placements. Hosts may share a directory or have separate
-directories (piece_exchange.py).
+Each rank writes its pieces (parameter values and optimizer state), under the parameters' names,
+into the directory of its host. A snapshot is committed when every rank's part is durable
+(snapshot_choice.py), so a kill at any time leaves the previous snapshot intact. The two newest
+snapshots are kept. Later starts of the job may read a snapshot with other stages, widths and
+placements. Hosts may share a directory or have separate directories (piece_exchange.py).
 
 If `replicas` is 2, each part is also written to a host of another cluster (or to another host if
 there is only one cluster), so that the run can continue after the loss of a host with its disks.
@@ -83,9 +83,10 @@ class FoundSnapshot:
     links: ControlLinks
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
-        """Iterate over the pieces of the `requested` extents. Collective: every rank must exhaust
-        its iterator. Raises GoneError if no rank has the elements, DamagedError if a file is
-        damaged, and LostError if another rank cannot send."""
+        """Iterate over the pieces (parameter values and optimizer state) of the `requested`
+        extents. Collective: every rank must exhaust its iterator. Raises GoneError if no rank has
+        the elements, DamagedError if a file is damaged, and LostError if another rank cannot
+        send."""
         return exchange(self.source, requested, self.links)
 
 

@@ -37,10 +37,10 @@ class _Slot:
 
 
 class StagePart:
-    """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
-    wider activations and their gradients are sent. If None, activations and gradients are sent
-    unchanged. A dtype of 16 bits is lossy, so only the user may choose such a dtype (Rule 2).
-    slots: the number of micro-batches that are held at once."""
+    """A segment (consecutive blocks) of the stage, with the micro-batches in flight. wire_dtype:
+    the dtype in which wider activations and their gradients are sent. If None, activations and
+    gradients are sent unchanged. A dtype of 16 bits is lossy, so only the user may choose such a
+    dtype (Rule 2). slots: the number of micro-batches that are held at once."""
 
     def __init__(
         self,

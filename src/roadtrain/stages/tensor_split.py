@@ -51,8 +51,8 @@ class TensorSplit:
 
     @property
     def width(self) -> int:
-        """The length of the split dimension on each rank, in each of the dimension's `parts` equal
-        parts. The length includes padding."""
+        """The number of indices of the split dimension that each rank has in each of the `parts`
+        equal parts of the dimension. The number includes padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property

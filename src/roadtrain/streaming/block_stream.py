@@ -166,7 +166,7 @@ class BlockStream:
     def detach(self) -> None:
         """Restore the blocks' own forwards, and drop the kept inputs.
 
-        The blocks' parameters stay released.
+        The blocks' parameters stay released: their values are not in memory.
         """
         self.activations.close()
         for block in self._blocks.values():

@@ -50,9 +50,9 @@ def always(stage: int, blocks: tuple[range, ...]) -> bool:
 
 @dataclass(frozen=True)
 class FoundSizes:
-    """The result of a search. sizes: the number of blocks of each part, in the model's order.
-    step_s: the seconds of a step with these sizes. at_least_s: a lower bound on the seconds of a
-    step with any sizes that fit."""
+    """The result of a search. sizes: the number of blocks of each part of the model, in order. A
+    part is a range of consecutive blocks. step_s: the seconds of a step with these sizes.
+    at_least_s: a lower bound on the seconds of a step with any sizes that fit."""
 
     sizes: tuple[int, ...]
     step_s: float
@@ -65,8 +65,8 @@ class FoundSizes:
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Return, for each stage, the block ranges of the model's parts that the stage has. sizes: the
-    number of blocks of each part, in the model's order."""
+    """Return, for each stage, the ranges of blocks that the stage runs. sizes: the number of blocks
+    in each range, in the model's order. Range i belongs to stage i mod `stages`."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -84,10 +84,10 @@ def best_sizes(
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
     """Return the sizes with the shortest step among the sizes that fit, or None if no sizes fit. If
-    no other sizes are better, all parts have an equal number of blocks. fits: a function that
-    returns whether given blocks fit into a stage's memory. candidates: sizes to try first. The
-    result is at least as good as each candidate that fits. most_looked_at: the number of partial
-    sizes after which the search stops early."""
+    no sizes are better than equal sizes, the result has equal sizes. fits: a function that returns
+    whether given blocks fit into a stage's memory. candidates: sizes to try first. The result is at
+    least as good as each candidate that fits. most_looked_at: the number of partial sizes after
+    which the search stops early."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
