@@ -27,7 +27,8 @@ UNDO_TIMEOUT_S = 10.0
 
 def folder(kind: str, inside: Path | None = None) -> Path:
     """Make a directory whose name identifies this process: see Note "names". The directory is made
-    in `inside`, or in the temporary directory if `inside` is None."""
+    in `inside`, or in the temporary directory if `inside` is None. `kind`: the kind of the part of
+    the lab, such as `net`."""
     prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
@@ -59,9 +60,9 @@ class LabResource:
         self._undo()
 
     def _begin(self) -> Callable[[], None]:
-        """Make the directory or group by which the resource can be found. Returns a function that
-        removes the resource. The function must not refer to `self`, because the resource could
-        otherwise not be garbage-collected."""
+        """Make the directory or control group by which the resource can be found. Returns a
+        function that removes the resource. The function must not refer to `self`, because the
+        resource could otherwise not be garbage-collected."""
         raise NotImplementedError
 
     def _make(self) -> None:

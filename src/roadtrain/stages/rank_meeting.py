@@ -115,8 +115,8 @@ class RankMeeting:
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
-        cards are on the same fabric are a cluster. hosts: the host of each rank, for example as
-        changed by the user's options (`networks.override`); if empty, `self.hosts`."""
+        cards are on the same fabric are a cluster. hosts: the host of each rank, with changes by
+        the user's options (`networks.override`). If `hosts` is empty, `self.hosts` is used."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
@@ -378,8 +378,9 @@ def _count_seen(store: dist.Store) -> int:
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError if a rank's hello contradicts the earlier hellos. The error names the first
-    contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello: the new hello."""
+    """Raise ConfigError if a rank's hello (first message) contradicts the earlier hellos. The error
+    names the first contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello:
+    the new hello."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)

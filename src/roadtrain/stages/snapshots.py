@@ -239,8 +239,8 @@ class JobSnapshots:
         several ranks pass the same name, the blob of the first of these ranks is used. If a rank
         cannot write, this rank raises FullError or another StoreError, and all other ranks raise a
         LostError with the same message. Earlier snapshots are not changed. If communication fails,
-        only some ranks may know that all parts are durable. In this case, the files are kept, and
-        the next start decides whether it uses the snapshot.
+        this method keeps the files, because some ranks may not know that all parts are durable.
+        Then the next start decides whether it uses the snapshot.
         """
         begun = time.monotonic()
         description = Description(
@@ -303,8 +303,8 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. what:
-        the snapshot's name in errors."""
+        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. mine:
+        the extents of this rank's own pieces. what: the snapshot's name in errors."""
         lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
         every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
@@ -320,9 +320,9 @@ class JobSnapshots:
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return, for each rank r, the rank that stores a copy of the part of r. The copy is in the
-    next cluster or, if there is only one cluster, on the next host. Raises ConfigError if there is
-    only one host."""
+    """Return, for each rank r, the rank that stores a copy of r's part of a snapshot. The copy is
+    in the next cluster or, if there is only one cluster, on the next host. Raises ConfigError if
+    there is only one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

@@ -54,7 +54,7 @@ class BlockSource(GradBook, Protocol):
     """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Wait for the parameters of a block, and return (parameters, version).
+        """Wait for the parameters of a block, and return (parameters, version of the parameters).
 
         The parameters are one uint8 tensor on the compute device, in the ChunkTable's layout.
         """

@@ -38,7 +38,7 @@ class PlacedGrad(torch.Tensor):
 
     Attributes:
         param: Index of the parameter in ChunkTable.params.
-        book: The GradBook that knows the sum of squares.
+        book: The GradBook that returns the gradient's sum of squares from the server.
         label: Name of the parameter for messages.
         scale: Factor for the gradient, initially 1.0.
         shared: The list that contains `scale`. Aliases (`detach()`, `.data`) use the same list.

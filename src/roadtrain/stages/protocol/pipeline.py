@@ -169,10 +169,10 @@ class StageStateMachine:
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Record that a tensor for micro-batch `micro` and the model's part `part` has arrived. If
-        `what` is FORWARD, the tensor is the input of the part. If `what` is BACKWARD, the tensor is
-        the gradient of the part's output. Return the forward or backward that can begin now, as a
-        list of at most one element."""
+        """Record that a tensor for micro-batch `micro` and the stage's part `part` (a range of
+        blocks) has arrived. If `what` is FORWARD, the tensor is the input of the part. If `what` is
+        BACKWARD, the tensor is the gradient of the part's output. Return the forward or backward
+        that can begin now, as a list of at most one element."""
         self.here[what].add((micro, part))
         return self._next()
 

@@ -162,9 +162,9 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Move single blocks between parts while this shortens the best step. The search then has
-        to examine fewer sizes, because it skips all sizes whose lower bound is not below the best
-        step."""
+        """Move single blocks between parts as long as each move shortens the best step. The search
+        then has to examine fewer sizes, because it skips all sizes whose lower bound is not below
+        the best step."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
