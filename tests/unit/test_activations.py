@@ -201,7 +201,7 @@ def test_a_flipped_bit_in_the_scratch_file(tmp_path):  # Rule 6
 def test_bad_directory(tmp_path):
     (tmp_path / "file").write_text("")
     keep = Activations(N, tmp_path / "file", "cpu")
-    with pytest.raises(GoneError, match="cannot create a scratch file"):
+    with pytest.raises(GoneError, match="cannot make a scratch file"):
         for i in range(3):
             keep.save(tensor(i))
     keep.close()

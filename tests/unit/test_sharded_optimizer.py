@@ -688,7 +688,7 @@ def test_a_state_that_lacks_something_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
-    with pytest.raises(StoreError, match="elements of its state are missing"):
+    with pytest.raises(StoreError, match="elements of the state are missing"):
         optimizer.load(pieces[1:], 1)
     own = Mixed()
     sgd = made(own, torch.optim.SGD(own.parameters(), lr=1.0))

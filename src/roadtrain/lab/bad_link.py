@@ -11,8 +11,8 @@ only by `flip`, and does not interpret the data.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
 direction. Each direction has its own rate, which all connections share. Data stays in the relay at
-least for the set delay. At most QUEUE pieces per connection and direction are in flight, so a long
-delay limits the rate to QUEUE * PIECE / delay.
+least for the set delay. The relay holds at most about 16 MiB per connection and direction, so a
+long delay limits the rate to at most 16 MiB / delay.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Relay:
     """A TCP relay that makes a link faulty on purpose. The relay runs within its context.
 
     `address`: the address at which the relay listens; if `listen` has port 0, the port is any free
-    port. `nbytes`: number of bytes passed on in each direction. `flipped`: number of flipped bits.
-    The methods are thread-safe, and have taken effect when they return.
+    port. `nbytes`: direction (`there` or `back`) -> number of bytes passed on. `flipped`: number of
+    flipped bits. All methods are thread-safe. When a method returns, the change is in effect.
     """
 
     def __init__(
@@ -66,12 +66,14 @@ class Relay:
         self._do(lambda: self._rate.update(rates))
 
     def stall(self) -> None:
-        """Pass nothing on, but keep connections open and accept new ones, until `resume`."""
+        """Stop passing data on until `resume` is called. Open connections stay open, and the relay
+        still accepts new connections."""
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
-        """Close both sides of every connection after exactly `after_nbytes` more bytes in the
-        direction `way`. If `after_nbytes` is 0, close all connections at once."""
+        """Close all connections when exactly `after_nbytes` more bytes have passed in the direction
+        `way`, counted over all connections. If `after_nbytes` is 0, close all connections at
+        once."""
 
         def begin() -> None:
             self._left[way] = after_nbytes
@@ -203,8 +205,9 @@ class Relay:
                     return self._cut(way)
 
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
-        """Apply pending flips to `piece`. `begin` is the offset of the piece's first byte among all
-        bytes in the direction `way`."""
+        """Return `piece` with the pending flips applied. `piece`: bytes that follow each other in
+        the direction `way`. `begin`: the number of bytes that passed in this direction before
+        `piece`."""
         if not self._flips:
             return piece
         spoiled = bytearray(piece)

@@ -1,5 +1,8 @@
-"""Control groups of a lab. When a group is removed, the members of the group are moved back to the
-group of the process that made the removed group. Does NOT set limits (cpus.py, storage.py)."""
+"""Control groups (cgroups) of a lab. Does NOT set limits (cpus.py, storage.py).
+
+The process that creates a control group is itself a member of another control group. When the
+created group is removed, all of its members move to this other group.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from roadtrain.lab.resource import LabResource, folder, retry_undo
 
 
 class ControlGroup(LabResource):
-    """A control group below the root of one controller's hierarchy (version 1 or 2).
+    """A control group in the top level of a controller's hierarchy (cgroup version 1 or 2).
 
-    On exit, the members are moved to the group of the process that made this group, and this group
-    is removed.
+    At the end of the context, all processes in this group move to the control group of the process
+    that created this group. Then this group is removed.
     """
 
     controller: str
@@ -37,8 +40,8 @@ class ControlGroup(LabResource):
 
 
 def hierarchy(controller: str) -> Path | None:
-    """Return the root directory of the hierarchy with the controller's groups: the root of version
-    1 if version 1 has the controller, else the root of version 2. Returns None if neither version
+    """Return the root directory of the cgroup hierarchy that has the groups of `controller`. Prefer
+    the hierarchy of cgroup version 1 to the hierarchy of version 2. Return None if neither version
     has the controller."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, at, kind, how, *_ in mounts:
@@ -55,7 +58,8 @@ def is_version_2(root: Path) -> bool:
 
 
 def undo_group(group: Path, back: Path) -> None:
-    """Move the group's members to the group `back`, and remove the group."""
+    """Move all processes in the control group `group` to the control group `back`, and remove
+    `group`."""
 
     def empty_and_remove() -> None:
         for pid in (group / "cgroup.procs").read_text().split():

@@ -1,11 +1,11 @@
-"""LabHost: a host of the lab, which is a network namespace with NICs, host names and CPUs.
+"""LabHost: a host of a lab. A host is a network namespace with NICs, host names and a CPU limit.
 network.py makes the hosts.
 
 Note "inside a host". To run a process on a host, `nsenter` enters the host's network namespace, and
 `unshare` makes a mount namespace and a host-name namespace for the process. The process sees the
-name of the lab's host as its host name, the host's names file as /etc/hosts, and the host's NICs in
-/sys. The names file has the addresses of all hosts of the lab. The namespaces end with the process,
-so nothing has to be removed. A process keeps the mounts that existed when it began.
+name of the lab's host as its host name, a file with the addresses of all hosts of the lab as
+/etc/hosts, and the NICs of the lab's host in /sys. The mount and host-name namespaces end with the
+process, so nothing has to be removed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ DROPPED = ("tcp", "udp", "icmp")  # without ARP, so that addresses can still be 
 
 
 def inside(name: str, net: str | Path, names: str | Path, group: str | Path = "") -> list[str]:
-    """Return the words to put before a command so that the command runs on a host. `name`: the
-    host's name. `net`: the file of the host's network namespace. `names`: the file that the command
-    sees as /etc/hosts. `group`: the directory of the host's control group, or ""."""
+    """Return the arguments to put before the arguments of a command, so that the command runs on a
+    host. `name`: the host's name. `net`: the file of the host's network namespace. `names`: the
+    file that the command sees as /etc/hosts. `group`: the directory of the host's control group, or
+    ""."""
     return ["nsenter", f"--net={net}", "--", *ISOLATED, name, str(names), str(group)]
 
 
@@ -76,8 +77,9 @@ class LabHost:
         return str(self.limit.group) if self.limit else ""
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Start a command and wait until the command runs on this host. The returned process is the
-        command itself. The process is killed when the context of the lab's Network ends."""
+        """Start a command, and wait until the process of the command is on this host. Return this
+        process. The process is killed when the context of the lab's Network ends. `popen`: options
+        of subprocess.Popen."""
         words = [*inside(self.name, self.net, self.names, self.group), *argv]
         process = subprocess.Popen(words, **popen)
         with contextlib.suppress(FileNotFoundError):  # the process has already ended
@@ -91,7 +93,7 @@ class LabHost:
         if self.limit is None:
             raise ConfigError(
                 f"host {self.name} was made without a CPU limit",
-                hint=f"make it with `cpus`, or Network(..., cpus={{{self.name!r}: {cpus}}})",
+                hint=f"set `cpus` in the lab file, or Network(..., cpus={{{self.name!r}: {cpus}}})",
             )
         self.limit.set_cpus(cpus)
 
@@ -118,7 +120,8 @@ class LabHost:
 
 
 def batch(net: Path, lines: Sequence[str]) -> None:
-    """Run commands of iproute2's `ip`, one per line, in a network namespace."""
+    """Run a command of iproute2's `ip` for each element of `lines` (the arguments of the command).
+    `net`: the file of the network namespace in which the commands run."""
     _enter(net, "ip -batch -", "\n".join(lines) + "\n")
 
 

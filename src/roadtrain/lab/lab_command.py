@@ -1,10 +1,10 @@
 """`roadtrain lab up | run | down`: a lab that a lab file describes. The process of `up` makes the
 lab, and removes the lab when the process ends.
 
-The process of `up` writes the file `lab.json` into a directory of kind `up` (see resource.py).
-`run` and `down` find the lab with `lab.json`. The path of the lab file (`LabFile`) identifies the
-lab. Unknown keys and wrong types in the lab file raise ConfigError; rates and sizes are checked but
-kept as written, for display. `up` starts no process on the hosts.
+The process of `up` writes the file `lab.json` into a temporary directory. `run` and `down` search
+for this file to find the lab. The path of the lab file (`LabFile`) identifies the lab. Unknown keys
+and wrong types in the lab file raise ConfigError; rates and sizes are checked but kept as written,
+for display. `up` starts no process on the hosts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Removal of the directories, networks and groups that labs of dead processes have left. Labs of
-living processes are not changed."""
+"""Removal of the directories, networks and control groups that labs of dead processes have left.
+Labs of living processes are not changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTROLLERS = ("blkio", "cpu")
 
 def sweep() -> list[str]:
     """Remove everything that labs of dead processes have left. Returns the paths of the removed
-    directories and groups, for printing."""
+    directories and control groups, for printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
     roots = {root for name in CONTROLLERS if (root := hierarchy(name))}
     groups = [path for root in roots for path, _, _, alive in folders(root) if not alive]

@@ -15,10 +15,10 @@ tc's tbf limits both ends, so each direction has its own rate. A bind mount in t
 directory keeps a namespace alive, and so do the processes in the namespace.
 
 Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
-10.F.K.H. If a host has two NICs on one network, it answers from the address that was contacted, and
-a connection that is bound to the address of a NIC uses this NIC. The routing rule that accepts
-packets for a host's own addresses is moved from number 0 to number 1, so that a rule with number 0
-can drop packets first (`LabHost.drop_from`).
+10.F.K.H. If a host has two NICs on one network, the host's replies come from the address to which
+the request was sent, and a connection that is bound to the address of a NIC uses this NIC. The
+routing rule that accepts packets for a host's own addresses is moved from number 0 to number 1, so
+that a rule with number 0 can drop packets first (`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ LOSS_TRIAL = (
 
 def network_available() -> str | None:
     """Return one sentence that says why no network can be emulated on this machine, or None if a
-    network can be emulated. Finds out by making a small network in temporary namespaces."""
+    network can be emulated. To find the reason, this function tries to make a small network in
+    temporary namespaces."""
     return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
@@ -86,8 +87,8 @@ def loss_available() -> str | None:
 
 
 def _refused(script: str) -> str | None:
-    """Run a script in its own namespaces. Returns a sentence with the kernel's error, or None if
-    the script succeeds."""
+    """Run a shell script in new namespaces. Returns a sentence with the script's error output, or
+    None if the script succeeds."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()

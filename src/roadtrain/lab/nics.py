@@ -34,12 +34,12 @@ def limit_of(bytes_per_s: float) -> str:
     """Return arguments for the command `tc` that limit the rate at which data leaves a device. In
     these arguments, the unit bps is bytes per second.
 
-    After an idle time, a burst may leave at once: the bytes that the rate allows in 20 ms, but at
-    least LEAST_BURST and at most MOST_BURST. The kernel passes data to the device in blocks of up
-    to 64 kB and headers. If the burst were smaller than such a block, the kernel would have to
-    split the block, which costs much CPU time. The device's queue holds the bytes that the rate
-    allows in 20 ms, and 256 kB in addition. A shorter queue would slow down TCP connections that
-    share the link.
+    After an idle time, the device may send a burst at once. The size of the burst is the number of
+    bytes that the rate allows in 20 ms, but at least 80 kB and at most 256 KiB. The kernel passes
+    data to the device in blocks of up to 64 kB plus headers. If the burst were smaller than such a
+    block, the kernel would have to split the block, which costs much CPU time. The device's queue
+    holds the bytes that the rate allows in 20 ms, plus 256 KiB. A shorter queue would slow down TCP
+    connections that share the link.
     """
     in_time = int(bytes_per_s * BURST_S)
     burst = min(max(in_time, LEAST_BURST), MOST_BURST)
@@ -152,8 +152,8 @@ class LabLink:
 
     def frames(self) -> Traffic:
         """Return the number of bytes of Ethernet frames, with headers, that have left the near end
-        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. The
-        rates of links also count bytes of whole frames."""
+        (`sent`) and the far end (`received`). Frames that are lost afterwards are included. A
+        link's rate limits the same bytes."""
         sent, received = (
             json.loads(end.do("tc", f"-s -j qdisc show dev {end.device} root"))[0]["bytes"]
             for end in (self.near, self.far)
@@ -165,9 +165,9 @@ class LabLink:
         have arrived at the near end (`received`).
 
         The numbers are computed from the kernel's counts of bytes and packets, with 66 bytes of
-        headers per packet (14 + 20 + 32). Each packet that is not a segment with time stamps (ARP,
-        the first packets of a connection, selective acknowledgements) causes an error of some
-        bytes. Retransmissions are included.
+        headers per packet (Ethernet 14, IP 20, TCP with time stamps 32). Each packet that is not a
+        segment with time stamps (ARP, the first packets of a connection, selective
+        acknowledgements) causes an error of some bytes. Retransmissions are included.
         """
         (shown,) = json.loads(self.near.do("ip", f"-s -j link show dev {self.near.device}"))
         sent, received = (

@@ -1,10 +1,10 @@
 """LabResource: a part of a lab (such as a network or a device), which is removed exactly once. The
 part's name identifies the process that made the part.
 
-Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. START is the
-time at which the kernel started the process PID, so that a later process with the same PID is not
-mistaken for the maker. If the maker of a resource is dead, any process can remove the resource with
-the information in its directory.
+Note "names". The name of a directory or group is `roadtrain-lab-PID-START-KIND-...`. KIND is the
+kind of the part, such as `net` or `loop`. START is the time at which the kernel started the process
+PID, so that a later process with the same PID is not mistaken for the maker. If the maker of a
+resource is dead, any process can remove the resource with the information in its directory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ UNDO_TIMEOUT_S = 10.0
 
 def folder(kind: str, inside: Path | None = None) -> Path:
     """Make a directory whose name identifies this process: see Note "names". The directory is made
-    in `inside`, or in the temporary directory if `inside` is None."""
+    in `inside`, or in the temporary directory if `inside` is None. `kind`: the kind of the part of
+    the lab, such as `net`."""
     prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:
-    """Yield (path, kind, PID of the maker, whether the maker is alive) for each directory that
-    `folder` has made in `inside`, sorted by name."""
+    """Yield (path, kind, PID of the maker, True if the maker is alive) for each directory that
+    `folder` has made in `inside`, sorted by name. A maker is the process that called `folder`."""
     for path in sorted((inside or Path(tempfile.gettempdir())).glob(f"{PREFIX}*-*-*")):
         pid, start, kind = path.name.removeprefix(PREFIX).split("-")[:3]
         if pid.isdecimal():
@@ -59,9 +60,9 @@ class LabResource:
         self._undo()
 
     def _begin(self) -> Callable[[], None]:
-        """Make the directory or group by which the resource can be found. Returns a function that
-        removes the resource. The function must not refer to `self`, because the resource could
-        otherwise not be garbage-collected."""
+        """Make the directory or control group by which the resource can be found. Returns a
+        function that removes the resource. The function must not refer to `self`, because the
+        resource could otherwise not be garbage-collected."""
         raise NotImplementedError
 
     def _make(self) -> None:
@@ -69,8 +70,9 @@ class LabResource:
 
 
 def why_not(*tools: str) -> str | None:
-    """Return the reason why this process cannot use these tools to emulate anything (it is not
-    root, or a tool is missing), or None if this process can use them."""
+    """Return the reason why this process cannot emulate anything with `tools` (the process is not
+    root, or a tool is not installed). Return None if there is no such reason. `tools`: names of
+    programs."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)

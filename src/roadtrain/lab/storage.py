@@ -58,7 +58,7 @@ class LoopDevice(LabResource):
         if self.path.exists() and not self.keep:
             raise ConfigError(
                 f"{self.path} already exists",
-                hint="name a new file, because the lab removes the file at its end",
+                hint="choose a path without a file: a lab deletes its own files when it ends",
             )
         self.home = folder("loop")
         return partial(undo_loop, self.home)
@@ -98,8 +98,8 @@ class Throttle(ControlGroup):
     """A control group that limits the rates at which its members together read and write each of
     `devices`. A device is a LoopDevice or a "MAJ:MIN" number.
 
-    On exit, the members are moved to the group of the process that made this group, and this group
-    is removed.
+    At the end of the context, all processes in this group move to the control group of the process
+    that created this group. Then this group is removed.
     """
 
     controller = "blkio"

@@ -1,5 +1,5 @@
 """Compute from a memory budget how many buffers of each kind to allocate, and which parts of the
-state files to keep in memory too (Rule 4).
+state files to keep in memory as well. So memory use is bounded (Rule 4).
 
 The budget is a number of bytes of host memory. It covers everything that roadtrain allocates: the
 root block, block buffers, gradient buffers, saved block inputs, and record buffers (a record has
@@ -287,12 +287,12 @@ def _kept(
 ) -> tuple[frozenset[int], frozenset[int], int]:
     """Choose which records on files are also kept in `nbytes` bytes of memory.
 
-    Returns the ids of the chunks whose whole record is kept, the ids of the chunks of which only
-    the weights are kept, and the number of bytes used. Weights have priority over optimizer state.
-    Weights usually take 2 bytes per element and are read twice per step. Optimizer state, with the
-    fp32 master copy, usually takes 12 bytes or more and is read once per step. The weights of the
-    first blocks have priority over those of later blocks, because the next forward reads the first
-    blocks first.
+    Returns three values. The first is the ids of the chunks whose records are kept completely. The
+    second is the ids of the chunks whose weights are kept, without the optimizer state. The third
+    is the number of bytes used. Weights have priority over optimizer state. Weights usually take 2
+    bytes per element and are read twice per step. Optimizer state, with the fp32 master copy,
+    usually takes 12 bytes or more and is read once per step. The weights of the first blocks have
+    priority over those of later blocks, because the next forward reads the first blocks first.
     """
     public, resident, kept = set(), set(), 0
     for chunk in chunks:

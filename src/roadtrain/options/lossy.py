@@ -1,4 +1,5 @@
-"""The options that make training lossy or delayed: TopK, Downcast and Delay (Rule 2).
+"""The options that make training lossy or delayed: TopK, Downcast and Delay. All are off by default
+(Rule 2).
 
 Each option checks its own values; placement/session_plan.py checks which options can be combined.
 """

@@ -119,8 +119,8 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 
 async def _receive_rate(reader: asyncio.StreamReader) -> float:
     """Read data from a client until the client sends an empty message. Each message begins with its
-    length. Return the rate in bytes/s. The rate does not include the first FIRST bytes, because
-    buffers on the way absorb these bytes."""
+    length. Return the rate in bytes/s. The rate does not include the first 256 KiB, because buffers
+    on the way absorb this data."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)

@@ -111,8 +111,8 @@ def make_process_groups(
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
     """Return the NCCL settings of a group. environment: the environment variables of the process.
-    Only members of the group can get a warning about these variables: if `rank` is not a member,
-    `unbound` is empty."""
+    If these variables do not select the group's card, the field `unbound` of the result has a
+    warning. If `rank` is not in the group, `unbound` is empty."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (

@@ -94,10 +94,10 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """The boundary groups. For each boundary between two stages, there are two groups, and each
-        of them has all ranks of both stages. The first group sends activations, and the second
-        group sends the gradients of the activations. Each direction has its own group, so that
-        messages never wait for messages in the opposite direction."""
+        """The boundary groups. Each boundary between two stages has two groups, and both groups
+        have all ranks of the two stages. The first group sends activations, and the second group
+        sends the gradients of the activations. So a message never waits for a message in the
+        opposite direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))

@@ -1,5 +1,5 @@
-"""meet(): the ranks of a start find each other. Every rank receives the hosts of all ranks, or the
-reason why the start failed.
+"""meet(): the ranks of a job find each other. A launch of all ranks of a job is called a start. In
+each start, every rank receives the hosts of all ranks, or the reason why the start failed.
 
 All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
 nothing is unpickled (Rule 8). Rank 0 collects the first messages (hellos) of the other ranks, and
@@ -115,8 +115,8 @@ class RankMeeting:
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """Return (host, cluster, number of ranks) for each host, in rank order. Hosts whose fastest
-        cards are on the same fabric are a cluster. hosts: the host of each rank, for example as
-        changed by the user's options (`networks.override`); if empty, `self.hosts`."""
+        cards are on the same fabric are a cluster. hosts: the host of each rank, with changes by
+        the user's options (`networks.override`). If `hosts` is empty, `self.hosts` is used."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
@@ -181,7 +181,7 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
 
 def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
     """Publish a value from rank 0. Then wait until other ranks have read the value `readers` times,
-    because the store may end when rank 0 ends. Wait at most GRACE_S seconds."""
+    because the store may end when rank 0 ends. Wait at most 3 seconds (GRACE_S)."""
     put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
@@ -295,9 +295,10 @@ def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
 
 
 class _Arrivals:
-    """Rank 0's side of a meeting. Rank 0 reads the hellos of ranks in the order of arrival until
-    the time `until`, and answers all of these ranks. `number`: the number of the meeting. `own`:
-    the part of the store for this meeting."""
+    """Rank 0's side of a meeting. Rank 0 reads the hellos (first messages) of ranks in the order of
+    arrival until the time `until` (as returned by time.monotonic), and answers all of these ranks.
+    `number`: the number of the meeting. `own`: the store, with a prefix of this meeting for all
+    keys."""
 
     def __init__(
         self,
@@ -313,8 +314,8 @@ class _Arrivals:
         self.first = self.seen = _count_seen(store)
 
     def answer_all(self) -> MeetingAnswer:
-        """Answer all ranks. Return the answer when all ranks have read it, or after GRACE_S
-        seconds."""
+        """Answer all ranks. Return the answer when all ranks have read the answer, or after 3
+        seconds (GRACE_S)."""
         answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))
@@ -371,13 +372,15 @@ class _Arrivals:
 
 
 def _count_seen(store: dist.Store) -> int:
-    """Return the number of hellos that rank 0 has read, in this start and in earlier starts."""
+    """Return the number of hellos (first messages of ranks) that rank 0 has read, in this start and
+    in earlier starts."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raise ConfigError if a rank's hello contradicts the earlier hellos. The error names the first
-    contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello: the new hello."""
+    """Raise ConfigError if a rank's hello (first message) contradicts the earlier hellos. The error
+    names the first contradiction. mine: the hello of rank 0. found: rank -> earlier hello. hello:
+    the new hello."""
     here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
@@ -435,8 +438,9 @@ def late_error(meeting: RankMeeting) -> RoadtrainError | None:
 
 
 def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """Return the hosts with unique names. If several hosts have the same name, an address is
-    appended to the name of each of these hosts. No other host has this address."""
+    """Return the hosts with unique names. If several hosts have the same name, the name of each of
+    these hosts is extended by an address that only this host has. If there is no such address, the
+    name is extended by the host's identity."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host

@@ -20,9 +20,9 @@ all-gather (placement `summation`). In norms and snapshots, each rank reports on
 norms and snapshots are the same, bit for bit, as without `sums`.
 
 If `overlap` is off, the same operations run inside `step`, with bit-identical results. On the host,
-gradients are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is applied; in
-this case, the result of `sum_squares` is infinite or NaN. Does NOT clip or average gradients, or
-schedule learning rates.
+gradients are summed in rank order (Rule 1). As in torch, the update also uses infinite and NaN
+gradients. If a gradient is infinite or NaN, so is the result of `sum_squares`. Does NOT clip or
+average gradients, or schedule learning rates.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class ShardedOptimizer:
 
     def _report_exceptions(self, report: Callable[[str], None]) -> None:
         """Report gradient sums that are not in rank order, and updates that run on the host because
-        the device has no kernel (Rules 1 and 6)."""
+        the device has no kernel."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
             report(f"{label}: the device's own library determines the order of gradient sums")
@@ -277,14 +277,14 @@ class ShardedOptimizer:
             raise LoopError(
                 f"{self._step}: the optimizer's groups have {now} parameters, but had"
                 f" {self._group_sizes} when training began",
-                hint="pass all parameters at the start; freeze those that train later",
+                hint="pass all parameters at the start, and freeze parameters only afterwards",
             )
         for name, p in self.parameters.late.items():
             if p.grad is not None:
                 raise LoopError(
                     f"{self._step}: parameter {name!r} was frozen when training began but has a"
                     " gradient now",
-                    hint="let it require gradients at the start, and freeze it afterwards",
+                    hint="let the parameter require gradients at the start; freeze it afterwards",
                 )
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
@@ -444,25 +444,26 @@ class ShardedOptimizer:
     # state
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this rank provides, as StageOptimizer.extents describes. Frozen
-        parameters are divided evenly among the ranks."""
+        """Return the extents (ranges of parameter elements) that this rank provides, as
+        StageOptimizer.extents describes. Frozen parameters are divided evenly among the ranks."""
         return self.pieces.extents()
 
     def needed(self) -> list[Extent]:
-        """Return the extents that `load` must receive on this rank. Every rank needs all elements
-        of frozen parameters."""
+        """Return the extents (ranges of parameter elements) that `load` must receive on this rank.
+        Every rank needs all elements of frozen parameters."""
         return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
-        """Wait for the previous step, and return a copy of the values and state of `extent`. Raises
-        StoreError if this rank does not keep all elements of `extent`."""
+        """Wait for the previous step, and return a copy of the parameter values and the optimizer
+        state of `extent`. Raises StoreError if this rank does not keep all elements of `extent`."""
         self._settle(f"the state of {extent.name!r}")
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace values and state by those in `pieces`, as StageOptimizer.load describes. If a
-        piece has no optimizer state, the optimizer state of its elements is reset to the initial
-        state. If a piece is missing on any rank, all ranks raise StoreError."""
+        """Replace parameter values and optimizer state by the content of `pieces`, as
+        StageOptimizer.load describes. If a piece has no optimizer state, the optimizer state of its
+        elements is reset to the initial state. If a piece is missing on any rank, all ranks raise
+        StoreError."""
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:

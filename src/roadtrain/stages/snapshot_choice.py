@@ -1,19 +1,18 @@
-"""Choose the snapshot from which a start continues, among the snapshots on its hosts. All functions
-are pure.
+"""Choose the snapshot from which a start (a launch of a job) continues, among the snapshots on the
+job's hosts. All functions are pure.
 
 Note "committed": a rank writes its marker when the parts of all ranks are on disk, so a single
 marker proves that the snapshot was complete at that time. The snapshot is announced when every rank
 has written its marker. So a start chooses the newest snapshot that has any marker. If parts of this
 snapshot have been lost, the start is refused, with one exception: if a rank has a part of the
-snapshot but no marker, the snapshot was never announced. In this case, the start reports the
-incomplete snapshot, and continues from the previous snapshot.
+snapshot but no marker, the snapshot was never announced. Then the start only reports the incomplete
+snapshot, and continues from the previous snapshot.
 
-Note "forked": the history of a snapshot is a list of links. Every start that writes snapshots adds
-one link to their history. The link names the step from which the start continued. Take two
-snapshots with the histories S and L, and let S be the shorter one. Normally L begins with S, and L
-has further links after S. The first of these links names a step that is not earlier than the
-snapshot of S. Otherwise two starts continued from the same step independently, and the start is
-refused (storage/history.py).
+Note "forked": the history of a snapshot is a list with one link for each start that led to the
+snapshot. The link names the step from which the start continued. Let S and L be the histories of
+two snapshots, and let L be the longer history. Normally L begins with all links of S, and the next
+link of L names a step that is not earlier than the snapshot with the history S. Otherwise two
+starts continued from the same step independently, and a new start is refused (storage/history.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class SnapshotKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The content of a snapshot's marker. The content is the same on every rank."""
+    """The content of a marker. A marker is a file that a rank writes when a snapshot is complete.
+    The content is the same on every rank."""
 
     job: str  # uuid
     step: int

@@ -1,6 +1,7 @@
 """The files of one rank's part of a snapshot: the pieces in `rank-R.pieces`, the table of these
-pieces in `rank-R.json`, and the marker `rank-R.committed`. The marker is written when the parts of
-all ranks are durable.
+pieces in `rank-R.json`, and the marker `rank-R.committed`. A piece is the values and the optimizer
+state of a range of parameter elements. The marker is written when the parts of all ranks are
+durable.
 
 Every array, the table and the marker have a checksum. Each read verifies the checksum. At most one
 piece is in memory at a time. Does NOT communicate with other ranks.
@@ -157,7 +158,8 @@ class PartReader:
             entries.sort(key=lambda entry: entry[:3])
 
     def marker(self) -> Description | None:
-        """Return the content of the first valid marker. Return None if no marker is valid."""
+        """Return the content of the first valid marker. A marker is a file that a rank writes when
+        the snapshot is complete. Return None if no marker is valid."""
         for path in sorted(self.home.glob(f"rank-*.{MARKER}")):
             try:
                 found = msgspec.json.decode(_unsealed(path), type=Description)
@@ -178,13 +180,14 @@ class PartReader:
         return sorted(found, key=lambda e: (e.name, e.start, e.stop))
 
     def extents_of(self, name: str) -> list[Extent]:
-        """Return the extents of the parameter `name` that the parts of this snapshot contain."""
+        """Return the extents (ranges of elements) of the parameter `name` that this snapshot
+        contains."""
         spans = sorted({(a, b) for a, b, _, _ in self._at.get(name, ())})
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return the values and state of `extent`. Raises DamagedError if a checksum does not
-        match; the error names the file."""
+        """Return the parameter values and the optimizer state of `extent`. Raises DamagedError if a
+        checksum does not match; the error names the file."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(

@@ -2,11 +2,11 @@
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
-Each rank writes its pieces, under the parameters' names, into the directory of its host. A snapshot
-is committed when every rank's part is durable (snapshot_choice.py), so a kill at any time leaves
-the previous snapshot intact. The two newest snapshots are kept. Later starts of the job may read a
-snapshot with other stages, widths and placements. Hosts may share a directory or have separate
-directories (piece_exchange.py).
+Each rank writes its pieces (parameter values and optimizer state), under the parameters' names,
+into the directory of its host. A snapshot is committed when every rank's part is durable
+(snapshot_choice.py), so a kill at any time leaves the previous snapshot intact. The two newest
+snapshots are kept. Later starts of the job may read a snapshot with other stages, widths and
+placements. Hosts may share a directory or have separate directories (piece_exchange.py).
 
 If `replicas` is 2, each part is also written to a host of another cluster (or to another host if
 there is only one cluster), so that the run can continue after the loss of a host with its disks.
@@ -83,8 +83,10 @@ class FoundSnapshot:
     links: ControlLinks
 
     def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
-        """Iterate over the pieces of the `requested` extents. Collective: every rank must exhaust
-        its iterator. Raises GoneError, DamagedError and LostError."""
+        """Iterate over the pieces (parameter values and optimizer state) of the `requested`
+        extents. Collective: every rank must exhaust its iterator. Raises GoneError if no rank has
+        the elements, DamagedError if a file is damaged, and LostError if another rank cannot
+        send."""
         return exchange(self.source, requested, self.links)
 
 
@@ -140,7 +142,8 @@ class JobSnapshots:
         then the start begins at step 0. The found snapshot and the next older snapshot are kept.
         All other snapshots are removed or renamed. Raises GoneError if the newest snapshot is
         incomplete, ForkedError if two starts continued from the same step, ForeignError for
-        snapshots of another run or model, and StaleError if the mark records a later step."""
+        snapshots of another run or model, and StaleError if the run directory records a later step
+        than the found snapshot."""
         here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
@@ -179,8 +182,8 @@ class JobSnapshots:
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
         """Remove all snapshots except the chosen snapshot and the next older snapshot. This also
         frees the space of an incomplete snapshot on a full disk. Then write the marker of the
-        chosen snapshot again. If a process was killed after it had written the marker, the marker
-        may only be in the page cache."""
+        chosen snapshot again, because the marker of a process that was killed may only be in the
+        page cache."""
         chosen = choice.snapshot
         kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
@@ -198,8 +201,8 @@ class JobSnapshots:
         self._kept = keep
 
     def _begin(self, chosen: Description | None) -> None:
-        """Continue the job of `chosen`, and add a link for this start to the job's history. If
-        `chosen` is None, begin a new job."""
+        """Continue the job of `chosen`, and add a HistoryLink for this start to the job's history.
+        If `chosen` is None, begin a new job."""
 
         def link() -> list[str | int]:
             job = chosen.job if chosen is not None else str(uuid.uuid4())
@@ -236,8 +239,8 @@ class JobSnapshots:
         several ranks pass the same name, the blob of the first of these ranks is used. If a rank
         cannot write, this rank raises FullError or another StoreError, and all other ranks raise a
         LostError with the same message. Earlier snapshots are not changed. If communication fails,
-        only some ranks may know that all parts are durable. In this case, the files are kept, and
-        the next start decides whether it uses the snapshot.
+        this method keeps the files, because some ranks may not know that all parts are durable.
+        Then the next start decides whether it uses the snapshot.
         """
         begun = time.monotonic()
         description = Description(
@@ -268,7 +271,8 @@ class JobSnapshots:
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """Return the blobs of all ranks by name. Every rank stores all blobs in its part."""
+        """Return the blobs of all ranks by name. Every rank stores all blobs in its part. what: the
+        snapshot's name in errors."""
         every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
         for own in every:
@@ -299,8 +303,8 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. what:
-        the snapshot's name in errors."""
+        """Iterate over the pieces of other ranks that this rank stores as copies. Collective. mine:
+        the extents of this rank's own pieces. what: the snapshot's name in errors."""
         lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
         every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
@@ -316,9 +320,9 @@ class JobSnapshots:
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Return, for each rank r, the rank that stores a copy of the part of r. The copy is in the
-    next cluster or, if there is only one cluster, on the next host. Raises ConfigError if there is
-    only one host."""
+    """Return, for each rank r, the rank that stores a copy of r's part of a snapshot. The copy is
+    in the next cluster or, if there is only one cluster, on the next host. Raises ConfigError if
+    there is only one host."""
     for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:

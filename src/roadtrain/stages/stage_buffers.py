@@ -73,7 +73,7 @@ def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, 
 def adopt_buffers(
     gathered: Mapping[str, torch.Tensor], had: Collection[str], stage_model: StageModel
 ) -> None:
-    """Set the values of the buffers that belong to this stage since blocks moved between stages.
+    """Set the values of the buffers that came to this stage when blocks moved between stages.
     gathered: the result of `gather_buffers`, from before the move. had: the names of the buffers
     that already belonged to this stage before the move."""
     for name, buffer in own_buffers(stage_model).items():

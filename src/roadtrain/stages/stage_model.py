@@ -1,5 +1,5 @@
-"""StageModel: a model that is reduced to one stage. The model's own forward runs from the cut
-before the stage to the cut after the stage.
+"""StageModel: a model that is reduced to one stage. A cut is a boundary between two stages. The
+model's own forward runs from the cut before the stage to the cut after the stage.
 
 Blocks of other stages are replaced by stubs without parameters. Parameters that are outside of the
 blocks, and that only other stages use, are replaced by NaN values that take no memory. The last

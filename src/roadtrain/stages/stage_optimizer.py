@@ -46,18 +46,21 @@ class StageOptimizer(PieceSource, Protocol):
         for other operations. Raises PeerError if a rank is lost."""
 
     def extents(self) -> list[Extent]:
-        """Return the extents that this rank provides. Every element of the stage is provided by
-        exactly one of the stage's ranks."""
+        """Return the extents (ranges of parameter elements) that this rank provides. Each element
+        of the stage is provided by exactly one of the stage's ranks."""
 
     def piece(self, extent: Extent) -> Piece:
-        """Wait for the previous step, and return a copy of the values and state of an extent."""
+        """Wait for the previous step, and return a copy of the parameter values and the optimizer
+        state of an extent (a range of parameter elements)."""
 
     def needed(self) -> list[Extent]:
-        """Return the extents that `load` must receive on this rank."""
+        """Return the extents (ranges of parameter elements) that `load` must receive on this
+        rank."""
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Replace values and state by the values and state in `pieces`. Collective over the stage's
-        ranks. steps_done: the number of steps that the job has taken with these values."""
+        """Replace parameter values and optimizer state by the content of `pieces`. Collective over
+        the stage's ranks. steps_done: the number of steps that the job has taken with these
+        values."""
 
     def abandon(self) -> None:
         """Drop all pending work after an error, without waiting for the work to end. No method may

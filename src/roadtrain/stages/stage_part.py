@@ -1,11 +1,12 @@
-"""StagePart: a segment of the model as a function. The function maps the tensors that cross the cut
-before the segment to the tensors that cross the cut after the segment, or to the loss. A StagePart
-holds the tensors of each micro-batch from the forward to the backward of the micro-batch.
+"""StagePart: a segment (consecutive blocks) of the model as a function. A cut is the boundary
+between two segments. The function maps the tensors that cross the cut before the segment to the
+tensors that cross the cut after the segment, or to the loss. A StagePart holds the tensors of each
+micro-batch from the forward to the backward of the micro-batch.
 
-protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7). A
-StagePart has as many slots as this order holds micro-batches at the same time. The buffers of a
-slot receive the messages of the neighboring stages. A later micro-batch reuses the buffers (Rule
-4).
+protocol/pipeline.py decides the order of forwards and backwards, also in the simulator (Rule 7).
+This order limits the number of micro-batches in flight, and a StagePart has that number of slots.
+The buffers of a slot receive the messages of the neighboring stages. A later micro-batch reuses the
+buffers (Rule 4).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class _Slot:
 
 
 class StagePart:
-    """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
-    wider activations and their gradients are sent. If None, activations and gradients are sent
-    unchanged. A dtype of 16 bits is lossy, so only the user may choose such a dtype (Rule 2).
-    slots: the number of micro-batches that are held at once."""
+    """A segment (consecutive blocks) of the stage, with the micro-batches in flight. wire_dtype:
+    the dtype in which wider activations and their gradients are sent. If None, activations and
+    gradients are sent unchanged. A dtype of 16 bits is lossy, so only the user may choose such a
+    dtype (Rule 2). slots: the number of micro-batches that are held at once."""
 
     def __init__(
         self,

@@ -28,8 +28,8 @@ Channels = dict[tuple[int, str], float]  # (boundary, FORWARD or BACKWARD) -> se
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """One rank's measurements: its own speed, the times of the messages that it receives, and its
-    free memory."""
+    """The measurements of one rank: the speed of the rank, the times of the messages that the rank
+    receives, and the free memory of the rank's device."""
 
     times: RankTimes
     messages: Channels

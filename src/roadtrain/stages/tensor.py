@@ -8,7 +8,7 @@
 Each rank's parameters are plain tensors under the model's own names. If a parameter is split, a
 rank has a part of the parameter; otherwise the rank has all of it. Parameters stay the same Python
 objects, so optimizers and stages need no changes. Parameters that are not split (norms, positions,
-biases of Row layers) have equal gradients on all ranks of the group.
+biases of layers whose inputs are split) have equal gradients on all ranks of the group.
 
 Assumes: all ranks of the group get the same micro-batch. The values and the random state of tensor
 rank 0 are copied to the other ranks. Does NOT split the sequence, and does NOT split layers over

@@ -24,7 +24,7 @@ Styles = Mapping[str, TensorStyle]
 class SplitFamily:
     """A family of architectures. models: the names of the models' classes. layers: name of a
     module's class -> name of a layer inside the module -> style of the layer. counts: key of the
-    model's config -> words for messages that describe the value of this key. tp must divide the
+    model's config -> words that describe the value of the key in messages. tp must divide this
     value. All classes are from transformers. A subclass of a named class matches, too."""
 
     name: str

@@ -1,5 +1,5 @@
 """TensorPieces: convert pieces of one tensor rank's parameters to pieces of whole parameters, and
-vice versa.
+vice versa. A piece is the values and the optimizer state of a range of parameter elements.
 
 A tensor rank's optimizer works with the flat elements of the rank's part of each parameter.
 TensorPieces gives these elements their positions in the whole parameter. So snapshots and exchanges
@@ -27,17 +27,17 @@ CHUNK_ELEMENTS = 1 << 20  # number of elements that are read from the inner sour
 
 
 class LocalPieces(PieceSource, Protocol):
-    """A source of the pieces of one tensor rank's parameters. The source can also load such pieces
-    (`take`)."""
+    """A source of the pieces (values and optimizer state) of one tensor rank's parameters. The
+    source can also load such pieces (`take`)."""
 
     def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
-    """The pieces of `inner`, converted to pieces of whole parameters. inner: the source of the
-    pieces of one tensor rank's parameters. Pieces of parameters that are not split are passed
-    through unchanged."""
+    """The pieces (values and optimizer state) of `inner`, converted to pieces of whole parameters.
+    inner: the source of the pieces of one tensor rank's parameters. Pieces of parameters that are
+    not split are passed through unchanged."""
 
     def __init__(
         self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
@@ -47,15 +47,15 @@ class TensorPieces:
         self._read: Piece | None = None
 
     def extents(self) -> list[Extent]:
-        """Return the extents of the whole parameters that this rank provides. If a layer is split
-        by columns, there is one extent per row. This method also clears the cache, so that `piece`
-        returns current values."""
+        """Return the extents (ranges of elements) of the whole parameters that this rank provides.
+        If a layer is split by columns, there is one extent per row. This method also clears the
+        cache, so that `piece` returns current values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent. The extent must lie inside one of
-        `extents`."""
+        """Return a copy of the parameter values and the optimizer state of an extent (a range of
+        elements). The extent must lie inside one of `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
             return self.inner.piece(extent)
@@ -65,8 +65,9 @@ class TensorPieces:
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
     def needed(self) -> list[Extent]:
-        """Return extents of the whole parameters that include all elements of this rank. If a layer
-        is split by columns, these extents also include the columns of other ranks."""
+        """Return extents (ranges of elements) of the whole parameters that include all elements of
+        this rank. If a layer is split by columns, these extents also include the columns of other
+        ranks."""
         return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:

@@ -6,9 +6,8 @@ indices of each part. A rank's elements keep the order that they have in the who
 elements of a rank that lie in a range of the flattened parameter are also a range of the rank's
 elements.
 
-The degree need not divide the number of rows of a vocabulary. In this case, every rank has as many
-rows as the first rank. Rows beyond the vocabulary are padding: they are zero, and no token looks
-them up.
+The degree need not divide the number of rows of a vocabulary. Every rank then has as many rows as
+the first rank. Rows beyond the vocabulary are padding: they are zero, and no token looks them up.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class TensorSplit:
 
     @property
     def width(self) -> int:
-        """The length of the split dimension on each rank, in each of the dimension's `parts` equal
-        parts. The length includes padding."""
+        """The number of indices of the split dimension that each rank has in each of the `parts`
+        equal parts of the dimension. The number includes padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property
@@ -71,14 +70,13 @@ class TensorSplit:
 
     @property
     def row(self) -> int:
-        """The number of elements of the whole parameter for each index of the dimensions before
-        `dim`."""
+        """The product of the lengths of the dimensions from `dim` on, in the whole parameter."""
         return self.size * self.inner
 
     @property
     def local_row(self) -> int:
-        """The number of a rank's elements for each index of the dimensions before `dim`, including
-        padding."""
+        """The product of the lengths of the dimensions from `dim` on, in the part of a rank. The
+        part includes padding."""
         return self.parts * self.width * self.inner
 
     @property
@@ -111,9 +109,9 @@ class TensorSplit:
         return torch.stack(rows, dim=2).reshape(self.shape)
 
     def before(self, rank: int, position: int) -> int:
-        """Return how many elements of `rank` lie before `position` in the flattened whole
-        parameter. This number is also an index: among the elements of `rank`, it belongs to the
-        first element at or after `position`."""
+        """Return the number of elements of `rank` that lie before `position` in the flattened whole
+        parameter. The same number is the index, among the elements of `rank`, of the first element
+        at or after `position`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
@@ -127,9 +125,9 @@ class TensorSplit:
         return self.position(rank, torch.arange(start, stop))
 
     def position(self, rank: int, place: Place) -> Place:
-        """Return where an element of `rank` lies in the flattened whole parameter. place: the index
-        of the element among the elements of `rank`. If `place` is a tensor of indices, return a
-        tensor of positions."""
+        """Return the position of an element of `rank` in the flattened whole parameter. place: the
+        index of the element among the elements of `rank`. If `place` is a tensor of indices, return
+        a tensor of positions."""
         own = self.width * self.inner
         rows, part, inside = place // self.local_row, place // own % self.parts, place % own
         return rows * self.row + part * (self.row // self.parts) + rank * own + inside

@@ -90,8 +90,8 @@ class TensorGroup:
             return self.summed(x)
 
     def draw_own(self, device: torch.device) -> None:
-        """Draw random numbers with this rank's own seed from now until `draw_alike`; see Note
-        "random numbers"."""
+        """Switch torch's random numbers to this rank's own seed. `draw_alike` switches back. See
+        Note "random numbers"."""
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
@@ -102,7 +102,7 @@ class TensorGroup:
             torch.get_device_module(device).manual_seed(seed)
 
     def draw_alike(self) -> None:
-        """Draw random numbers that are the same on all ranks again."""
+        """Restore the random state that all ranks had in common before `draw_own`."""
         if self._outside is None:
             return
         device, state = self._outside

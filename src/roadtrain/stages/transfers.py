@@ -3,11 +3,11 @@ transfers.
 
 If a rank itself has the elements that it needs, it uses these elements. Otherwise the cheapest
 source sends the elements. If several sources are equally cheap, the plan takes the source that has
-the fewest elements to send so far; if these are equal, too, the lowest rank. Transfers are cut to a
-maximum size, and interleaved over the targets, so that many pairs of ranks are busy at once. All
-ranks compute the same plan, and run their transfers in the order of the plan. No deadlock is
-possible: both ranks of the first unfinished transfer have finished all of their earlier transfers,
-so they can run this transfer.
+the fewest elements to send so far. If several of these sources have equally few elements to send,
+the plan takes the lowest rank. Transfers are cut to a maximum size, and interleaved over the
+targets, so that many pairs of ranks are busy at once. All ranks compute the same plan, and run
+their transfers in the order of the plan. No deadlock is possible: both ranks of the first
+unfinished transfer have finished all of their earlier transfers, so they can run this transfer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PieceTransfer:
 
 class _Holders:
     """An index of the ranks that hold each element. For each parameter, the index has the sorted
-    bounds of all extents, and the ranks that hold the elements between each two neighboring
+    bounds of all extents, and the ranks that hold the elements of each interval between neighboring
     bounds."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
@@ -51,8 +51,8 @@ class _Holders:
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
     def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """Cut `needed` at the bounds of all extents. Yield each of the resulting extents, together
-        with the ranks that hold its elements."""
+        """Cut `needed` at the bounds of all extents. Yield each resulting extent, together with the
+        ranks that hold the elements of this extent."""
         cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
         at = needed.start
         while at < needed.stop:
@@ -67,9 +67,9 @@ class _Holders:
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the sorted bounds of all spans. Also return, for each two neighboring bounds, the
-    ranks that hold the elements between these bounds. spans: (start, stop, rank) for each range of
-    elements that a rank holds."""
+    """Return the sorted bounds of all spans, and the ranks that hold the elements of each interval
+    between neighboring bounds. spans: (start, stop, rank) for each range of elements that a rank
+    holds."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -138,7 +138,7 @@ def check_covered(received: Iterable[Extent], needed: Iterable[Extent], who: str
     if lacking := uncovered([received], needed):
         first = lacking[0]
         raise StoreError(
-            f"{who}: {sum(part.numel for part in lacking)} elements of its state are missing,"
-            f" first [{first.start}, {first.stop}) of {first.name!r}",
+            f"{who}: {sum(part.numel for part in lacking)} elements of the state are missing,"
+            f" the first are [{first.start}, {first.stop}) of {first.name!r}",
             hint="load pieces that cover every parameter of the stage",
         )

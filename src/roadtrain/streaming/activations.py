@@ -8,11 +8,12 @@ uses in each state:
     LEAVING  n bytes: the tensor is being written to the scratch file
     AWAY     0 bytes: the tensor is in the file
     COMING   n bytes: the tensor is being read from the file
-Backward needs the newest tensor first. Therefore the oldest tensors are written first. While a
-tensor is loaded, the tensor that was saved just before it is already read from the file. A tensor
-object that is the input of several blocks (a mask, position embeddings) is kept once. Tensors
-smaller than SMALL and expanded tensors are kept by reference and never written. A single thread
-writes and reads the file. The thread starts with the first write.
+Backward needs the newest tensor first. Therefore the oldest tensors are written first. When a
+tensor is loaded, the newest of the earlier tensors in the file is read as well, because backward
+probably needs that tensor next. A tensor object that is the input of several blocks (a mask,
+position embeddings) is kept once. Expanded tensors and tensors smaller than 64 KiB are kept by
+reference and never written. A single thread writes and reads the file. The thread starts with the
+first write.
 
 Kept tensors must not be changed in place. Loading a tensor that was changed raises ModelError.
 Does NOT keep the autograd graph of a tensor, or any tensor after close().
@@ -46,7 +47,8 @@ HERE, LEAVING, AWAY, COMING, FREED = "here", "leaving", "away", "coming", "gone"
 class KeptTensor:
     """A kept tensor, returned by `Activations.save` as a ticket for `load` and `free`.
 
-    `users` is the number of saves that were not freed yet. The Activations' lock guards all fields.
+    `users` is the number of calls of `save` that returned this object, minus the number of calls of
+    `free`. The Activations' lock guards all fields.
     """
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
@@ -158,7 +160,7 @@ class Activations:
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
-        """Return the kept values on the device of the saved tensor.
+        """Return the values of the tensor that was saved, on the device of that tensor.
 
         The values must not be changed. The ticket stays valid until it is freed.
         """
@@ -270,7 +272,8 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the reference to the device tensor. The copy of this tensor must be complete.
+        """Drop the reference to the saved device tensor. The copy of this tensor to host memory
+        must be complete.
 
         After this call, in-place changes of the device tensor are allowed.
         """
@@ -335,8 +338,7 @@ class Activations:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
-            where = f"block inputs in {self.scratch_dir}"
-            raise GoneError(f"cannot create a scratch file for {where}: {error}") from error
+            raise GoneError(f"cannot make a scratch file in {self.scratch_dir}: {error}") from error
 
     def _wait(self, what: str) -> None:
         if not self._changed.wait(timeout=300):

@@ -12,7 +12,7 @@ Note SAME GRAPH. The forward of a node runs the block with gradients enabled, bu
 that autograd saves. Gradients are enabled for three reasons. First, the block runs the same kernels
 as in backward and in plain training. Second, the run shows which outputs need gradients. Third, the
 run shows whether a gradient flows to a tensor that is neither an argument nor a parameter of the
-block. In this case, an error is raised, because this gradient would be lost.
+block. Such a gradient would be lost, so an error is raised.
 
 Assumes that blocks are called; that the results of a block depend only on arguments, parameters,
 buffers and RNG; and that blocks return tensors in tuples, lists, dicts or types registered with
@@ -54,7 +54,7 @@ class BlockSource(GradBook, Protocol):
     """
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Wait for the parameters of a block, and return (parameters, version).
+        """Wait for the parameters of a block, and return (parameters, version of the parameters).
 
         The parameters are one uint8 tensor on the compute device, in the ChunkTable's layout.
         """
@@ -150,8 +150,8 @@ class BlockStream:
     def attach(self, root: torch.Tensor) -> None:
         """Replace the forward of each block, and release the parameters of all blocks.
 
-        The block source must already have the values. The root's parameters become views of `root`,
-        a uint8 tensor of shape [pull_nbytes] that must not be freed.
+        The BlockSource must already have the values of all parameters. The root's parameters become
+        views of `root`, a uint8 tensor of shape [pull_nbytes] that must not be freed.
         """
         # if the forward were traced, the trace would keep fetched memory
         forward = torch.compiler.disable(self._forward)
@@ -166,7 +166,7 @@ class BlockStream:
     def detach(self) -> None:
         """Restore the blocks' own forwards, and drop the kept inputs.
 
-        The blocks' parameters stay released.
+        The blocks' parameters stay released: their values are not in memory.
         """
         self.activations.close()
         for block in self._blocks.values():
@@ -264,7 +264,7 @@ class _Call:
 
     A _Call lives as long as its node in the autograd graph. When the node is freed, the kept inputs
     are freed as well. `inputs` has the distinct tensors in (args, kwargs), and `tickets` the
-    tickets of these tensors in the same order. `slots` has one pair for each leaf of (args,
+    KeptTensors of these tensors in the same order. `slots` has one pair for each leaf of (args,
     kwargs); see `leaves.distinct`.
     """
 

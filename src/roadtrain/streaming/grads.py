@@ -1,13 +1,13 @@
 """PlacedGrad: the value of `p.grad` after a gradient was sent to its server.
 
 A PlacedGrad has the parameter's shape, dtype and device and takes 0 bytes. Gradient clipping,
-norms, scaling by a number and `torch.amp.GradScaler` accept it like a tensor, also in lists with
-ordinary gradients. A norm asks the server for the sum of squares. A product changes `scale`, a
-factor that the server applies in the update.
+norms, scaling by a number and `torch.amp.GradScaler` accept a PlacedGrad like a tensor, also in
+lists with ordinary gradients. A norm asks the server for the sum of squares. A product changes
+`scale`, a factor that the server applies in the update.
 
-Assumes that the server's sum of squares is of the gradient that has accumulated in this step,
-without `scale`. Assumes that this sum is inf or nan if any element of the gradient is inf or nan.
-Does NOT provide the elements: every operation that needs them raises LoopError.
+Assumes that the server computes the sum of squares from the gradient that has accumulated in this
+step, without `scale`. Assumes that this sum is inf or nan if any element of the gradient is inf or
+nan. Does NOT provide the elements: every operation that needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Wait for the server's sum of squares of a gradient, and return this sum.
+        """Wait until the server has computed the sum of the squares of a gradient. Return this sum.
 
-        The sum is of the gradient that has accumulated in this step, without `scale`. `param`:
-        Index of the parameter in ChunkTable.params.
+        The gradient is the gradient that has accumulated in this step, without the factor
+        `PlacedGrad.scale`. `param`: index of the parameter in ChunkTable.params.
         """
 
 
@@ -38,7 +38,7 @@ class PlacedGrad(torch.Tensor):
 
     Attributes:
         param: Index of the parameter in ChunkTable.params.
-        book: The GradBook that knows the sum of squares.
+        book: The GradBook that returns the gradient's sum of squares from the server.
         label: Name of the parameter for messages.
         scale: Factor for the gradient, initially 1.0.
         shared: The list that contains `scale`. Aliases (`detach()`, `.data`) use the same list.

@@ -69,7 +69,7 @@ def materialize(
     values: bool = True,
     loaded: Collection[str] = (),
 ) -> None:
-    """Replace the parameters and buffers of `part` on `meta` by initialized tensors on the CPU.
+    """Replace those parameters and buffers of `part` that are on `meta` by initialized CPU tensors.
 
     Args:
         part: The block or the root.
@@ -125,8 +125,8 @@ def materialize(
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     """Yield each module of a part once, children before their parents.
 
-    `seen` must contain the ids of the modules of all other parts. So the root part
-    consists of the modules outside all blocks.
+    `seen`: the ids of modules to skip together with their children, such as the modules of other
+    parts. This function adds the ids of the modules that it yields.
     """
     if id(module) in seen:
         return

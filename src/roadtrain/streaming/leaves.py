@@ -36,12 +36,14 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 
 def pristine(leaf: Any, name: str) -> Any:
-    """Return the value that a run of block `name` gets in place of a leaf that is not a tensor.
+    """Return `leaf`, or an empty copy of `leaf` if `leaf` is a key-value cache. Each run of a block
+    gets the returned value as its argument.
 
-    In place of a key-value cache, the run gets a new empty cache. A block appends to its cache, and
-    the recomputation would append again. The run cannot get None instead, because a cache
-    determines the memory layout of keys, and the rounding of kernels depends on this layout. Any
-    other leaf is returned unchanged. Raises ModelError if the cache is not empty.
+    A block appends to its cache, and would append again when the block is recomputed. So each run
+    gets a new empty cache. None instead of a cache would not be equivalent, because a cache
+    determines the memory layout of keys, and the rounding of kernels depends on this layout. Raises
+    ModelError if the cache is not empty. `leaf`: an argument that is not a tensor. `name`: the name
+    of the block.
     """
     if not _is_cache(leaf):
         return leaf

@@ -25,8 +25,8 @@ class ForwardState:
     """The state that a block's forward depends on. The constructor records this state.
 
     The caller must create an instance just before the forward, and call `forward_ended` just after
-    the forward. `last` is a dictionary with the latest copies of the block's buffers. Two instances
-    share the copy of a buffer if the buffer has the same values.
+    the forward. `last` is a dictionary with the latest copies of the block's buffers. If a buffer
+    still has the values of its latest copy, the new instance uses this copy instead of a new one.
     """
 
     def __init__(

@@ -64,9 +64,9 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """A watch over the speeds of stages. work: the work of a step. The speeds in `work` are those
-    with which `sizes` were chosen. sizes: the current number of blocks of each part of the model.
-    fits: a function that returns whether given blocks fit into a stage's memory (see `Fits`). gain:
+    """A watch over the speeds of stages. work: the work of a step, with the speeds of stages for
+    which `sizes` were chosen. sizes: the current number of blocks of each part of the model. fits:
+    a function that returns whether given blocks fit into a stage's memory (see `Fits`). gain:
     DriftWatch offers other sizes if they shorten a step by more than this fraction."""
 
     work: StepWork
@@ -86,9 +86,9 @@ class DriftWatch:
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
         """Record the speeds in a step. Return an offer of other sizes, or None if the sizes should
-        not change. passes_s: the speed of each stage, as the seconds in which the stage's slowest
-        replica ran the forward and backward of one micro-batch through an ordinary block (a block
-        of weight 1)."""
+        not change. passes_s: for each stage, the seconds that the stage's slowest replica took for
+        the forward and backward of one micro-batch through an ordinary block (a block of weight
+        1)."""
         for seen, pass_s in zip(self._seen, passes_s, strict=True):
             seen.append(pass_s)
         if self._resting:

@@ -22,9 +22,9 @@ A stage may have v parts of the model; part k of any stage follows the parts k -
 (interleaved schedule; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a
 step by v, where f and b are the seconds of a forward and a backward. Forwards run p micro-batches
 through the first part of a stage, then through its second part, and so on, before they continue
-with the next p micro-batches. Backwards do the same, beginning with the last part. 2 (p - 1 - s) +
-(v - 1) p forwards precede the first backward. This schedule requires that m is a multiple of p and
-that all widths are equal.
+with the next p micro-batches. Backwards do the same, beginning with the last part. Before the first
+backward, stage s runs 2 (p - 1 - s) + (v - 1) p forwards. This schedule requires that m is a
+multiple of p and that all widths are equal.
 
 The state machine is pure: it takes events and returns actions. The runtime and the simulator drive
 the same state machine.
@@ -43,8 +43,9 @@ SPARE_SLOTS = 1  # number of micro-batches that may arrive before the order need
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """One forward or backward (`what`) of the blocks of the stage's part `part`, for micro-batch
-    `micro`. `last`: whether the gradients of these blocks are complete after this run."""
+    """A forward or backward (`what`) of micro-batch `micro` through the stage's part `part`, which
+    is a range of consecutive blocks. `last`: whether the gradients of these blocks are complete
+    after this run."""
 
     what: str
     micro: int
@@ -53,8 +54,8 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A sender or receiver of messages: one part of the model on one replica of a stage. `part` is
-    the index of the part among the parts of this stage."""
+    """A sender or receiver of messages: a part (range of consecutive blocks) of the model on a
+    replica of a stage. `part` is the index of the part among the parts of this stage."""
 
     stage: int
     part: int
@@ -168,10 +169,10 @@ class StageStateMachine:
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """Record that a tensor for micro-batch `micro` and the model's part `part` has arrived. If
-        `what` is FORWARD, the tensor is the input of the part. If `what` is BACKWARD, the tensor is
-        the gradient of the part's output. Return the forward or backward that can begin now, as a
-        list of at most one element."""
+        """Record that a tensor for micro-batch `micro` and the stage's part `part` (a range of
+        blocks) has arrived. If `what` is FORWARD, the tensor is the input of the part. If `what` is
+        BACKWARD, the tensor is the gradient of the part's output. Return the forward or backward
+        that can begin now, as a list of at most one element."""
         self.here[what].add((micro, part))
         return self._next()
 

@@ -5,10 +5,11 @@ The exact search starts from good sizes: equal sizes and the caller's candidates
 sizes: it moves single blocks between parts of the model as long as each move shortens the step.
 Then the search continues with a best-first branch and bound: it extends partial sizes (the sizes of
 the first parts) in the order of their lower bounds, and computes the step time of complete sizes
-with `StepModel`, until no lower bound is below the best step time. If the search takes too long
-(deep pipelines over slow links, many interleaved parts), it stops early. In this case,
-`FoundSizes.at_least_s` is a lower bound on the step time of all sizes. A pass of a stage is the
-forward and backward of one micro-batch. A step takes at least as long as each of these two sums:
+with `StepModel`, until no lower bound is below the best step time. A search that takes too long
+(deep pipelines over slow links, many interleaved parts) stops early. `FoundSizes.at_least_s` tells
+how much better other sizes could be: it is a lower bound on the step time of all sizes. A pass of a
+stage is the forward and backward of one micro-batch. A step takes at least as long as each of these
+two sums:
 
     the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
     passes of the busiest replica of stage s
@@ -49,9 +50,9 @@ def always(stage: int, blocks: tuple[range, ...]) -> bool:
 
 @dataclass(frozen=True)
 class FoundSizes:
-    """The result of a search. sizes: the number of blocks of each part, in the model's order.
-    step_s: the seconds of a step with these sizes. at_least_s: a lower bound on the seconds of a
-    step with any sizes that fit."""
+    """The result of a search. sizes: the number of blocks of each part of the model, in order. A
+    part is a range of consecutive blocks. step_s: the seconds of a step with these sizes.
+    at_least_s: a lower bound on the seconds of a step with any sizes that fit."""
 
     sizes: tuple[int, ...]
     step_s: float
@@ -59,13 +60,13 @@ class FoundSizes:
 
     @property
     def proven(self) -> bool:
-        """Whether the sizes are proven to be optimal."""
+        """True if the search has proven that no other sizes are better."""
         return self.step_s <= self.at_least_s * (1 + AS_GOOD)
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Return, for each stage, the block ranges of the model's parts that the stage has. sizes: the
-    number of blocks of each part, in the model's order."""
+    """Return, for each stage, the ranges of blocks that the stage runs. sizes: the number of blocks
+    in each range, in the model's order. Range i belongs to stage i mod `stages`."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -83,10 +84,10 @@ def best_sizes(
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
     """Return the sizes with the shortest step among the sizes that fit, or None if no sizes fit. If
-    no other sizes are better, all parts have an equal number of blocks. fits: a function that
-    returns whether given blocks fit into a stage's memory. candidates: sizes to try first. The
-    result is at least as good as each candidate that fits. most_looked_at: the number of partial
-    sizes after which the search stops early."""
+    no sizes are better than equal sizes, the result has equal sizes. fits: a function that returns
+    whether given blocks fit into a stage's memory. candidates: sizes to try first. The result is at
+    least as good as each candidate that fits. most_looked_at: the number of partial sizes after
+    which the search stops early."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
@@ -161,9 +162,9 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Move single blocks between parts while this shortens the best step. The search then has
-        to examine fewer sizes, because it skips all sizes whose lower bound is not below the best
-        step."""
+        """Move single blocks between parts as long as each move shortens the best step. The search
+        then has to examine fewer sizes, because it skips all sizes whose lower bound is not below
+        the best step."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -236,12 +237,12 @@ class _SizeSearch:
         return bound
 
     def _find_bounds(self) -> None:
-        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. Both
-        entries are for the case that `part` is the first of the remaining parts, and `block` is the
-        first block of `part`. `ends` has the least seconds from the first forward of the remaining
-        parts to their last backward. `rests` has the least seconds in which one micro-batch goes
-        through the remaining parts and back. Both values are minima over all sizes of the remaining
-        parts that fit."""
+        """Compute the tables of lower bounds `ends[part][block]` and `rests[part][block]`. The
+        remaining parts are `part` and all later parts; they consist of `block` and all later
+        blocks. An entry of `ends` is the least number of seconds from the first forward to the last
+        backward of the remaining parts. An entry of `rests` is the least number of seconds in which
+        one micro-batch goes through the remaining parts and back. Each entry is the minimum over
+        all sizes of the remaining parts that fit."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]

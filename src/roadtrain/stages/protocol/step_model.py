@@ -81,8 +81,8 @@ class StepWork:
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """One element per block, with the total weight of all earlier blocks, and a last element
-        with the weight of all blocks."""
+        """The cumulative weight of the model's blocks. Element i is the total weight of the first i
+        blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
@@ -95,9 +95,10 @@ class StepWork:
 @dataclass(slots=True)
 class _Order:
     """The runs and messages of a step, in an order in which each run or message comes after its
-    dependencies. `rows` refers to the rows of the table that `StepModel._durations` returns. These
-    rows have, in this order: the forwards of each part, the backwards of each part, the activations
-    of each boundary, and the gradients of each boundary."""
+    dependencies. `rows`: for each run or message, the row of its duration in the table that
+    `StepModel._durations` returns. The rows of this table have, in this order: the forwards of each
+    part, the backwards of each part, the activations of each boundary, and the gradients of each
+    boundary."""
 
     # for each run or message, its row in the table of durations
     rows: list[int] = field(default_factory=list)
