@@ -129,9 +129,10 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return the number of bytes that one task adds to the traffic of a link, for each byte of
-        a device. The byte crosses the link once for all workers together, so each task of the stage
-        adds only a fraction."""
+        """Return the number of bytes by which one task increases the traffic of a link, for each
+        byte of a device's data. Switches sum or copy the data, so one byte crosses the link for
+        all workers together. If several tasks simulate the workers, each task adds a fraction
+        of this byte."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:

@@ -56,9 +56,9 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the simulated fan-in between the switches and the stage's server; None if no
-        switches send to the server. `rank`: the position of this replica; None if all replicas are
-        simulated as one."""
+        """Create the stage. `end`: the simulated fan-in between the stage's server and the
+        switches; None if no switches send to the server. `rank`: the position of this replica; None
+        if all replicas are simulated as one."""
         plan, device = fabric.plan, fabric.site.host.device
         assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
