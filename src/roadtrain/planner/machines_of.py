@@ -1,5 +1,5 @@
 """Assign the processes of a plan to the machines of a cluster, and extract the prediction from the
-plan's simulation. The placement of the plan decides which processes there are besides the workers:
+plan's simulation. The placement of the plan decides which processes run besides the workers:
 
     server, optimizer-node        servers on the machines of the first [[hosts]] without devices;
                                   one server per directory of their SSDs, or one server with its

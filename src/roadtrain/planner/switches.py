@@ -72,8 +72,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the entries of the job key `switches`. In an entry, `workers` has numbers of hosts
-    instead of numbers of workers, because the relay of a host sends for all workers of this
+    """Return the entries of the job key `switches`. The key `workers` of an entry lists the numbers
+    of hosts, not the numbers of workers, because the relay of a host sends for all workers of the
     host."""
     if not tree.parents:
         return [address(tree.root)]
