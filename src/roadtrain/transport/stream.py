@@ -152,7 +152,7 @@ class FrameStream:
             the sequence number of the frame that gets a buffer next, because sequence numbers begin
             with 0.
         _delivered: The number of frames that were passed to `arrived`. Invariant: `_delivered <=
-            _accepted <= _delivered + WINDOW`.
+            _accepted <= _delivered + 256`.
         _ready: The received frames that are not delivered yet, by sequence number.
         _waiting: The sequence numbers of the frames for which a thread waits to call `room`.
         _delivering: Whether a thread is calling `arrived` or `lost`. Stays True after `lost`.

@@ -152,7 +152,8 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Return whether packets that the program sends really leave the device. See Note "modes"."""
+    """Return True if packets that the program sends in native mode really leave the device. Some
+    drivers drop such packets silently."""
     if is_hardware(name):  # a driver of hardware refuses the program if it cannot send its packets
         return True
     own = hardware_address(name)
