@@ -323,7 +323,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each option of its placement that is not lossy."""
+    """Yield variants of the plan: one for each option of the plan's placement that is not lossy."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)

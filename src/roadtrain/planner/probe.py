@@ -140,7 +140,7 @@ def _settle(*devices: torch.device) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the rate of a copy in bytes/s."""
+    """Measure copies from `source` to `target`, and return the rate of a copy in bytes/s."""
 
     def run() -> None:
         target.copy_(source, non_blocking=True)

@@ -210,7 +210,8 @@ class _Search:
         return Found(plan, result, worth[self.options.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
-        """Return a lower bound of the score per sample if a step takes `seconds`."""
+        """Return a lower bound of the score of a plan with this scene, if a step takes at least
+        `seconds`."""
         samples = scene.plan.samples
         if self.options.goal == "cost":  # without the cost of energy
             return scene.price_per_s() * seconds / samples

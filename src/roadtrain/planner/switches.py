@@ -37,7 +37,7 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
     """Return lines for the user that name the switches that sum, and the number format of gradients
-    in packets (Rule 2)."""
+    in packets. (The format is lossy, so Rule 2 requires that it is printed.)"""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []

@@ -86,7 +86,7 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     except ConfigError as error:
         other = "server" if place.served else "ddp"
         raise ConfigError(
-            f"placement {place.name} sums gradients in switches: {str(error).splitlines()[0]}",
+            f"placement {place.name} cannot sum in switches: {str(error).splitlines()[0]}",
             hint=f"{error.hint}; or choose placement {other}",
         ) from error
 

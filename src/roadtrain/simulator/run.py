@@ -182,9 +182,9 @@ class _Steps:
 
     def counted(self, few: int, turn: int) -> Counts | None:
         """Return the counts of the plan's step, extrapolated from steps of `few`, `few + turn` and
-        `few + 2 * turn` micro-batches. Return None if the counts do not grow linearly: the third
-        step must differ from the second step by the same counts as the second step from the
-        first."""
+        `few + 2 * turn` micro-batches. `turn`: the number of micro-batches after which the pipeline
+        does the same work again. Return None if the counts do not grow linearly: the third step
+        must differ from the second step by the same counts as the second step from the first."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]

@@ -42,8 +42,8 @@ from roadtrain.stages.protocol.pipeline import (
 
 class SimulatedStage:
     """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. A
-    *run* is the forward or backward of a micro-batch. `send`: function that is called with this
-    stage and the run after each run, to send the output of the run."""
+    *run* is the forward or backward of a micro-batch. `send`: function that is called after each
+    run, with this stage and the run as arguments. The function sends the output of the run."""
 
     def __init__(
         self,

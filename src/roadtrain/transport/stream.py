@@ -316,8 +316,8 @@ class FrameStream:
                 self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """Wait until frames are queued, and return the frames that the calling thread sends next,
-        in a single call of the channel. Return an empty list if the link ends."""
+        """Wait until frames are queued, and return the frames that the calling thread sends next
+        with a single call of the channel's `send`. Return an empty list if the link ends."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
