@@ -3,11 +3,11 @@ only some of the hosts. This helps on clusters whose hosts with devices differ.
 
 Ranks are numbered host by host. Therefore the order of the hosts decides which hosts are neighbors
 in a pipeline, and which hosts form a data-parallel group. A host with a slow network card or device
-often slows training down the least if it is the first or last host of the pipeline, or if the plan
-does not use it. Hosts of the same kind stay together. Kinds that differ only in their names and
-addresses are treated as equal. At most 24 arrangements are tried. If there are at most 4 kinds of
-hosts with devices, any order may be tried. If there are more kinds, only the kinds that differ from
-the most common kind are moved, to the beginning or to the end.
+often slows training down the least if this host is the first or last host of the pipeline, or if
+the plan does not use this host. Hosts of the same kind stay together. Kinds that differ only in
+their names and addresses are treated as equal. At most 24 arrangements are tried. If there are at
+most 4 kinds of hosts with devices, any order may be tried. If there are more kinds, only the kinds
+that differ from the most common kind are moved, to the beginning or to the end.
 """
 
 from __future__ import annotations

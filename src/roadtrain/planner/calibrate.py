@@ -1,5 +1,5 @@
-"""`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare them with
-the simulation.
+"""`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare the steps
+with the simulation.
 
 Without options, one worker runs on this host, with its state in memory or in files. The steps show
 at which rates this host computes and updates. The rates are written to the cluster file and marked

@@ -89,7 +89,7 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
         addresses: The address of each host, by the host's name in the plan.
 
     Raises:
-        ConfigError: The plan cannot be run, or it needs a cluster but has none.
+        ConfigError: The plan cannot be run, or the plan needs a cluster but has none.
     """
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
     assert machines is not None

@@ -373,9 +373,9 @@ class Fabric:
 
     def weights_share(self, params: float) -> float:
         """The fraction of the parameters that memory holds in addition to the copy in files. A
-        server with files holds all parameters in memory if they need at most half of the memory,
-        and no parameters in memory otherwise. In all other cases, the plan states the fraction
-        (`plan.memory.public`)."""
+        server with files holds all parameters in memory if the parameters need at most half of the
+        memory, and no parameters in memory otherwise. If there is no such server, the plan states
+        the fraction (`plan.memory.public`)."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes

@@ -58,12 +58,12 @@ class FanInCosts:
 
     def copy_out(self, params: float) -> Cost:
         """Cost of copying parameters in the server's memory, from the server's state to the buffer
-        from which they are sent to the switches."""
+        from which the server sends the parameters to the switches."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def copy_in(self, params: float) -> Cost:
-        """Cost of copying a sum in the server's memory, from the buffer that received it from the
-        switches to the server's state."""
+        """Cost of copying a sum in the server's memory to the server's state, from the buffer in
+        which the sum has arrived from the switches."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
     def parameters(self, params: float) -> Cost:
