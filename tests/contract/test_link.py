@@ -1553,7 +1553,7 @@ def test_rdma_without_its_package_is_one_sentence(monkeypatch):
 
 
 def test_what_rdma_cannot_be_asked_for():
-    with pytest.raises(ConfigError, match="does not encrypt"):
+    with pytest.raises(ConfigError, match="do not support TLS"):
         rdma.RdmaOptions(tls=tcp.Tls())
     with pytest.raises(ConfigError, match="only one device is supported"):
         rdma.RdmaOptions(device="mlx5_0:1,mlx5_1:1")

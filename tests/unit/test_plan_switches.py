@@ -112,7 +112,7 @@ def test_without_a_switch_the_reason_is_told() -> None:
     names = ["optimizer-node", "server"]
     answer = search(mute, lump(1e7, 1e9), WHOLE, batch=8, placements=names, explain=False)
     [why] = answer.families["optimizer-node"].refused
-    assert "sums in switches: no switch of cluster 'cluster' sums" in why
+    assert "cannot sum in switches: no switch of cluster 'cluster' sums" in why
     for where, batch, best in ((able, 8, "optimizer-node"), (few, 2, "server")):
         answer = search(where, lump(1e7, 1e9), WHOLE, batch=batch, placements=names, explain=False)
         assert answer.pick is not None and answer.pick.plan.placement.name == best

@@ -127,7 +127,7 @@ def test_a_read_that_does_not_end_is_an_error_and_hands_nothing_on(ends, monkeyp
     b._silence_s = 0.05
     a.send([b"x" * 100])
     view = memoryview(bytearray(100))
-    with pytest.raises(TimeoutError, match=r"a READ did not complete for 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"an RDMA READ did not end within 0\.05 s"):
         b.recv_into(view, True)
     assert bytes(view) == bytes(100)
     assert b._read == 0

@@ -566,14 +566,14 @@ def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     ("name", "where", "said"),
     [
         ("optimizer-node", cluster(2), "needs a host without devices"),
-        ("parameter-server", cluster(2), "sums on hosts without devices"),
+        ("parameter-server", cluster(2), "sums gradients on hosts without devices"),
         ("switch-sum", cluster(2), "no switch of cluster 'cluster' sums"),
         (
             "near-storage",
             cluster(2, ssds=[{"read": "1GB/s", "write": "1GB/s"}]),
             "have no processor",
         ),
-        ("files", cluster(2, ssds=[]), "has none"),
+        ("files", cluster(2, ssds=[]), "has no SSDs"),
     ],
 )
 def test_what_a_placement_lacks_is_said(name: str, where: Cluster, said: str) -> None:

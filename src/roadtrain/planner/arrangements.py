@@ -1,12 +1,13 @@
-"""Try other orders of a cluster's hosts than the order in the cluster file, and try subsets of the
-hosts. This helps on clusters whose hosts with devices differ.
+"""Search for plans that use a cluster's hosts in other orders than the cluster file, or that use
+only some of the hosts. This helps on clusters whose hosts with devices differ.
 
 Ranks are numbered host by host. Therefore the order of the hosts decides which hosts are neighbors
 in a pipeline, and which hosts form a data-parallel group. A host with a slow network card or device
-often costs the least time at an end of the pipeline, or if the host is not used. Hosts of the same
-kind stay together. Kinds that differ only in their names and addresses are treated as equal. At
-most MOST arrangements are tried. If there are at most FEW kinds, all orders are tried. If there are
-more kinds, only orders that move unusual kinds to an end are tried.
+often slows training down the least if this host is the first or last host of the pipeline, or if
+the plan does not use this host. Hosts of the same kind stay together. Kinds that differ only in
+their names and addresses are treated as equal. At most 24 arrangements are tried. If there are at
+most 4 kinds of hosts with devices, any order may be tried. If there are more kinds, only the kinds
+that differ from the most common kind are moved, to the beginning or to the end.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Arrangement:
 
     @property
     def text(self) -> str:
-        """A text for the user that lists the hosts in their order, and the unused hosts."""
+        """A text for the user that lists the hosts that compute, in their order, and the hosts
+        that are not used."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
         without = ", ".join(host.name for host in self.left_out)
         return order + (f", without {without}" if without else "")
@@ -59,7 +61,7 @@ class Arranged:
 
 
 def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
-    """Yield at most MOST different arrangements, with the order of the cluster file first."""
+    """Yield at most 24 different arrangements. The first has the order of the cluster file."""
     kinds, seen = cluster.workers, set[tuple[Hashable, ...]]()
     # subsets and orders alternate, so that both are among the first MOST arrangements
     others = chain.from_iterable(zip_longest(_without(kinds), _orders(kinds), fillvalue=()))
@@ -140,7 +142,8 @@ def _orders(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
 
 
 def _without(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """Yield subsets of the kinds of hosts. Each subset leaves out one or several unusual kinds."""
+    """Yield subsets of the kinds of hosts. Each subset leaves out one or several of the kinds that
+    differ from the most common kind."""
     odd = _odd(kinds)[:FEW]
     for many in range(1, len(odd) + 1):
         for dropped in combinations(odd, many):

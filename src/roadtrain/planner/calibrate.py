@@ -1,5 +1,5 @@
-"""`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare them with
-the simulation.
+"""`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare the steps
+with the simulation.
 
 Without options, one worker runs on this host, with its state in memory or in files. The steps show
 at which rates this host computes and updates. The rates are written to the cluster file and marked
@@ -90,8 +90,8 @@ def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Clust
 
 
 def stages_of(result: Result) -> dict[str, float]:
-    """Return the simulated seconds per step for each kind of work in SHOWN, such as "Forward".
-    "Wait" is the time in which the worker does not compute."""
+    """Return the simulated seconds per step for each kind of work that `roadtrain calibrate` shows,
+    such as "Forward". "Wait" is the time in which the worker does not compute."""
     sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
     return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 

@@ -162,8 +162,9 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
 @contextmanager
 def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[list[str]]:
     """Within the `with` statement, run `roadtrain serve` on the lab's hosts s0, s1, ... The servers
-    keep their stores in memory. Their token is written to a file in the directory `home`. Yield the
-    addresses of the servers. `words`: more arguments for `roadtrain serve`."""
+    keep their stores in memory. The token that the servers require is written to the file `token`
+    in the directory `home`. Yield the addresses of the servers. `words`: more arguments for
+    `roadtrain serve`."""
     write_token(home / "token")
     with ExitStack() as stack:
         where = []

@@ -1,11 +1,12 @@
 """Run a few real steps of a job in this process and time them, for `roadtrain calibrate`.
 
-The first WARM steps are not measured. The job's servers must be running. Before and after the
-measured steps, the servers report how much time they have spent on updates, reads and writes.
+The first 8 steps are not measured, because kernels are compiled and files grow in these steps. The
+job's servers must be running. Before and after the measured steps, the servers report how much time
+they have spent on updates, reads and writes.
 
     python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
 
-This command writes the `Measured` of one worker to OUT as JSON.
+This command writes the measurements of one worker (class Measured) to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def plan_of(training: PlacedJob) -> Plan:
 
 
 def measure(job: Job, steps: int) -> Measured:
-    """Train a job for WARM steps and measure the next `steps` steps. Raises RoadtrainError."""
+    """Train a job for 8 steps that are not measured, then measure the next `steps` steps. Raises
+    RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
     lines: list[tuple[float, dict[str, Any]]] = []

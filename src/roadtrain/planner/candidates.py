@@ -45,7 +45,8 @@ Undivided = defaultdict[str, Counter[int]]
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
     """Yield pairs: a text with a reason, and the number of combinations that are not tried for this
-    reason. If the batch is the reason, the text names the nearest possible batches."""
+    reason. If the reason is that the batch is not divisible by a number, the text also names the
+    nearest batches that are divisible."""
     for why, numbers in undivided.items():
         reason = why.format(", ".join(map(str, sorted(numbers))))
         if batch is not None and why.startswith("batch"):
@@ -81,7 +82,8 @@ def candidates(
     Args:
         cluster: The cluster.
         model: The shape of the model.
-        batch: The samples of a step. If None, one large number of micro-batches is tried.
+        batch: The samples of a step. If None, each parallelism is only tried with a single, large
+            number of micro-batches.
         placements: The names of the placements to try. If empty, all placements are tried.
         late: If True, also yield plans with staleness 1.
         headroom: The fraction of memory that stays free.
@@ -121,9 +123,9 @@ def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) 
 
 
 def window_for(cluster: Cluster) -> int:
-    """Return the number of packets that may be in flight. The result is a power of two: the largest
-    that exceeds neither WINDOW nor the number of slots of any switch that sums. If a switch has
-    fewer slots than the smallest of WINDOWS, the result is the smallest of WINDOWS."""
+    """Return the number of packets that may be in flight: the largest power of two that exceeds
+    neither the default (2048) nor the number of slots of any switch that sums. The result is at
+    least 8, because smaller windows are not supported."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
@@ -185,9 +187,9 @@ def parallelisms(
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). All
-    hosts of a stage are connected to the same switch with their fastest network cards. If all hosts
-    of the cluster are connected to the same switch, yield nothing."""
+    """Yield parallelisms whose pipeline stages have different numbers of replicas (widths). In each
+    stage, the fastest network cards of all hosts are connected to the same switch. Yield nothing if
+    the fastest network cards of all hosts of the cluster are connected to the same switch."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
@@ -304,9 +306,9 @@ def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs: the number of samples of a micro-batch, and the number of micro-batches of a
-    step. With each pair, the ranks together train `batch` samples per step. If `batch` is None, the
-    number of micro-batches is the largest that is tried, because the fixed costs per sample are
-    then the lowest."""
+    step. With each pair, the ranks together train `batch` samples per step. If `batch` is None, all
+    pairs have the same large number of micro-batches, because the more micro-batches a step has,
+    the lower are the fixed costs per sample."""
     widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):
@@ -321,7 +323,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with each option of its placement that is not lossy."""
+    """Yield variants of the plan: one for each option of the plan's placement that is not lossy."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)

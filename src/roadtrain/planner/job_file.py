@@ -1,5 +1,5 @@
 """Write a plan as a job file that the user completes (`roadtrain plan --job-file`), and run real
-steps of a plan (`--verify`). Importing this module does not import torch."""
+steps of a plan (`roadtrain plan --verify`). Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         )
     if path.suffix != ".json":
         raise ConfigError(
-            f"{model} is the name of a shape: a model cannot be run from its shape",
+            f"{model} is the name of a shape, which is not enough to run the model",
             hint="give --model config.json, the config of a model",
         )
     tree = tomllib.loads(text)

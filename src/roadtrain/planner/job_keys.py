@@ -1,8 +1,8 @@
 """Derive the keys of a job file that make the job train as a plan says, on the plan's machines.
 
 The result is a nested table that has only the keys that the plan decides. Other settings of the job
-(clipping, dtype, learning rate) stay unchanged. If the job contradicts the plan, `contradicted`
-returns a text that says so.
+(clipping, dtype, learning rate) stay unchanged. The function `contradicted` returns a text that
+names a key of the job that contradicts the plan.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run_name(job: Job) -> str:
 
 
 def stated_degrees(job: Job) -> dict[str, Any]:
-    """Return the keys of DEGREES that the job sets in [parallelism], with their values. If the job
-    has `parallelism = "auto"`, return an empty mapping."""
+    """Return the degrees of parallelism, such as `dp`, `tp` and `pp`, that the job sets in
+    [parallelism], by key. If the job has `parallelism = "auto"`, return an empty mapping."""
     section = job.parallelism
     stated = {name: getattr(section, name) for name in DEGREES if name in section.model_fields_set}
     filled = {name for name, value in section if value is not None}
@@ -89,7 +89,7 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
         addresses: The address of each host, by the host's name in the plan.
 
     Raises:
-        ConfigError: The plan cannot be run, or it needs a cluster but has none.
+        ConfigError: The plan cannot be run, or the plan needs a cluster but has none.
     """
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
     assert machines is not None

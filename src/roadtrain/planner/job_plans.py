@@ -132,8 +132,8 @@ class JobPlans:
 
     def _stated(self, plan: Plan) -> Plan:
         """Return the plan with `widths` and `stages` from the job's [parallelism], if the job sets
-        these keys. Ignore `widths` if it does not fit the plan's number of stages or number of
-        devices."""
+        these keys. Ignore the job's `widths` if the plan has another number of stages or uses
+        another number of devices."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
             return plan

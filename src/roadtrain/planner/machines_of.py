@@ -1,5 +1,5 @@
 """Assign the processes of a plan to the machines of a cluster, and extract the prediction from the
-plan's simulation. The placement of the plan decides which processes there are besides the workers:
+plan's simulation. The placement of the plan decides which processes run besides the workers:
 
     server, optimizer-node        servers on the machines of the first [[hosts]] without devices;
                                   one server per directory of their SSDs, or one server with its
@@ -81,8 +81,8 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
 
 
 def _uneven(plan: Plan, cluster: Cluster) -> str:
-    """Return the reason why a real run would differ from the simulation of the plan, or "" if it
-    would not differ. The simulation assumes that all hosts run the same number of workers."""
+    """Return the reason why a real run would differ from the simulation of the plan, or "" if there
+    is no such reason. The simulation assumes that all hosts run the same number of workers."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -151,7 +151,7 @@ def predicted_of(result: Result) -> Predicted:
 
 
 def directories_of(host: Host, machine: str) -> list[str]:
-    """Return the directories of all SSDs of one machine, or [] if it has no SSDs. Raises
+    """Return the directories of all SSDs of one machine, or [] if the machine has none. Raises
     ConfigError if an SSD has no directory."""
     if lacking := sum(ssd.count for ssd in host.ssds if not ssd.directories):
         raise ConfigError(

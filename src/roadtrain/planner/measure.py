@@ -111,8 +111,8 @@ def count_forward(
 
 
 class _Counter:
-    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: The
-    width of the activations between blocks, and the number of tokens of these activations."""
+    """The hooks that count the FLOPs and bytes of each block during a forward pass. `hidden`: A
+    pair: the width and the number of tokens of the activations between blocks."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         self.samples, self.sized = samples, sized

@@ -1,13 +1,14 @@
-"""Compute the shape of a model from its Hugging Face config. Builds the model on the device `meta`
-and counts, without downloading or initializing anything.
+"""Compute the shape of a model from its Hugging Face config. Builds the model on the device `meta`,
+and counts its parameters, FLOPs and activations, without downloading or initializing anything.
 
 Each parameter of the modules is counted once, even if several modules share the parameter. FLOPs
 and activations are measured in two forward passes on `meta`. The second pass has half as many
-tokens. The counts for any number of tokens are computed from these two passes. The scores of
-attention grow with the square of the number of tokens (fused kernels do not keep them). All other
-counts are proportional to the number of tokens. Experts are not run, because it is unknown which
-tokens each expert gets. The FLOPs of experts per token are computed from the number of their
-weights.
+tokens. The counts for any number of tokens are computed from these two passes. The FLOPs of
+attention scores grow with the square of the number of tokens. The bytes of scores and masks grow in
+the same way, but these bytes do not count as activations, because fused kernels do not keep them.
+All other counts are proportional to the number of tokens. Experts are not run, because it is
+unknown which tokens each expert gets. The FLOPs of experts per token are computed from the number
+of their weights.
 
 Assumes that the model takes token ids or images. Instead of guessing, raises ConfigError for a
 model type that transformers does not know, for a config without a key that determines the size, and
@@ -142,8 +143,8 @@ def shape_of_config(
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the config as an object of transformers. Also return the values that transformers has
-    filled in for keys of GUESSED that `config` does not set."""
+    """Return the config as an object of transformers. Also return the sizes that transformers has
+    filled in because `config` does not set them."""
     if not kind:
         raise ConfigError(
             "the config has no `model_type`",
@@ -175,7 +176,8 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
     """Return the sizes that transformers has filled in because `config` does not set them. Raises
-    ConfigError if `config` lacks a key of SIZES."""
+    ConfigError if `config` does not set the number of layers, the hidden size or the vocabulary
+    size."""
     text, parts = made.get_text_config(decoder=True), [made.attribute_map]
     inner = [value for value in config.values() if isinstance(value, Mapping)]
     for key in made.sub_configs:
@@ -189,8 +191,8 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
         optional = what == "vocab_size" and (inner or hasattr(made, "patch_size"))
         if what in SIZES and hasattr(text, what) and not optional:
             raise ConfigError(
-                f"the config of a `{kind}` has none of {', '.join(sorted(names))}",
-                hint="give the Hugging Face config.json of the model, which has these keys",
+                f"the config of a `{kind}` has none of the keys {', '.join(sorted(names))}",
+                hint="give the Hugging Face config.json of the model, which has such a key",
             )
         if isinstance(getattr(text, what, None), int):
             guessed[what] = getattr(text, what)
@@ -206,8 +208,8 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
     """Build the model on the device `meta`, in training mode. The config names the model's class.
-    If transformers does not have that class, build the class with the most parameters among the
-    classes that accept the config."""
+    If transformers does not have this class, build a model of each class that accepts the config,
+    and return the model with the most parameters."""
     transformers: Any = importlib.import_module("transformers")
     named = [str(name) for name in config.get("architectures") or ()]
     classes = (getattr(transformers, name, None) for name in named)

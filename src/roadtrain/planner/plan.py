@@ -1,5 +1,5 @@
 """`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: find the best plan, and explain why
-it is best, what would make it faster and why other plans lost.
+this plan is best, what would make the plan faster and why other plans lost.
 
 The result is printed, and on request also written as JSON (with a schema version) and as one
 self-contained HTML page. If no plan fits, the exit code is 1, and the smallest change that would

@@ -9,10 +9,10 @@ These values are read from the system: the size of memory, network cards with th
 and the topology of devices, cards and disks (sums/host_topology.py). The topology is written as
 comments, since no plan needs it.
 
-Values that could not be measured are listed; a default is assumed for them when the file is read.
-With --hosts, the listening hosts and the links between all hosts, in both directions, are measured
-too (probe_links.py). If a host is lost during the measurement, the host is listed as lost, and the
-values of the other hosts are written.
+The command lists the values that it could not measure. Commands that read the file assume defaults
+for these values. With --hosts, the listening hosts and the links between all hosts, in both
+directions, are measured too (probe_links.py). If a host is lost during the measurement, the host is
+listed as lost, and the values of the other hosts are written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES = (1024, 2048, 4096, 8192)
 
 
 def _seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Return the median seconds of `work`, after one call that is not timed."""
+    """Return the median seconds of `repeats` calls of `work`. A first call is not timed."""
     work()
     took = []
     for _ in range(repeats):
@@ -74,8 +74,8 @@ def processors(threads: int) -> dict[str, float]:
 
     `memory_rate`: the rate of a copy in memory; the bytes that are read and the bytes that are
     written both count. `updates`: the rate of AdamW with a bf16 gradient and a bf16 copy of the
-    parameter; each parameter counts as 28 bytes. `sums`: the rate of summing BUFFERS gradients in
-    bf16; the bytes of all these gradients count.
+    parameter; each parameter counts as 28 bytes. `sums`: the rate of summing 4 gradients in bf16;
+    the bytes of all 4 gradients count.
     """
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
@@ -114,8 +114,9 @@ def processors(threads: int) -> dict[str, float]:
 def products(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
 ) -> dict[int, float]:
-    """Return the FLOP/s of a product of two square matrices, by the number of rows. Large sizes may
-    be missing, because no further size is measured after a product that took over 0.1 s."""
+    """Measure products of two square matrices. Return a mapping from the number of rows of a matrix
+    to the FLOP/s of the product. Large sizes may be missing, because no further size is measured
+    after a product that took over 0.1 s."""
     out: dict[int, float] = {}
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -139,7 +140,7 @@ def _settle(*devices: torch.device) -> None:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the rate of a copy in bytes/s."""
+    """Measure copies from `source` to `target`, and return the rate of a copy in bytes/s."""
 
     def run() -> None:
         target.copy_(source, non_blocking=True)

@@ -4,13 +4,14 @@ the probing host requests it.
     roadtrain probe --listen 10.0.0.2:7100 --token-file T        on each listening host
     roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T    on the probing host
 
-The rate of a link is measured by sending frames over one TCP connection, for at most FLOOD_S
-seconds and at most FRAMES frames. The latency is half of the shortest of PINGS round-trip times. A
-listening host sends its frames over the connection of the request, so the probing host needs no
-open port. A listener that other machines can reach requires the token (Rule 8). There are three
-kinds of requests. DESCRIBE asks a listening host for a description of this host. MEASURE asks for
-the rate and latency of the link from the listening host to a third host. BACK asks for the rate and
-latency of the link from the listening host to the probing host. Every wait has a timeout (Rule 5).
+The rate of a link is measured by sending frames of 1 MiB over one TCP connection, for at most 0.5 s
+and at most 32768 frames. The latency is half of the shortest of 20 round-trip times. To measure the
+link to the probing host, a listening host sends frames over the connection on which the request has
+arrived, so the probing host needs no open port. A listener that other machines can reach requires
+the token (Rule 8). There are three kinds of requests. DESCRIBE asks a listening host for a
+description of this host. MEASURE asks for the rate and latency of the link from the listening host
+to a third host. BACK asks for the rate and latency of the link from the listening host to the
+probing host. Every wait has a timeout (Rule 5).
 """
 
 from __future__ import annotations

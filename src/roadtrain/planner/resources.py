@@ -37,8 +37,8 @@ RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """Return a cluster for each kind of resource, by the name of the kind. In this cluster, all
-    resources of the kind are `factor` times as fast. Kinds that `cluster` does not have are
+    """Return a mapping from the name of each kind of resource to a copy of `cluster` in which all
+    resources of this kind are `factor` times as fast. Kinds that `cluster` does not have are
     omitted."""
     absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
     if not any(host.ssds for host in cluster.hosts):

@@ -210,7 +210,8 @@ class _Search:
         return Found(plan, result, worth[self.options.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
-        """Return a lower bound of the score per sample if a step takes `seconds`."""
+        """Return a lower bound of the score of a plan with this scene, if a step takes at least
+        `seconds`."""
         samples = scene.plan.samples
         if self.options.goal == "cost":  # without the cost of energy
             return scene.price_per_s() * seconds / samples
@@ -238,9 +239,9 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Return the smallest batch that is nearly as good as the very large batch of the plan
-        `best`, and the score with the smallest batch. With this batch and the parallelism of
-        `best`, the score must be within CLOSE of the score of `best`."""
+        """Return the smallest batch with which the parallelism of the plan `best` is nearly as good
+        as with the very large batch of `best`: the score is at most 5% worse than the score of
+        `best`. Also return the score with the smallest batch."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
@@ -264,7 +265,8 @@ class _Search:
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
         """Generate all candidates. Return the families by the name of the placement, and a list of
-        the candidates that fit into memory, each with a first lower bound of its score."""
+        the candidates that fit into memory. Each candidate in the list has a lower bound of its
+        score that considers only computing."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Queued] = []
@@ -367,9 +369,10 @@ class _Search:
     def _in_order(
         self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Iterator[tuple[float, Scene]]:
-        """Yield scenes with their bounds, smallest bound first. If a bound considers only
-        computing, the scene is not built yet, because building is slow. Such a scene is built when
-        its bound is the smallest, and gets a complete bound."""
+        """Yield scenes with their complete bounds, smallest bound first. A complete bound considers
+        all resources and requires that the scene is built, which is slow. Therefore a scene first
+        has a bound that considers only computing. The scene is built, and gets its complete bound,
+        when this first bound is the smallest bound of all scenes."""
         heapify(waiting)
         while waiting:
             least, number, scene, built = heappop(waiting)
@@ -506,7 +509,8 @@ def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
     """Return the most common reason why candidates were refused, and a hint that says what to
-    change. Return None if no candidate was refused, or if a plan would fit with more memory."""
+    change. Return None if no candidate was refused, or if any candidate was refused because it does
+    not fit into memory."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

@@ -177,10 +177,11 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Return lines for the user that list effects that the prediction leaves out. Only tied
-    embeddings have such an effect: the last stage of a pipeline has a copy of the first stage's
-    embeddings, and the two stages exchange the gradients of the embeddings. In all other cases, the
-    list is empty."""
+    """Return lines for the user that list effects that the prediction leaves out. If the model has
+    tied embeddings and is split into pipeline stages, the last stage has a copy of the first
+    stage's embeddings, and the two stages exchange the gradients of the embeddings. The prediction
+    leaves this copy and this exchange out, and the list has a line that says so. Otherwise the list
+    is empty."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:

@@ -37,7 +37,7 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
     """Return lines for the user that name the switches that sum, and the number format of gradients
-    in packets (Rule 2)."""
+    in packets. (The format is lossy, so Rule 2 requires that it is printed.)"""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []
@@ -72,8 +72,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Return the entries of the job key `switches`. In an entry, `workers` has numbers of hosts
-    instead of numbers of workers, because the relay of a host sends for all workers of this
+    """Return the entries of the job key `switches`. The key `workers` of an entry lists the numbers
+    of hosts, not the numbers of workers, because the relay of a host sends for all workers of the
     host."""
     if not tree.parents:
         return [address(tree.root)]

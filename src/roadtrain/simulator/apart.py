@@ -3,8 +3,9 @@ replicas, if hosts have different speeds, or if activations and gradients share 
 
 Each replica of a stage (with its tensor- and context-parallel devices) has its own state machines
 and its part of the stage's state. All ranks on a host share the host's network cards, memory and
-SSDs. A ring collective starts when the last replica is ready. Any other sum ends when the last
-replica's gradient has arrived.
+SSDs. If gradients are summed by a ring collective, the collective starts when the last replica is
+ready. If gradients are summed in another way, the sum ends when the last replica's gradient has
+arrived.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Constants:
         traffic: The bytes that a forward moves through device memory for each byte that the forward
             saves for backward. The time for moving these bytes is added to the time of computing.
         source: A text that names the source of the figures.
-        touch: CPU seconds per byte that enters or leaves a host whose CPUs compute.
+        touch: CPU seconds per byte that enters or leaves a host, if the host's CPUs run the model.
         backward: The seconds of a backward divided by the seconds of a forward.
         table: (kind of block, number of samples) -> the measured seconds of the block's forward on
             one device.
@@ -123,7 +123,7 @@ class Constants:
 
     @property
     def from_what(self) -> str:
-        """A text for the user that names the source of computing times, such as "a measured
+        """A text that tells the user where the computing times come from, such as "a measured
         table"."""
         if self.table or self.hosts:
             return "a measured table"

@@ -63,8 +63,8 @@ class Cost(NamedTuple):
 
     @property
     def of_bytes(self) -> Cost:
-        """The same cost, for work that is measured in bytes: bytes that use no resource take no
-        time, so a cost without resources keeps only its latency."""
+        """The same cost for work that is measured in bytes. Bytes that use no resource take no
+        time. Therefore, if this cost has no resources, the result has no work, only a latency."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
@@ -260,7 +260,7 @@ class Engine:
     def run(self, until: Callable[[], bool] | None = None) -> None:
         """Run the simulation until no event is left. If `until` is given, stop as soon as `until()`
         returns true after an event. Raises LoopError if tasks remain that can never begin, or if
-        `until()` never returns true (Rule 5)."""
+        no event is left before `until()` has returned true."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):

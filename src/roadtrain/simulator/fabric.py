@@ -1,14 +1,15 @@
 """Compute the costs of the transfers, updates, reads and writes of a step on a cluster, for one
-block at a time. The placement decides which resources each of them uses.
+block at a time. The placement decides which resources each transfer, update, read or write uses.
 
 Equal hosts are simulated as one *site* with a multiplicity `hosts`: each byte that the site sends
 to a server counts `hosts` times at the server. The traffic of collectives is computed in closed
 form. With n ranks and M bytes, each direction of a network card carries 2 (n - 1) / n M bytes for a
 ring all-reduce, (n - 1) / n M for an all-gather or a reduce-scatter, M for a sum in switches
-(fan_in_costs.py), and (1 + (n - 2) x) M for the summation service (x is computed by
-sums/protocol/shares.py). A server's card carries n M. A transfer uses all resources on its path at
-once, because the data are sent in pieces. So the slowest resource determines the rate of the
-transfer. The latency of a collective is the sum of the latencies of all steps of its algorithm.
+(fan_in_costs.py), and (1 + (n - 2) x) M for the summation service, if each of the n hosts sums the
+fraction x of the data (sums/protocol/shares.py). A server's card carries n M. A transfer uses all
+resources on its path at once, because the data are sent in pieces. So the slowest resource
+determines the rate of the transfer. The latency of a collective is the sum of the latencies of all
+steps of its algorithm.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     rests = "ssd" in (place.parameters, place.state)
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
-            f"placement {place.name} sums on hosts without devices, but no such host of the"
-            " cluster has a network card",
+            f"placement {place.name} sums gradients on hosts without devices, but no such host of"
+            " the cluster has a network card",
             hint="add a host that has a network card and no devices, or choose placement summation",
         )
     if place.sum == "switch":
@@ -61,12 +62,12 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
         if rests and not host.ssds:
             raise ConfigError(
                 f"placement {place.name} keeps data on SSDs, but host {host.name} has no SSDs",
-                hint="add `ssds` to the host, or choose a placement in memory",
+                hint="add `ssds` to the host, or choose a placement without SSDs",
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates in the SSDs, but the SSDs of host {host.name}"
-                " have no processor",
+                f"placement {place.name} updates parameters in the SSDs, but the SSDs of host"
+                f" {host.name} have no processor",
                 hint="set `updates` of these `ssds`, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
@@ -85,7 +86,7 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     except ConfigError as error:
         other = "server" if place.served else "ddp"
         raise ConfigError(
-            f"placement {place.name} sums in switches: {str(error).splitlines()[0]}",
+            f"placement {place.name} cannot sum in switches: {str(error).splitlines()[0]}",
             hint=f"{error.hint}; or choose placement {other}",
         ) from error
 
@@ -122,8 +123,8 @@ class Fabric:
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
         """Return the resources that one byte of a collective uses, in both directions. `ring`: the
         fraction of the byte that each device sends to the next device. `exchanged`: the fraction
-        that each device sends to all other devices together. Both fractions cross a host's network
-        card once for all ranks of the host together."""
+        of the byte that each device sends to all other devices together. Data that leave a host
+        cross the host's network card once for all ranks of the host together."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -133,7 +134,7 @@ class Fabric:
 
     @property
     def gathers(self) -> bool:
-        """Whether each device updates only a part of the parameters, so that the next forward has
+        """True if each device updates only a part of the parameters, so that the next forward has
         to gather the parts of all devices."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
@@ -141,9 +142,9 @@ class Fabric:
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
         """Return the resource uses per byte, and the latency in seconds, of a collective that
-        passes data around a ring of all ranks `passes` times. `exchanges`: if CPUs compute, the
-        number of these passes in which the ranks do not use the ring; instead, each rank sends each
-        part of the data directly to the rank that needs the part (stages/data_group.py)."""
+        passes data around a ring of all ranks `passes` times. If the hosts' CPUs run the model,
+        `exchanges` of these passes do not use the ring. In such a pass, each rank sends each part
+        of the data directly to the rank that needs the part (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
@@ -158,9 +159,9 @@ class Fabric:
 
     def tensor(self, nbytes: float) -> float:
         """Return the seconds for which a layer's forward or backward waits while the
-        tensor-parallel ranks sum `nbytes` of activations twice. The fraction
-        `plan.framework.hidden` of this time is not included, because the device computes meanwhile.
-        A ring that leaves the host uses all of the host's network cards."""
+        tensor-parallel ranks sum `nbytes` of activations twice. The device computes during the
+        fraction `plan.framework.hidden` of the sums' time, so the result does not include this
+        fraction. A ring that leaves the host uses all of the host's network cards."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -283,9 +284,9 @@ class Fabric:
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
-        """Cost of an all-to-all that sends rows of tables to the devices that need these rows. The
-        tables are spread over all devices. `nbytes`: the bytes of the rows that one device needs
-        for its share of the batch."""
+        """Cost of an all-to-all that sends rows of embedding tables to the devices that need these
+        rows. The tables are spread over all devices. `nbytes`: the bytes of the rows that one
+        device needs for its share of the batch."""
         n = self.group.replicas
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
@@ -372,9 +373,9 @@ class Fabric:
 
     def weights_share(self, params: float) -> float:
         """The fraction of the parameters that memory holds in addition to the copy in files. A
-        server with files holds all parameters in memory if they need at most half of the memory,
-        and no parameters in memory otherwise. In all other cases, the plan states the fraction
-        (`plan.memory.public`)."""
+        server with files holds all parameters in memory if the parameters need at most half of the
+        memory, and no parameters in memory otherwise. If there is no such server, the plan states
+        the fraction (`plan.memory.public`)."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
@@ -393,8 +394,9 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """The seconds of each block's forward on a device, as the sum of four times. Each attribute has
-    one of the four times: a sequence with one number for each block."""
+    """The time of each block's forward on a device, split into four parts. Each attribute is a
+    sequence with the seconds of one part for each block. The time of the forward is the sum of the
+    four parts."""
 
     forward: Sequence[float]  # the device computes
     tensor: Sequence[float]  # tensor-parallel ranks sum activations

@@ -58,12 +58,12 @@ class FanInCosts:
 
     def copy_out(self, params: float) -> Cost:
         """Cost of copying parameters in the server's memory, from the server's state to the buffer
-        from which they are sent to the switches."""
+        from which the server sends the parameters to the switches."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def copy_in(self, params: float) -> Cost:
-        """Cost of copying a sum in the server's memory, from the buffer that received it from the
-        switches to the server's state."""
+        """Cost of copying a sum in the server's memory to the server's state, from the buffer in
+        which the sum has arrived from the switches."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
     def parameters(self, params: float) -> Cost:
@@ -129,9 +129,10 @@ class FanInCosts:
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
     def _shared_part(self) -> float:
-        """Return the number of bytes that one task adds to the traffic of a link, for each byte of
-        a device. The byte crosses the link once for all workers together, so each task of the stage
-        adds only a fraction."""
+        """Return the number of bytes by which one task increases the traffic of a link, for each
+        byte of a device's data. Switches sum or copy the data, so one byte crosses the link for
+        all workers together. If several tasks simulate the workers, each task adds a fraction
+        of this byte."""
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:

@@ -8,10 +8,11 @@ of the stage, a part of them, or `plan.memory.slots` blocks. Tables and experts 
 devices, so each device holds a part of each table and only some experts. With activation
 checkpointing, a device holds the inputs of all blocks, and all activations of one block. Host
 memory and SSDs hold the data that the placement stores there. Files have two slots for all data
-that an update writes (Rule 3). If a host's CPUs compute, device memory is host memory, and the
-bytes of all processes on the host are added up. Megatron's mixed precision corresponds to placement
-`zero1` with gradient_bytes = 4: 2 + 4 bytes per parameter on each device, and 12 bytes per
-parameter that are divided among the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
+that an update writes, so that a crash during the update leaves the old data intact (Rule 3). If a
+host's CPUs run the model, device memory is host memory, and the bytes of all processes on the host
+are added up. Megatron's mixed precision corresponds to placement `zero1` with gradient_bytes = 4: 2
++ 4 bytes per parameter on each device, and 12 bytes per parameter that are divided among the
+data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -288,15 +289,16 @@ def kept_free(plan: Plan) -> str:
 
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
-    """Divide the blocks into parts, and return the parts of each stage. Blocks before the first
-    layer belong to the first part. Blocks after the last layer belong to the last part. Raises
-    ConfigError if the layers cannot be divided among the stages."""
+    """Divide the blocks into parts, and return the parts of each pipeline stage: one part for each
+    virtual stage of the pipeline stage. Blocks before the first layer belong to the first part.
+    Blocks after the last layer belong to the last part. Raises ConfigError if the layers cannot be
+    divided among the stages."""
     pp = plan.parallelism.pp
     if pp * plan.parallelism.virtual_stages == 1:
         return [[list(blocks)]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:
-        raise ConfigError("the model has no sequence of layers to divide", hint="use pp = 1")
+        raise ConfigError("the model has no layers to divide into stages", hint="use pp = 1")
     counts, at, edges = plan.parallelism.layers(len(layers)), 0, (*layers, layers[-1] + 1)
     out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
     for i, n in enumerate(counts):

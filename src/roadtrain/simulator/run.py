@@ -28,15 +28,15 @@ Counts = dict[Any, float]
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a simulation: figures of one step, after the first steps have passed and
-    consecutive steps are equal.
+    """The result of a simulation: figures of one step. The first steps differ, so the figures are
+    taken from a later step, when consecutive steps take the same time.
 
-    `differ`: the difference in seconds between the last two simulated steps. `estimated`: whether
-    the step is estimated from shorter steps, because its micro-batches never repeat exactly.
-    `busy`: for each resource or lane, the fraction of the time in which it is busy. `stages`:
-    (pipeline stage or server, kind of work) -> the total seconds and the total work of the tasks
-    that do this work there. `peaks`: for each memory, the most bytes that it holds. `bytes`: for
-    each resource, the bytes that use it."""
+    `differ`: the difference in seconds between the last two simulated steps. `estimated`: True if
+    the step is so long that its figures are estimated from shorter steps. `busy`: for each resource
+    or lane, the fraction of the time in which the resource or lane is busy. `stages`: (pipeline
+    stage or server, kind of work) -> the total seconds and the total work of the tasks of this kind
+    on this stage or server. `peaks`: for each memory, the most bytes that the memory holds.
+    `bytes`: for each resource, the bytes that use the resource."""
 
     plan: Plan
     seconds: float
@@ -78,13 +78,15 @@ def simulate(
     result.
 
     If a step has many micro-batches, only some of them are simulated, and the time and traffic of
-    the other micro-batches are added. If micro-batches never repeat exactly, a very long step is
-    estimated from two shorter steps (see MANY). If `traced` is true, all micro-batches are
-    simulated, and the result has a trace of all tasks. If `apart` is true, or if the plan has
-    `widths`, each data-parallel rank is simulated separately, and all traffic of a host shares the
-    host's network cards. Otherwise the ranks of a stage are simulated as one rank on the host with
-    the least resources. Raises ConfigError for a plan that is impossible on this cluster. If
-    `checked` is true, raises BudgetError for a plan that does not fit into memory."""
+    the other micro-batches are added. This requires that micro-batches repeat: each additional
+    group of micro-batches adds the same time and traffic. If micro-batches do not repeat and the
+    step has several hundred micro-batches, the step is estimated from two shorter steps. If
+    `traced` is true, all micro-batches are simulated, and the result has a trace of all tasks. If
+    `apart` is true, or if the plan has `widths`, each data-parallel rank is simulated separately,
+    and all traffic of a host shares the host's network cards. Otherwise the ranks of a stage are
+    simulated as one rank on the host with the least resources. Raises ConfigError for a plan that
+    is impossible on this cluster. If `checked` is true, raises BudgetError for a plan that does not
+    fit into memory."""
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
@@ -180,9 +182,9 @@ class _Steps:
 
     def counted(self, few: int, turn: int) -> Counts | None:
         """Return the counts of the plan's step, extrapolated from steps of `few`, `few + turn` and
-        `few + 2 * turn` micro-batches. Return None if the counts do not grow linearly: the third
-        step must differ from the second step by the same counts as the second step from the
-        first."""
+        `few + 2 * turn` micro-batches. `turn`: the number of micro-batches after which the pipeline
+        does the same work again. Return None if the counts do not grow linearly: the third step
+        must differ from the second step by the same counts as the second step from the first."""
         base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
         more = _less(second, first)
         before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]

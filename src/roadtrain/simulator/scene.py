@@ -104,8 +104,8 @@ class Scene:
         for switch in tree.switches.values():
             if 0 < switch.slots < window:
                 raise ConfigError(
-                    f"placement {name} has {window} packets in flight, but switch {switch.name}"
-                    f" has {switch.slots} slots",
+                    f"placement {name} needs a slot for each of {window} packets in flight, but"
+                    f" switch {switch.name} has {switch.slots} slots",
                     hint="use a smaller packets.window, or a switch with more slots",
                 )
             if (children := tree.children(switch.name)) > MOST_CHILDREN:
@@ -143,7 +143,7 @@ class Scene:
 
     @property
     def served(self) -> bool:
-        """Whether the server keeps the state of any stage."""
+        """True if the server keeps the state of at least one stage."""
         return any(place.served for place in self.plan.placements)
 
     def build(self, engine: Engine) -> None:
@@ -400,7 +400,8 @@ class Scene:
         return found
 
     def _slot(self, stage: SimulatedStage) -> int:
-        """Return the index of the host that has the first device of a replica."""
+        """Return the index of the host that has the first device of `stage`, which is one replica
+        of a pipeline stage."""
         return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
 
     @property
@@ -410,7 +411,7 @@ class Scene:
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """Return, for each host, the network card for the traffic of `group`: "dp" (parameters and
         gradients of `stage`) or "pp" (activations between stages). Return an empty list if there is
-        a single host without network cards."""
+        only one host and this host has no network card."""
         kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:

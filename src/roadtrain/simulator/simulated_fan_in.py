@@ -325,8 +325,8 @@ class SimulatedFanInLink:
         self._in_order(update.step, partial(self.end.ask_update, self.number, update))
 
     def all_asked(self, step: int) -> None:
-        """Note that all updates of a step have been requested, and send the waiting messages of the
-        next step."""
+        """Record that all updates of a step have been requested, and send the waiting messages of
+        the next step."""
         self.requested = step
         while self.early and self.early[0][0] <= step + 1:
             self.early.popleft()[1]()
@@ -349,6 +349,7 @@ class SimulatedFanInLink:
         return step not in self.pending
 
     def check(self) -> None:
-        """Assert the invariants of `pending` and `early`."""
+        """Assert that each step in `pending` has at least one requested update that has not reached
+        the server, and that each message in `early` still has to wait."""
         assert all(count > 0 for count in self.pending.values())
         assert all(step > self.requested + 1 for step, _ in self.early)

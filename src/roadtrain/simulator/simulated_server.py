@@ -81,9 +81,9 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Return the number of elements of this block's tables that the samples of a step use. The
-    number is counted per device, in the same way as `BlockPieces.updated`. In every placement,
-    tables are divided among all devices."""
+    """Return the number of elements of this block's embedding tables that the samples of a step
+    use, as a number per device. (The methods of Fabric also take numbers per device.) In every
+    placement, tables are divided among all devices."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -114,8 +114,7 @@ class SimulatedServer:
 
     @cached_property
     def machine(self) -> ServerStateMachine:
-        """The server's state machine. It is created on first use, in the first step.
-        `SimulatedStage.bound`, which is called earlier, does not need a state machine."""
+        """The server's state machine, which is created on first use."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
         # the first chunks stay in memory, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)
@@ -143,7 +142,7 @@ class SimulatedServer:
 
     @property
     def holding(self) -> bool:
-        """Whether any gradient is still on its way to host memory or to an SSD."""
+        """True if any gradient is still on its way to host memory or to an SSD."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
     def handle(self, event: m.Event) -> None:

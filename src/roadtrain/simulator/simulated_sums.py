@@ -49,8 +49,8 @@ class SimulatedSums:
         self._agree(self.coordinator.remove(reducer))
 
     def pushed(self, tensor: int, elements: int) -> list[PartRound]:
-        """Deliver the next gradient of a tensor from all worker hosts to the reducer. Return the
-        rounds of summation that are now complete."""
+        """Deliver the next gradient of a tensor from all worker hosts to the reducer that sums the
+        gradient. Return the rounds of summation that are now complete."""
         number = self.rounds[tensor] = self.rounds.get(tensor, 0) + 1
         [reducer] = self.map.reducers(tensor, 1, number)
         machine = self.reducers.setdefault(reducer, ReducerStateMachine(self.workers))

@@ -35,8 +35,9 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """`resource`: a function that returns the resource with a given name and capacity, for
-        sites that share resources. If None, this site creates its own resources."""
+        """Create the resources of the host. `resource`: a function that returns the resource with a
+        given name and capacity, for sites that share resources. If None, this site creates its own
+        resources."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -83,10 +84,10 @@ class SwitchResources:
     """The resources of the switches of one tree. `packets`: the plan's settings for packets.
 
     Upwards, each link carries one sum; downwards, each link carries one copy of the parameters. A
-    switch without a `rate` is a switch of the network itself, so its sums and copies cause no
-    additional traffic. A switch with a `rate` is a machine that is attached to the network. The
-    packets of all children arrive over the network card of this machine. The machine also sends a
-    copy of each packet to each child, unless the network makes the copies.
+    switch without a `rate` is a switch of the network itself, so summing and copying in this switch
+    cause no additional traffic. A switch with a `rate` is a machine that is attached to the
+    network. The packets of all children arrive over the network card of this machine. The machine
+    also sends a copy of each packet to each child, unless the network makes the copies.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class SwitchResources:
         packets: SwitchPackets,
         constants: Constants,
     ) -> None:
-        """`resource`: a function that returns the resource with a given name and capacity, and
-        creates each resource only once."""
+        """Create the resources of the links and switches of `tree`. `resource`: a function that
+        returns the resource with a given name and capacity, and creates each resource only
+        once."""
         self.tree, self.packets = tree, packets
         # resource uses of a byte on the wire that every worker sends (up) or receives (down)
         self.up, self.down = Uses(), Uses()
@@ -137,9 +139,8 @@ class SwitchResources:
 
     def beat_s(self, rate: float) -> float:
         """Return the seconds from one heartbeat (an acknowledgement of packets) to the next. A
-        heartbeat is sent when a quarter of a window has arrived, and after BEAT_S seconds at the
-        latest, but not before at least one packet has arrived. `rate`: the rate of the packets in
-        bytes/s."""
+        heartbeat is sent when a quarter of a window has arrived, and after 10 ms at the latest, but
+        not before at least one packet has arrived. `rate`: the rate of the packets in bytes/s."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
@@ -202,7 +203,8 @@ class FlowGroup:
     @property
     def card(self) -> float:
         """The number of bytes that one task of this group sends over the host's network card, for
-        each byte of a device that the host sends once for all of its ranks."""
+        each byte of a device's data. The host sends the data of all its ranks only once, because
+        gradients are summed inside the host, and all ranks have the same parameters."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:

@@ -42,8 +42,8 @@ from roadtrain.stages.protocol.pipeline import (
 
 class SimulatedStage:
     """The workers of one pipeline stage, or of one replica of a stage, on the virtual clock. A
-    *run* is the forward or backward of a micro-batch. `send`: function that is called with this
-    stage and the run after each run, to send the output of the run."""
+    *run* is the forward or backward of a micro-batch. `send`: function that is called after each
+    run, with this stage and the run as arguments. The function sends the output of the run."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: the simulated fan-in between the switches and the stage's server; None if no
-        switches send to the server. `rank`: the position of this replica; None if all replicas are
-        simulated as one."""
+        """Create the stage. `end`: the simulated fan-in between the stage's server and the
+        switches; None if no switches send to the server. `rank`: the position of this replica; None
+        if all replicas are simulated as one."""
         plan, device = fabric.plan, fabric.site.host.device
         assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"

@@ -32,8 +32,8 @@ def address_of(text: str) -> Address:
 
 
 def own_address(to: Address) -> str:
-    """Return this host's own IP address that packets to `to` have as their source address. Raises
-    LostError if this host has no route to `to`."""
+    """Return the IP address of this host that is the source address of packets to the host `to`.
+    Raises LostError if this host has no route to `to`."""
     try:
         family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

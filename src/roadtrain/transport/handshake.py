@@ -3,7 +3,8 @@ messages of a few hundred bytes. Then the connection can become part of a link.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
-    server  GREETING  the same fields; either side hangs up and reports why, if they do not fit
+    server  GREETING  the same fields; a side that cannot accept the fields of the other side hangs
+                      up and reports why
     client  PROOF     HMAC-SHA256(token, "client", transcript); then hello (<= 64 KiB)
     server  VERDICT   accepted, or refused with a reason; HMAC-SHA256(token, "server", transcript,
                       verdict) if the client's proof was right
@@ -88,7 +89,7 @@ class Common:
 
     @property
     def summed(self) -> bool:
-        """Whether frames carry checksums."""
+        """True if frames carry checksums."""
         return self.checksums is not False
 
 

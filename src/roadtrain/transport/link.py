@@ -7,8 +7,8 @@ The exception is an `urgent` frame: it overtakes all queued frames that are not 
 goes from the sender's buffers directly to the buffer that the receiving side's `room` returns,
 without intermediate copies.
 
-    frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before
-    anything is allocated
+    frame = HEAD (the fields of class Head), header (<= 64 KiB), payload (<= the frame limit); all
+    lengths are checked before anything is allocated
 
 Note "checksums". Frames have checksums if bytes leave the process. Links with TLS are an exception,
 because TLS detects changed bytes itself. HEAD contains the xxh3 of the header and the xxh3 of the

@@ -9,10 +9,10 @@ returned. The function may also replace the name `link.peer` by a better name. C
 does not close its links.
 
 An unauthenticated connection costs a thread, a descriptor and a few hundred bytes, at most until
-the deadline of its handshake. If there are more than MAX_PENDING unauthenticated connections, the
-oldest connection from the address with the most connections is closed. So a flood from one host
-does not lock out other hosts. Each refused connection is reported in a line. After LINES lines in
-WINDOW_S seconds, only the number of further lines is reported. A Carrier hides the difference
+the deadline of its handshake. If there are more than 128 unauthenticated connections, the oldest
+connection from the address with the most unauthenticated connections is closed. So a host that
+opens many connections does not lock out other hosts. Each refused connection is reported in a line.
+After 10 lines in 60 s, only the number of further lines is reported. A Carrier hides the difference
 between TCP and shared memory.
 """
 
@@ -60,8 +60,8 @@ class Carrier(Protocol):
 
 
 class LineLimit:
-    """A rate limit for lines of a report. In WINDOW_S seconds, at most LINES lines are passed to
-    `report`, and further lines are dropped. After this time, the number of dropped lines is
+    """A rate limit for the lines that a listener reports. Within 60 s, at most 10 lines are passed
+    to `report`, and further lines are dropped. After the 60 s, the number of dropped lines is
     reported. Thread-safe."""
 
     def __init__(self, report: Report) -> None:
@@ -82,8 +82,8 @@ class LineLimit:
         self._report(line)
 
     def tick(self, *, now: bool = False) -> None:
-        """Report the number of dropped lines if the current window of WINDOW_S seconds is over or
-        `now` is True."""
+        """Report the number of dropped lines if 60 s have passed since the first line or if `now`
+        is True. Then begin to count again."""
         with self._lock:
             if not self._passed or (time.monotonic() < self._until and not now):
                 return
@@ -191,8 +191,8 @@ class Listener:
                     self._short_of(str(error))
 
     def _short_of(self, what: str) -> None:
-        """Report `what`, a text on a lack of descriptors, memory or threads. At most one such
-        report is made in SHORT_S seconds."""
+        """Report `what`, a text on a lack of descriptors, memory or threads. A second such report
+        is made 10 s after the first at the earliest."""
         now = time.monotonic()
         if now - self._short_at >= SHORT_S:
             self._short_at = now

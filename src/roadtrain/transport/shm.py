@@ -15,8 +15,8 @@ Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. On x86-
 see stores in order, so a fence is needed only between a store and a later load. Taking a lock
 executes a locked instruction, which is such a fence. On other processors, the system call
 membarrier(2) is used as a full fence wherever an order is needed. The variant with membarrier(2)
-has only been tested on x86-64. This side checks the counters that the other side writes before it
-uses them.
+has only been tested on x86-64. Each side checks a counter that the other side writes before using
+the counter.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class FrameStream:
             the sequence number of the frame that gets a buffer next, because sequence numbers begin
             with 0.
         _delivered: The number of frames that were passed to `arrived`. Invariant: `_delivered <=
-            _accepted <= _delivered + WINDOW`.
+            _accepted <= _delivered + 256`.
         _ready: The received frames that are not delivered yet, by sequence number.
         _waiting: The sequence numbers of the frames for which a thread waits to call `room`.
         _delivering: Whether a thread is calling `arrived` or `lost`. Stays True after `lost`.
@@ -316,8 +316,8 @@ class FrameStream:
                 self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """Wait until frames are queued, and return the frames that the calling thread sends next,
-        in a single call of the channel. Return an empty list if the link ends."""
+        """Wait until frames are queued, and return the frames that the calling thread sends next
+        with a single call of the channel's `send`. Return an empty list if the link ends."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:

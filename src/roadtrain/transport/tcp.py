@@ -312,8 +312,8 @@ def _connected(address: Address, options: TcpOptions) -> socket.socket:
 
 
 class _TcpChannel:
-    """A channel that uses a TCP socket. A blocked socket call returns every TICK_S seconds, so that
-    the channel can check that the other host still answers.
+    """A channel that uses a TCP socket. A blocked socket call returns after 1 s, so that the
+    channel can check that the other host still answers. Then the call is repeated.
 
     On a slow link, the kernel's send queue is kept short, so that urgent frames do not wait behind
     a long queue. On a fast link, the queue is not limited, because a short queue would cost CPU
@@ -336,8 +336,8 @@ class _TcpChannel:
                 self._check_answers()
 
     def _check_backlog(self) -> None:
-        """Measure how fast the kernel sends the bytes in its send queue. If the rate is below SLOW
-        bytes per second, limit the length of the queue until the channel is closed."""
+        """Measure how fast the kernel sends the bytes in its send queue. If the rate is below 16
+        MB/s, limit the length of the queue until the channel is closed."""
         if self._slow:
             return
         now = time.monotonic()

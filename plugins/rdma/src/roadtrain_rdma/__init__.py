@@ -5,12 +5,12 @@ from the sender's memory.
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-The sender copies bytes of a frame, at most PIECE at once, into a ring buffer of registered memory.
+The sender copies bytes of a frame, at most 1 MiB at once, into a ring buffer of registered memory.
 Over the socket, the sender sends the total number of bytes that it has written to the ring. The
 receiver READs the new bytes into registered memory of its own, one READ at a time. When a READ has
-completed, the receiver passes the bytes on, and sends the total number of bytes that it has read.
-Then the sender can reuse the place of these bytes in the ring. The link ends when the socket is
-closed.
+completed, the receiver sends the total number of bytes that it has read, so that the sender can
+reuse the place of these bytes in the ring. Then the receiver copies the bytes to the buffers of its
+caller. The link ends when the socket is closed.
 
 READ is used because NIXL's UCX backend completes a READ only after its bytes have arrived and the
 endpoint is flushed. So the receiver knows without a message that the bytes are there. With WRITE,
@@ -78,7 +78,7 @@ class RdmaOptions(tcp.TcpOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tls is not None:
-            raise ConfigError("an RDMA link does not encrypt", hint="use tcp.TcpOptions for TLS")
+            raise ConfigError("RDMA links do not support TLS", hint="use tcp.TcpOptions for TLS")
         if "," in self.device:
             raise ConfigError(f"device {self.device!r}: only one device is supported")
 
@@ -124,8 +124,7 @@ def _used(written: int, read: int) -> int:
     used = written - read
     if not 0 <= used <= RING:
         raise WireError(
-            f"the counters of the two sides contradict each other: {used} used bytes of a ring of"
-            f" {RING} bytes"
+            f"the counters of a ring are damaged: they imply {used} used bytes of a ring of {RING}"
         )
     return used
 
@@ -193,7 +192,7 @@ class _RdmaChannel:
         _, self._there, length, digest = MEETING.unpack(opened(raw, "the other side's ring"))
         if length > MAX_METADATA:
             raise WireError(
-                f"the other side's NIXL metadata has {length} bytes, at most {MAX_METADATA} are"
+                f"the other side's NIXL metadata has {length} bytes, but at most {MAX_METADATA} are"
                 " allowed"
             )
         metadata = handshake.receive(self._sock, length, deadline, "NIXL's metadata")
@@ -249,7 +248,7 @@ class _RdmaChannel:
                 if self._ended:
                     return False
                 if time.monotonic() - begin > self._silence_s:
-                    raise TimeoutError(f"a READ did not complete for {self._silence_s:g} s")
+                    raise TimeoutError(f"an RDMA READ did not end within {self._silence_s:g} s")
                 time.sleep(POLL_S)
         finally:
             with contextlib.suppress(Exception):

@@ -34,7 +34,8 @@ NATIVE, GENERIC = 1 << 2, 1 << 1  # XDP_FLAGS_DRV_MODE, XDP_FLAGS_SKB_MODE
 
 
 class BpfError(RoadtrainError):
-    """The program cannot be used on this host. The message is one line with the reason."""
+    """Raised if the BPF program cannot be used on this host. The message is one line with the
+    reason."""
 
 
 class _MapOptions(ctypes.Structure):
@@ -219,7 +220,7 @@ class BpfObject:
         return np.frombuffer(memory, dtype, entries)
 
     def elements(self, table: int, dtype: np.dtype, entries: int) -> Iterator[np.ndarray]:
-        """Yield the values of the array map with descriptor `table`, as arrays of at most READ
+        """Yield the values of the array map with descriptor `table`, as arrays of at most 256
         values. The memory of a yielded array is reused for the next array."""
         values, keys = np.zeros(READ, dtype), np.zeros(READ, np.uint32)
         at = ctypes.c_uint32()

@@ -35,7 +35,7 @@ class P4Neighbour:
 @dataclass(frozen=True)
 class P4Job:
     """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or if
-    there are more than MOST_CHILDREN children or no child."""
+    there are more than 64 children or no child."""
 
     job: int  # job number in packets
     host: str  # IPv4 address of the switch
@@ -71,7 +71,7 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
         raise BudgetError(
             f"{len(jobs)} jobs need {needed} slots, but the switch has {slots} slots, and room for"
             f" {JOBS} jobs",
-            hint="use a smaller window",
+            hint="use fewer slots for each job, or run fewer jobs",
         )
     if len({(job.host, job.udp, job.job) for job in jobs}) < len(jobs):
         raise ConfigError("two jobs have the same host, UDP port and job number")

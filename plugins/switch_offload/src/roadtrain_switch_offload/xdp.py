@@ -14,7 +14,7 @@ added in one table. User space handles heartbeats and parameters. The program is
 Note "modes". In native mode, the program runs in the device's driver, before the kernel makes a
 buffer for the packet. In generic mode, which every device supports, the program runs after the
 kernel has made the buffer. If segmentation offload has joined several packets, the program then
-sees them as one packet, and user space splits it. In native mode, the driver of a veth pair
+sees one large packet, and user space splits this packet. In native mode, the driver of a veth pair
 silently drops packets that a program sends, if the other end of the pair does not run NAPI. (NAPI
 runs if the other end has a program of its own, or if GRO is on.) So on a device without hardware, a
 few frames are sent as a trial. If these frames do not leave the device, generic mode is used.
@@ -152,7 +152,8 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Return whether packets that the program sends really leave the device. See Note "modes"."""
+    """Return True if packets that the program sends in native mode really leave the device. Some
+    drivers drop such packets silently."""
     if is_hardware(name):  # a driver of hardware refuses the program if it cannot send its packets
         return True
     own = hardware_address(name)

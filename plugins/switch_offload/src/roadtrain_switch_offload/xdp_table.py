@@ -68,8 +68,8 @@ ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class XdpJob:
-    """The parameters of a job for the kernel program. Raises ConfigError if there are more than
-    MOST_CHILDREN children, no child, or no slot."""
+    """The parameters of a job for the kernel program. Raises ConfigError if there are more than 64
+    children, no child, or no slot."""
 
     job: int  # job number in packets
     port: int  # UDP port of this job's datagrams
@@ -84,7 +84,7 @@ class XdpJob:
     def __post_init__(self) -> None:
         if self.slots < 1 or not 1 <= self.children <= MOST_CHILDREN:
             raise ConfigError(
-                f"a switch's table has {self.slots} slots for {self.children} children",
+                f"a switch's table cannot have {self.slots} slots for {self.children} children",
                 hint=f"use at least 1 slot and 1 to {MOST_CHILDREN} children",
             )
 
@@ -179,9 +179,9 @@ class XdpTable:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
-                f"cannot add {count} packets: they need {count * PACKET_NBYTES} bytes of output"
-                f" ({out.size} were given), and sums for child {self.job.child} (child {child} was"
-                " given)"
+                f"cannot add {count} packets: `out` needs {count * PACKET_NBYTES} bytes and has"
+                f" {out.size}, `ok` needs {count} elements and has {ok.size}, and `child` must be"
+                f" {self.job.child} and is {child}"
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):

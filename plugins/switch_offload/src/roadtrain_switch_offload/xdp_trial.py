@@ -88,9 +88,9 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """At random times, advance `base` beyond the complete sums, as if the receiver of the sums
-        had acknowledged them. In half of these cases, the state machine and the kernel's table both
-        get the acknowledgement. In the other half, the acknowledgement is lost."""
+        """In some calls, at random, advance `base` beyond the complete sums, as if the receiver of
+        the sums had acknowledged the sums. About half of these acknowledgements are given to the
+        state machine and to the kernel's table. The other half are not, as if they were lost."""
         done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
