@@ -1,12 +1,11 @@
 """TorchRule, for torch optimizers that have no compiled rule: it runs torch's own step on flat
 slices. Also checks and times rules that are not part of roadtrain.
 
-For each update, the user's optimizer is rebuilt with one flat parameter, and its state tensors are
-views of the state arrays. A trial run finds out which state the optimizer's class keeps.
+For each update, the user's optimizer is rebuilt with one flat parameter, and with views of the
+state arrays as its state. A trial run finds out which state the optimizer's class keeps.
 
 All state must be in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
-numbers. `check_elementwise` verifies that cuts of a parameter do not change the bits. Closures,
-sparse or complex parameters and 8-bit state are not supported.
+numbers. Closures, sparse or complex parameters and 8-bit state are not supported.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The state arrays of a rule are fixed when it is built. All other options are rea
 group at each step, so schedulers work. Scalars are computed in float64, as in torch, and rounded
 once to float32.
 
-Options have torch's names; `foreach`, `fused`, `capturable` and `differentiable` are ignored. Does
-NOT import torch, because servers run these rules; torch_rules.py builds them from a torch
-optimizer.
+Options have torch's names; `foreach`, `fused`, `capturable` and `differentiable` do not affect
+results. Does NOT import torch, because servers run these rules; torch_rules.py builds them from a
+torch optimizer.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 zeros (`scatter`).
 
 Among equal magnitudes, the lowest indices are selected. NaNs are equal to each other and larger
-than infinity. Without its sign bit, a float sorts like an integer. A sample gives a threshold
-slightly below the k-th magnitude, one pass collects the candidates above it, and histograms find
-the exact k-th magnitude. If the sample gives no good threshold, the histograms run over the whole
-array.
+than infinity. A sample gives a threshold slightly below the k-th magnitude, one pass collects the
+candidates above it, and histograms find the exact k-th magnitude.
 
 Arrays are contiguous, with N < 2^32 elements. Does NOT choose k or start threads.
 """
@@ -74,9 +72,8 @@ def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
 
 @kernel
 def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
-    """Add to `counts` the number of elements per value of the high bits (magnitude >> shift). If
-    `only` >= 0, count elements whose high bits equal `only`, per value of their low `shift`
-    bits."""
+    """Count magnitudes in `counts` by all but their low `shift` bits. If `only` >= 0, count by the
+    low `shift` bits instead, and skip magnitudes whose high bits differ from `only`."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:
@@ -158,7 +155,7 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
     """Return the histogram's bin of the k-th largest magnitude, and the number of elements in
-    higher bins. For `shift` and `only`, see `_histogram`."""
+    higher bins (see `_histogram`)."""
     counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
     _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])

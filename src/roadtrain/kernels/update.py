@@ -2,9 +2,8 @@
 parameters and state in place, and optionally writes a 16-bit copy of the parameters.
 
 The kernel is the formula compiled into a loop over elements; the reference runs the same formula on
-whole numpy arrays. Operations are ordered as in torch's single-tensor implementations. If an
-argument is None, its terms are removed at compile time. New values of element i depend on element i
-only, so neither cuts nor threads affect results.
+whole numpy arrays. Operations are ordered as in torch's single-tensor implementations. New values
+of element i depend on element i only, so neither cuts nor threads affect results.
 
 Arguments: x is the parameter, and g the gradient multiplied by its scale. `coupled` is weight decay
 that is added to the gradient, and `decay` is 1 - lr x decoupled weight decay. `keep` is a beta, and
@@ -15,8 +14,7 @@ Note "one divide". The kernel multiplies by 1 / sqrt(bias correction 2), while t
 sqrt(bias correction 2), because division limits the speed of AdamW on an AVX2 core. The results
 differ by less than 2 ulp of the update.
 
-Arrays are contiguous, of one length, and do not overlap. Does NOT count steps, choose
-hyperparameters or start threads.
+Arrays are contiguous, of one length, and do not overlap. Does NOT count steps or start threads.
 """
 
 from __future__ import annotations

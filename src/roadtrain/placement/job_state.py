@@ -53,7 +53,7 @@ class CommittedState:
     Attributes:
         due: The step that has ended but whose job state is not captured yet, or None.
         history: Random identifier of the values that were last loaded into the store. "" if none
-        were loaded.
+            were loaded.
         device: The device of the model. Its random generator is in the job state.
         tracked: The tracked objects by the names that the user gave them.
     """
@@ -67,17 +67,8 @@ class CommittedState:
         extra: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        """Create the job state of a session.
-
-        Args:
-            optimizer: The placed optimizer.
-            user_optimizer: The optimizer that was passed to place(). Both optimizers have the same
-                parameter groups.
-            model: The placed model.
-            session: The open session with the servers.
-            extra: Objects to track, by name.
-            report: A function that prints a line.
-        """
+        """Create the job state of a session. `user_optimizer` is the optimizer that was passed to
+        place(); `extra` holds the objects to track, by name."""
         self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
         self.device = session.worker.root.tensor.device
@@ -147,16 +138,11 @@ class CommittedState:
             self.due = None  # if interrupted before this line, the state is captured again
 
     def encode(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
-        """Encode the job state as plain data.
+        """Encode the job state as plain data. `drawn` holds the states of random generators and
+        data sources at the end of the step. If None, their present states are used.
 
-        Args:
-            drawn: The states of random generators and data sources at the end of the step. If None,
-                their present states are used.
-            at_forward: Whether the next step's forward is about to begin. A resumed run then
-                restores the random generators before its first forward.
-
-        Raises:
-            ConfigError: A state cannot be written as plain data (streaming/plain.py).
+        With `at_forward`, a resumed run restores the random generators before its first forward.
+        Raises ConfigError if a state cannot be written as plain data.
         """
         now = self._draws()
         before = (drawn or now)["generators"].items()
@@ -228,8 +214,8 @@ class CommittedState:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError if this worker's residuals of error feedback were not committed by the
-        session `committed`, which committed the servers' step."""
+        """Raise ForkedError if this worker's residuals of error feedback come from another session
+        than `committed`, the session of the servers' step."""
         found = self._session.residual_sessions[0]
         if found and committed and found != committed:
             raise ForkedError(
@@ -311,13 +297,9 @@ def resumed_groups(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
 
-    The groups have the hyperparameters of the resumed step. If the user has edited a hyperparameter
-    in the script since the previous run, the script's value is used, unless a tracked scheduler
-    sets this hyperparameter.
-
-    Args:
-        state: The job state of the resumed step.
-        script: The parameter groups as the script has set them in this run.
+    `state` is the resumed job state, and `script` the groups as the script has set them in this
+    run. If the user has edited a hyperparameter in the script since the previous run, the script's
+    value is used, unless a tracked scheduler sets this hyperparameter.
     """
     scheduled, groups = state.get("scheduled", False), [dict(group) for group in state["groups"]]
     found: dict[str, list[int]] = {}

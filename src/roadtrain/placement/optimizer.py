@@ -54,7 +54,7 @@ class PlacedOptimizer(StoredOptimizer):
         steps_done: The number of steps taken so far, in all runs of the job.
         committed_step: The last step that survives a crash.
         whole_states: Whether `state_dict()` without arguments gathers all values, once a step was
-        taken in this process. Initially False.
+            taken in this process. Initially False.
     """
 
     # tells GradScaler that step() itself handles the scale and skips a step with inf or nan
@@ -318,7 +318,6 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.compiler.disable
     def _pass_begins(self) -> None:
-        """Prepare for a forward pass of the whole model."""
         self._compiled = self._compiled or is_called_by_dynamo()
         self.root.check_unchanged()
         if torch.is_grad_enabled():
@@ -459,7 +458,7 @@ def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> 
 
 
 def _close_and_say(placed: PlacedOptimizer) -> None:
-    """Close `placed`, and report an error if the last step could not be committed."""
+    """Close `placed`, and report an error if its last step could not be committed."""
     try:
         placed.close()
     except Exception as error:
@@ -479,7 +478,6 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:
-    """Close an optimizer at exit and ignore errors."""
     if placed is not None:
         with contextlib.suppress(Exception):
             placed._close_after(getattr(sys, "last_value", None) is not None)

@@ -205,16 +205,9 @@ def writer(
     staged: Staged,
     hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
-    """Return a function that writes new values to a record.
-
-    Args:
-        place: The optimizer.
-        form: A state dict with all values, or None. If given, the function writes its values, and
-            sets the residuals of error feedback to zero.
-        staged: Values of parameters that the model's load_state_dict has staged. Values in `form`
-            take precedence.
-        hyperparameters: The hyperparameters of each parameter group.
-    """
+    """Return a function that writes new values to a record. Values in the state dict `form`, if
+    there is one, take precedence over `staged`. A state dict also sets the residuals of error
+    feedback to zero."""
     masters = {} if form is None else form.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
@@ -251,17 +244,9 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """Write the optimizer state of one span of a parameter to the record of a chunk.
-
-    Args:
-        view: The record of the chunk.
-        i: The index of the span in the chunk.
-        entry: The parameter's entry in the "state" of a state dict. Empty if the parameter was
-            never updated.
-        cut: The elements of the parameter that are in the span.
-        rule: The update rule of the parameter.
-        hyper: The hyperparameters of the parameter's group.
-    """
+    """Write the optimizer state of span `i` to `view`, the record of a chunk. `entry` is the
+    parameter's "state" in a state dict, empty if the parameter was never updated. `cut` selects the
+    elements of the span."""
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
         view.piece(what, i)[...] = (

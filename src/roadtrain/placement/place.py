@@ -185,7 +185,6 @@ def place(
 
 
 def _unknown(name: str) -> ConfigError:
-    """Return the error for a keyword argument that place() does not have."""
     for kind in (Files, Servers):
         if name in kind.__dataclass_fields__:
             return ConfigError(
@@ -315,7 +314,6 @@ def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
 
 
 def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Record the session's store in the run directory's mark."""
     if mark is not None and plan.request.group.rank == 0:
         mark.adopt(
             "" if plan.request.in_memory else session.meta.job, step, session.servers.history
@@ -323,7 +321,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Report where the training state is kept, and the step of the state."""
+    """Report where the training state is kept, and its step."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():

@@ -91,8 +91,8 @@ class Request:
 
     @property
     def held(self) -> set[object]:
-        """The directories and (server, rank) pairs of this session. Within a process, only one
-        session at a time can use each of them."""
+        """The directories and (server, rank) pairs that no other session of this process may use at
+        the same time."""
         servers = self.servers
         files = servers.residual_files if servers else self.store
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
@@ -216,8 +216,8 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """Append blocks for the residuals of error feedback to the model's blocks. Returns the chunk
-    table of all blocks, and the update rules of all parameter groups."""
+    """Append blocks for the residuals of error feedback. Returns the chunk table of all blocks, and
+    all update rules."""
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]

@@ -76,7 +76,7 @@ class Values:
 
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Return the tensor of parameter `index`: that of an earlier call if it is still in use,
-        otherwise a new tensor, filled from `pieces`."""
+        otherwise a new tensor with the values of `pieces`."""
         if (tensor := self._live.get(index)) is not None:
             return tensor
         spec, dtype, at = self.params[index], self.dtypes[index], self._at[index]

@@ -355,13 +355,8 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _rewrite(
         self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """Write staged values and the values of a state dict to the store, and commit them.
-
-        Args:
-            form: A state dict with all values. If None, only staged values are written.
-            step: The step of the store after the call.
-            elsewhere: Whether the store is on remote servers, which are then filled again.
-        """
+        """Write staged values and the values of the state dict `form` to the store, and commit them
+        at `step`. With `elsewhere`, the store is on remote servers, which are filled again."""
         if elsewhere:
             self._check_refill()
         else:

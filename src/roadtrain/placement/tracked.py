@@ -57,16 +57,10 @@ def trackable(
     name: str, thing: Any, before_batch: Callable[[], None], settle: Callable[[], None]
 ) -> Any:
     """Return an object with `state_dict` and `load_state_dict`: `thing` itself, or a wrapper.
+    Raises ConfigError if the state of `thing` cannot be saved or restored.
 
-    Args:
-        name: The user's name of the object, for messages.
-        thing: The object that the user tracks.
-        before_batch: A function that is called before a DataLoader draws a batch.
-        settle: A function that sets the random generators to their states at the end of the resumed
-            step.
-
-    Raises:
-        ConfigError: The state of `thing` cannot be saved or restored.
+    A DataLoader calls `before_batch` before each batch. `settle` sets the random generators to
+    their states at the end of the resumed step.
     """
     if _has_state(thing):
         return thing

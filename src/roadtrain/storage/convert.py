@@ -6,8 +6,7 @@ A *source* is a function that returns elements [start, stop) of one array of a p
 None stands for no change. The weights of trainable parameters are always cast from the fp32 master,
 so a conversion loses nothing. Values of bf16 and fp16 are arrays of dtype uint16.
 
-Needs memory for one record, or for a few records in a conversion. Runs no update rules and reads no
-other file formats.
+Needs memory for a few records. Reads no other file formats.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Read the array `what` of the parameter `name`, like `read_param`, from the records that
-    `record_of` returns for chunks."""
+    """Read the array `what` of the parameter `name` from the records that `record_of` returns."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
@@ -198,10 +196,11 @@ def rewritten(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """Replace `old` by a copy in which `change` has modified every record. Returns the copy.
+    """Replace `old` by a copy in which `change` has modified every record. Returns the copy,
+    committed at `step` with the opaque bytes `blob`.
 
-    The copy is committed at `step`, together with the opaque bytes `blob`. Then `old` is closed and
-    removed. After an error, `old` is unchanged. Raises FullError if there is no room for the copy.
+    `old` is then closed and removed; after an error, it is unchanged. Raises FullError if there is
+    no room for the copy.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
@@ -224,11 +223,7 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
     """Whether `old` differs from `meta` in its blocks, chunk size, dtypes or update rules, or is in
-    other directories.
-
-    The distribution of chunks over the same directories does not count, because it follows measured
-    speeds, which vary.
-    """
+    other directories. The distribution of chunks over the same directories does not count."""
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
     homes = [Path(directory).resolve() for directory in directories]

@@ -2,14 +2,14 @@
 
 A *generation* is a subdirectory `gen-N` with all files of a store. Creating, converting or
 refilling a store makes a new generation. The file `CURRENT` contains the number of the current
-generation. Its first ledger record is written after everything else, so a generation with a ledger
-record is complete. If CURRENT is damaged, lost or outdated, the complete generation with the latest
+generation. A generation with a ledger record is complete, because its first record is written after
+everything else. If CURRENT is damaged, lost or outdated, the complete generation with the latest
 step is used, and `Generation.note` tells the user why.
 
 Note "never delete what has trained": a generation without a ledger record was never complete, and
-is removed. A conversion or refill copies a generation; the original is removed once the copy is
-current, unless the original is at a later step. On a RAM disk, which may lack room for both, the
-original is always removed. All other generations with a ledger record are renamed and reported.
+is removed. After a conversion or refill, the original is removed once the copy is current, unless
+the original is at a later step. On a RAM disk, which may lack room for both, it is removed even
+then. All other generations are renamed and reported.
 
 The caller has locked the directory, or no process writes to it. storage/generation.py combines the
 directories of a store.
@@ -61,8 +61,7 @@ class Generation:
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
-        """Whether this generation and `other` belong to the same directory or server of the same
-        store."""
+        """Whether `other` belongs to the same directory or server of the same store."""
         return self.part is not None and self.part == other.part
 
 
@@ -128,8 +127,8 @@ def switch(directory: Path, generation: int) -> None:
 
 
 def repair(directory: Path, generation: int) -> None:
-    """Make `generation` the current generation durably, without a write if CURRENT is already
-    right."""
+    """Make `generation` the current generation durably, without a write if CURRENT already names
+    it."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -138,14 +137,8 @@ def repair(directory: Path, generation: int) -> None:
 
 def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
     """Remove or rename all generations in `directory` except `kept` (Note "never delete what has
-    trained").
-
-    Args:
-        copy_of: Number of the generation of which `kept` is a copy; 0 if `kept` is no copy.
-
-    Returns:
-        A report of each rename.
-    """
+    trained"). `kept` is a copy of generation `copy_of`, or no copy if this is 0. Returns a report
+    of each rename."""
     events = []
     for other in generations(directory):
         if other.home == kept.home:
@@ -195,8 +188,8 @@ def _named(content: bytes) -> tuple[int, str, bool]:
     ask users to write one.
 
     Returns:
-        The number in the file (0 stands for no generation, -1 for a damaged file); a description of
-        the damage, or ""; and whether the file has a correct checksum.
+        The number (0 for no generation, -1 for a damaged file); a description of the damage, or "";
+        and whether the file has a correct checksum.
     """
     if content.strip().isdigit():
         return int(content), "", False

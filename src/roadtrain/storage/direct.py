@@ -270,8 +270,7 @@ class DirectFile:
         self.fd = -1
 
     def _on_page(self, view: memoryview) -> memoryview:
-        """Return `view` if direct I/O can use it, otherwise an aligned buffer of the same size with
-        undefined content."""
+        """Return `view` if direct I/O can use it, otherwise an aligned buffer of the same size."""
         if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
             return view
         return Buffer(len(view)).view[: len(view)]

@@ -61,12 +61,9 @@ class FileTier:
             caller calls `settle`.
 
     Raises:
-        FullError: The disk is full.
-        GoneError: A file is missing.
-        DamagedError: A file is damaged.
-        ForeignError: A file belongs to another store.
-        StaleError: There is no record of `step`.
-        StoreError: Another error of the file system, or another process uses the directory.
+        StoreError: The disk is full (FullError); a file is missing (GoneError), damaged
+            (DamagedError) or of another store (ForeignError); or there is no record of `step`
+            (StaleError).
     """
 
     def __init__(
@@ -206,8 +203,8 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Compare `data` with its checksums. `read` has filled `data`, with the same arguments.
-        Raises DamagedError if a checksum does not match."""
+        """Compare `data`, which `read` has filled with the same arguments, with its checksums.
+        Raises DamagedError."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
@@ -219,8 +216,8 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums of `data` for `write`: a dict from "weights" or "state" to a
-        checksum. Fastest right after `data` was computed, while it is in the CPU cache."""
+        """Compute the checksums of `data` that `write` takes, by "weights" or "state". Fastest
+        right after `data` was computed, while it is in the CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -329,7 +326,6 @@ class FileTier:
                 assert now == base, chunk
 
     def _reset(self) -> None:
-        """Discard pending changes."""
         self._now = self.ledger.entry.rows.copy()
         self._written.clear()
 

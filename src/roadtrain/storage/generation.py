@@ -2,12 +2,10 @@
 share by share (open_part, create_part, publish_part).
 
 A store lies in `DIR/gen-N/` of each of its directories. `DIR[0]/CURRENT` names the current N
-(storage/current.py). The record of directory 0 is written last and commits a step. Generations that
-a killed process left unfinished are removed later.
+(storage/current.py). The record of directory 0 is written last and commits a step.
 
 Only directories that the caller names are read or changed, under a lock that is held until `close`.
-Only files that roadtrain has made are deleted. The paths in the store's description are for
-messages only.
+Only files that roadtrain has made are deleted.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ class OpenedStore:
         """Begin a new session, which all later ledger records name. Writes nothing.
 
         Returns:
-            A witness, which names the new and the preceding session. The caller keeps it in the run
-            directory, so that the next start recognizes the store.
+            A witness for the run directory, by which the next start recognizes the store.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -235,12 +232,12 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """If a ledger record is damaged, read the whole store, and raise DamagedError if data of the
-    store's step is overwritten.
+    """If a ledger record is damaged, read the whole store, and raise DamagedError if it is
+    incomplete.
 
-    A record that a crash has torn was never committed, so the previous step is complete. But if a
-    committed record was damaged later, data of the previous step may be overwritten. Nothing is
-    changed, so the user can still repair the damaged record.
+    The previous step is complete if a crash has torn the newest record. If the record was damaged
+    after its commit, data of the previous step may be overwritten. Nothing is changed, so the user
+    can still repair the record.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -426,8 +423,7 @@ def publish_part(directory: str | Path) -> list[str]:
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
-    """Create the description of a store in `path`, and empty files for the chunks of directory
-    `meta.index`."""
+    """Create the description of a store and empty files in `path`."""
     home = path / f"gen-{meta.generation}"
     with undone_on_error(lambda: remove(home)):
         make_directory(home)
@@ -436,8 +432,8 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
 
 
 def _current_part(path: Path) -> Generation | None:
-    """Return the current generation of a server's directory, or the newest one with a record if
-    there is no CURRENT. Raises DamagedError."""
+    """Return the current generation of a server's directory. Without CURRENT, this is the newest
+    one with a record. Raises DamagedError."""
     if (path / NAME).exists():
         return current(path)
     whole = [g for g in generations(path) if g.step >= 0]
@@ -489,7 +485,6 @@ def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
 
 
 def _describe(path: Path) -> str:
-    """Describe a directory that does not belong to the store, for a message."""
     if not path.is_dir():
         return "does not exist" if not path.exists() else "is not a directory"
     return "holds no part of the store" if any(path.iterdir()) else "is empty"

@@ -10,8 +10,7 @@ its servers holds no step of the session, or never stored the link. Empty links 
 history are ignored.
 
 Note "forked": two histories have forked if, without their empty links, neither begins with the
-other. Each server was then trained without the other. Only the user can tell which history to
-continue, so the start is refused.
+other. Only the user can tell which history to continue, so the start is refused.
 
 Note "who may hold more": a server that has not answered may hold a later step. Such a step can only
 have been trained together with a server of the last link. So a start is safe if all servers of the
@@ -20,9 +19,9 @@ session had a majority, and any two majorities share a server.
 
 With two servers, if only one has answered, a witness must confirm that the missing server was not
 trained alone. The witness is the mark (storage/mark.py) of the run that began the last session. If
-there is no mark, it is worker 0 of the last session, while this worker lives. Worker 0 lets at most
-one server continue without the other. Without a witness, the user must decide (argument `given_up`
-of `Histories.resume`).
+there is no mark, the witness is worker 0 of the last session, while this worker lives. Worker 0
+lets at most one server continue without the other. Without a witness, the user must decide
+(argument `given_up` of `Histories.resume`).
 """
 
 from __future__ import annotations
@@ -185,9 +184,8 @@ class Histories:
     def _committed(self, number: int) -> int:
         """Return the highest step that is certainly committed according to server `number`.
 
-        A server makes a step durable only after the step before is committed, so only its newest
-        step may be uncommitted. The newest step is certainly committed if the session began at this
-        step, or if the server is the session's first member, which commits for all. Steps of
+        Only the newest step may be uncommitted. It is certainly committed if the session began at
+        this step, or if the server is the session's first member, which commits for all. Steps of
         snapshots are committed.
         """
         held, links = self.found[number], self.found[number].history
@@ -208,8 +206,8 @@ class Histories:
                     )
 
     def _fork_hint(self, *forked: int) -> str:
-        """Return a hint that names servers to give up, such that the remaining servers agree with
-        each other and together hold every chunk."""
+        """Return a hint that names servers to give up, so that the remaining servers agree and
+        together hold every chunk."""
         spare: list[str] = []
         for kept in forked:
             side = [kept]
@@ -254,8 +252,8 @@ class Histories:
         return branch < 0 or self._committed(earlier) <= branch
 
     def _describe(self, number: int, other: int) -> str:
-        """Describe, for a message, the step of server `number`, and where its history leaves that
-        of server `other`."""
+        """Describe, for a message, where server `number` stands, and where its history leaves that
+        of `other`."""
         mine, its = self.effective[number], {link.id for link in self.effective[other]}
         link = next((own for own in mine if own.id not in its), mine[-1] if mine else None)
         since = when = ""
@@ -295,12 +293,8 @@ class Histories:
         return False
 
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Unclear | None:
-        """Check that some server knows the run's last session, or that this session trained no
-        step.
-
-        Returns:
-            None if the check succeeds. If a server that has not answered may know the session, an
-            `Unclear` with the reason to wait.
+        """Return None if some server knows the run's last session, or if this session trained no
+        step. Otherwise return the reason to wait for a server that has not answered.
 
         Raises:
             StaleError: All servers of the session have answered, and none knows the session.

@@ -1,17 +1,16 @@
 """Ledger: the commit records of a generation directory, in two files that are written alternately.
 
-A record is [header | a row per owned chunk | blob | xxh3 of all these bytes]. A new record never
-overwrites the last committed record. So a torn record never damages the last commit.
+A record is [header | a row per owned chunk | blob | xxh3 of all these bytes]. A torn record never
+damages the last committed record, which is in the other file.
 
 Note "durable before use": a record that was read may exist only in the page cache. A step built on
 such a record would overwrite data of the older step, and a power cut could then lose both steps. So
-`settle` rewrites and syncs the loaded record, and erases all other records, before anything else is
+`settle` makes the loaded record durable, and erases all other records, before anything else is
 written. A record whose sync fails is erased, and its step is not committed.
 
-Note "sessions": a record names the session that trained its step (HistoryLink in
-storage/history.py). A session begins when a store on files is opened for training. So copies of a
-directory that were trained separately can be told apart. Records of servers name no session,
-because `store.json` holds their history.
+Note "sessions": a record names the session that trained its step. A session begins when a store on
+files is opened for training. So copies of a directory that were trained separately can be told
+apart. Records of servers name no session, because `store.json` holds their history.
 
 Has one writer, enforced by a lock. Does not read or write the slots.
 """
@@ -102,11 +101,9 @@ class Ledger:
     """The two ledger files of one generation directory.
 
     Attributes:
-        entry: The last committed record. Before the first commit, its step is -1 and its rows are
-        the initial rows.
+        entry: The last committed record. Before the first commit, its step is -1.
         pending: The record that was appended but is not committed yet, or None.
-        session: The session that new records name (Note "sessions"). Initially it is the session of
-        the loaded record.
+        session: The session that new records name (Note "sessions").
         dropped: Reports of records that are ignored.
         damaged: Files that contain a torn or damaged record.
     """
@@ -159,8 +156,7 @@ class Ledger:
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """Return the error for a ledger without an intact record of `step`. `steps` are the steps
-        of the intact records."""
+        """Return the error for a ledger that has intact records only of `steps`, not of `step`."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:

@@ -2,13 +2,11 @@
 wrong store.
 
 A store is refused before anything is changed, if it is missing, belongs to another job, is at an
-earlier step, or was trained by another session. The user accepts a refused store with the option
-`new_store`.
+earlier step, or was trained by another session. The option `new_store` accepts it.
 
-The file `mark.json` contains the uuid of the store's job, a committed step, and the session that
-trains the store. The mark is written only every few seconds; metrics.jsonl shows later steps. A
-step's line in metrics.jsonl is durable before the step is committed. So a step without a line was
-trained outside of this run.
+The file `mark.json` is written only every few seconds; metrics.jsonl shows later steps. A step's
+line in metrics.jsonl is durable before the step is committed. So a step without a line was trained
+outside of this run.
 
 Note "settled": before a run may go back to an earlier step, it writes settled=False to the mark.
 The lines of metrics.jsonl are then ignored, because they may describe undone steps. settled becomes
@@ -61,7 +59,7 @@ class Mark:
     Attributes:
         record: The content of the mark.
         fresh: Whether the run now uses another store, so that metrics.jsonl describes the former
-        store. Set by `check` and `adopt`.
+            store.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
@@ -75,16 +73,12 @@ class Mark:
         reads: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
-        """Open the mark of `directory`.
+        """Open the mark of the run directory `directory`.
 
-        Args:
-            directory: The run directory.
-            witness: The last step that is committed according to metrics.jsonl, or -1.
-            sessions: For each step with a line in metrics.jsonl, the session that trained the step;
-                "" if the line names no session.
-            new_store: Whether the user accepts the store that is found.
-            reads: Whether the command only reads a store. If True, a missing store is an error.
-            report: Called with each line to be printed.
+        `witness` is the last step that is committed according to metrics.jsonl, or -1. `sessions`
+        maps each step in metrics.jsonl to the session that trained the step, or "". With `reads`,
+        the command only reads a store, and a missing store is an error. `report` is called with
+        each line to be printed.
         """
         self.path = directory / NAME
         self.fresh = False

@@ -99,7 +99,7 @@ class StoreMeta:
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
         """The spans of each parameter, by the parameter's name. A span is a parameter's range in
-        one chunk. Each list element is (chunk, index of the span in the chunk, span)."""
+        one chunk. A list element is (chunk, index of the span in the chunk, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):

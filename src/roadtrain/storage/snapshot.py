@@ -35,13 +35,8 @@ WAIT_S = 600.0
 
 
 def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
-    """Describe where the state is kept, and how durable it is.
-
-    Args:
-        directory: The directory of the state.
-        snapshot: The directory of the snapshots.
-        every: Number of steps between two snapshots; 0 if there are no snapshots.
-    """
+    """Describe where the state and its snapshots are kept, and how durable they are. `every` is the
+    number of steps between two snapshots; 0 if there are none."""
     ram = in_ram(directory)
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
@@ -91,8 +86,8 @@ class Snapshots:
     `every`.
 
     Two methods of `source` may wait for the copy in progress: `write`, if it would overwrite a
-    chunk that is not copied yet, and `prepare` of the next step to be copied. Both raise the error
-    of a failed copy.
+    chunk not copied yet, and `prepare` of the next step to be copied. Both raise the error of a
+    failed copy.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The rules of a tier (storage/file.py), which stores the records of chunks.
 
-A record is [weights | state]. The functions of a tier take the argument `part`: "weights", "state",
+A record is [weights | state]. The methods of a tier take the argument `part`: "weights", "state",
 or "record" for both. A memoryview given to a tier has the padded size of what `part` names. Between
 two commits, the weights and the state of a chunk are each written at most once.
 
@@ -12,7 +12,7 @@ Writes are pending until `committed` is called. `prepare` makes pending writes d
 with a ledger record of the step. Closing the tier discards pending writes.
 
 Different threads may use different chunks at the same time. Nothing may be written between
-`prepare` and `committed`. A tier only stores bytes and computes no updates.
+`prepare` and `committed`. A tier computes no updates.
 """
 
 from __future__ import annotations
