@@ -1,6 +1,5 @@
 """Numeric kernels on flat arrays, without I/O: update rules, sums, casts and codecs.
 
-Every kernel is compiled (with numba, or with Triton for GPUs) and gives the same bits as its plain
-reference. Update rules agree with torch's optimizers to 2 ulp per step (Rule 1 of docs/design.md).
-Read `rule.py` first, then `optimizers.py`, the table of the optimizers with a compiled rule.
+Every kernel is compiled and gives the same bits as its plain reference. Update rules agree with
+torch's optimizers to 2 ulp per step (Rule 1). Read `rule.py` first, then `optimizers.py`.
 """

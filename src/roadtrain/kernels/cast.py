@@ -1,16 +1,13 @@
-"""Conversions between fp32 and the two 16-bit formats: functions that convert arrays, and functions
-for elements that other kernels call in their loops.
+"""Conversions between fp32 and the two 16-bit formats, for arrays and inside other kernels.
 
 Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside kernels, the type of an
-array encodes its format: float32 is fp32, uint16 is bf16, and int16 is fp16 (`typed`). So one
-kernel source compiles to a loop for each format. For an output array that is not read soon, callers
-use `uncached`, which adds a second dimension of size 1. Kernels write such an array with
-nontemporal stores, which bypass the cache. Rounding is to nearest even, overflow gives infinity,
-subnormals are exact, and a NaN stays a NaN without its payload.
+array encodes its format: float32 is fp32, uint16 is bf16, and int16 is fp16 (`typed`). Rounding is
+to nearest even, overflow gives infinity, subnormals are exact, and a NaN stays a NaN without its
+payload.
 
-Assumes little endian. Does NOT start threads or hold the GIL. numba caches a compiled kernel until
-the file of the kernel changes. Kernels in other files use `widen` and `put`, so remove
-`__pycache__` after a change of these two functions."""
+The machine must be little-endian. Starts no threads and does not hold the GIL. After a change of
+`widen` or `put`, remove `__pycache__`, because numba then uses outdated kernels of other files.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +25,13 @@ NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 def kernel(function: Any) -> Any:
-    """Compile a function for the CPU. The result runs without the GIL, is cached on disk, and uses
-    IEEE arithmetic (no fast math, no contraction, x/0 = inf)."""
+    """Compile a function for the CPU, without the GIL, with IEEE arithmetic (no fast math, no
+    contraction, x/0 = inf). The compiled code is cached on disk."""
     return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a view of the array. The type of the view tells kernels that the array has the format
-    `dtype`."""
+    """Return a view of the array whose type tells kernels the format `dtype`."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
             f"an array of {array.dtype} cannot hold {dtype}",
@@ -45,19 +41,16 @@ def typed(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """Return a 16-bit array [N] (see `typed`) in the shape [N, 1], which makes `put` use
-    nontemporal stores. If the array's alignment does not allow such stores, return the array
-    unchanged. Call `fence` after writing the whole array."""
+    """Return a 16-bit array [N] as a view [N, 1], for which `put` uses stores that bypass the
+    cache. Returns the array unchanged if its alignment forbids this. Call `fence` after writing the
+    whole array."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
 @intrinsic
 def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
-    """Emit a 16-bit store that LLVM compiles to a nontemporal store. The store is declared to be
-    aligned to 32 bytes, like the vectors that LLVM uses for the loop (`uncached` checks the array).
-    If the last elements do not fill a vector, LLVM stores these elements with ordinary stores,
-    which need no alignment.
-    """
+    """Emit a 16-bit store that bypasses the cache. The array must be aligned to 32 bytes, as
+    `uncached` checks."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -76,7 +69,7 @@ def _fence(typing: Any) -> Any:
 
 @kernel
 def fence() -> Any:
-    """Make this thread's nontemporal stores visible to other threads."""
+    """Make this thread's stores that bypass the cache visible to other threads."""
     _fence()  # type: ignore[call-arg]
 
 
@@ -175,17 +168,16 @@ def _cast(src: Any, dst: Any) -> Any:
 
 
 def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
-    """Convert the elements of src and write them to dst. src, dst: [N]. Raises RuleError if the
-    type of an array does not match its dtype name, or if the lengths differ."""
+    """Convert the elements of src [N] and write them to dst [N]. Raises RuleError if an array does
+    not match its dtype name, or if the lengths differ."""
     if src.size != dst.size:
         raise RuleError(f"cannot cast {src.size} elements into {dst.size} elements")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
 
 
 def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return an
-    array of the converted values. `view` must have room for the values in both dtypes. The order in
-    which segments are converted ensures that no segment is overwritten before it is read."""
+    """Convert the first `numel` values of `view` from dtype `old` to `new` in place, and return
+    them as an array. `view` must have room for the values in both dtypes."""
     src = np.frombuffer(view, NUMPY_OF[old], numel)
     dst = np.frombuffer(view, NUMPY_OF[new], numel)
     pieces = range(0, numel, SEGMENT)

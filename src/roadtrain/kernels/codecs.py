@@ -1,17 +1,15 @@
 """Codecs, which encode gradients in fewer bytes and keep track of the encoding error.
-sums/formats.py registers the codecs for gradients that are summed over the network.
 
     gradient + residual -> encode -> (network) -> decode
 
-With error feedback (Karimireddy et al. 2019), the encoding error, called residual, is kept and
-added to the next gradient of the same elements (`encode_with_feedback`). A block's gradient that is
-pushed to a server is compressed per chunk or per block (`Compressor`, which works like SmartComp in
-the Smart-Infinity paper), or all elements of the gradient are sent in 16 bits
-(`downcast_in_place`).
+With error feedback (Karimireddy et al. 2019), the encoding error, called residual, is added to the
+next gradient of the same elements. `Compressor` selects the largest gradients per chunk or per
+block, like SmartComp in the Smart-Infinity paper. Codecs are lossy, so they are off by default
+(Rule 2).
 
-Codecs work on flat arrays. Codecs are lossy, so they are off by default (Rule 2 of docs/design.md).
-This module does NOT handle tensors or network connections, and does not store residuals
-(servers/residuals.py does)."""
+Works on flat arrays. sums/formats.py registers the codecs of sums, and servers/residuals.py stores
+residuals.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ from roadtrain.options.lossy import TopK
 
 
 class Codec:
-    """A lossy encoding of n float32 values. Users choose a codec as NAME or NAME:ARGUMENT.
-    Subclasses implement `nbytes`, `encode` and `decode`."""
+    """A lossy encoding of n float32 values, chosen by users as NAME or NAME:ARGUMENT. Subclasses
+    implement `nbytes`, `encode` and `decode`."""
 
     name = ""
     feedback = True
@@ -41,25 +39,22 @@ class Codec:
             raise ValueError(f"the format {self.name} takes no argument")
 
     def nbytes(self, n: int) -> int:
-        """Return the number of bytes that encode n values. The number never decreases when n
-        grows."""
+        """Return the number of bytes that encode n values. Must not decrease when n grows."""
         raise TypeError(f"the codec class of format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
         """Encode `values`, float32 [n], into `out`, uint8 [nbytes(n)]. All bytes of `out` are sent.
-        `seed`: a seed for random numbers, different in each call."""
+        `seed` is a seed for random numbers, different in each call."""
         raise TypeError(f"the codec class of format {self.name} does not implement encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` was received from the
-        network, so it may hold any bytes. Raises ValueError if the bytes are not a valid
-        encoding."""
+        """Decode `raw`, uint8 [nbytes(n)], into `out`, float32 [n]. `raw` comes from the network
+        and may hold any bytes. Raises ValueError if they are not a valid encoding."""
         raise TypeError(f"the codec class of format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
-        """Subtract the values encoded in `raw` from `residual` in place. `residual` then holds the
-        encoding error. A subclass may override this method to avoid the buffer for the decoded
-        values."""
+        """Subtract the values encoded in `raw` from `residual`, which then holds the encoding
+        error."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -67,13 +62,13 @@ class Codec:
 
 
 class TopKCodec(Codec):
-    """The codec topk:FRACTION, which sends the given fraction of the values: the values of largest
-    magnitude, together with their indices."""
+    """The codec topk:FRACTION, which sends this fraction of the values, those of largest magnitude,
+    with their indices."""
 
     name = "topk"
 
     def __init__(self, argument: str | float, dtype: str = "fp32") -> None:
-        """Parse the fraction. `dtype`: dtype of the values that `encode` reads and writes."""
+        """Parse the fraction. `dtype` is the dtype of the values that `encode` reads and writes."""
         self.keep, self.dtype = float(argument), dtype
         if not 0 < self.keep < 1:
             raise ValueError("the format topk needs a fraction between 0 and 1 as argument")
@@ -110,9 +105,9 @@ def encode_with_feedback(
 ) -> None:
     """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes.
 
-    `residual`: None, or float32 [n], which is added to `values` before encoding. After the call,
-    `residual` holds the encoding error. Elements of `residual` that are not finite become 0,
-    because such elements would make all later sums inf or NaN."""
+    `residual` is None, or float32 [n], which is added to `values` before encoding. After the call,
+    it holds the encoding error, with 0 in place of inf and NaN.
+    """
     if residual is None:
         codec.encode(values, out, seed)
         return
@@ -123,8 +118,8 @@ def encode_with_feedback(
 
 
 class Compressor:
-    """A top-k compressor of the gradients that one worker pushes to servers. `sent_bytes`: bytes of
-    all compressed gradients so far."""
+    """A top-k compressor of the gradients that one worker pushes to servers. `sent_bytes` counts
+    the bytes of all compressed gradients so far."""
 
     def __init__(self, options: TopK) -> None:
         self.keep, self.per_block = options.keep, options.per_block
@@ -133,12 +128,14 @@ class Compressor:
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """Compress the gradient of a block's trainable `chunks`. `view`: the flat gradient.
+        """Compress the gradient of a block's trainable `chunks`, which `view` holds as a flat
+        array.
 
-        For each chunk, yields (chunk, (indices, values), sums of squares). The sums of squares are
-        those of the gradient before compression, one per segment of the chunk. `residual`: None, or
-        float32, with each element at the same offset as in `view`; changed in place. Raises
-        ConfigError if gradients are compressed per block and the dtypes of the chunks differ."""
+        For each chunk, yields (chunk, (indices, values), sums of squares), with one sum per segment
+        of the uncompressed gradient. `residual` is None, or float32 with the same offsets as
+        `view`; changed in place. Raises ConfigError if gradients are compressed per block and the
+        dtypes of the chunks differ.
+        """
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 
@@ -167,9 +164,9 @@ class Compressor:
 
 
 def downcast_in_place(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
-    """Convert the fp32 gradients of `chunks` to `dtype` in place. Returns the new dtype of each
-    gradient, or "" for a gradient that is not converted. A converted gradient fills the first half
-    of its range in the flat `view`. If `dtype` is "", no gradient is converted."""
+    """Convert the fp32 gradients of `chunks` to `dtype` in place, each to the first half of its
+    range in the flat `view`. Returns the new dtype of each gradient, or "" for a gradient that is
+    not converted. If `dtype` is "", nothing is converted."""
     to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
     for chunk, new in zip(chunks, to):
         if new:

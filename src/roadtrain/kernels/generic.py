@@ -1,16 +1,11 @@
 """TorchRule, for torch optimizers that have no compiled rule: it runs torch's own step on flat
-slices. This module also checks and times rules that are not part of roadtrain.
+slices. Also checks and times rules that are not part of roadtrain.
 
-For each update, the user's optimizer is rebuilt with one flat parameter, which is a view of the
-slice. The optimizer's state tensors are views of the state arrays. The optimizer's scalars are read
-from the row, an array that holds all scalars of one parameter. A tensor that `step()` replaced,
-instead of changing it in place, is copied back. A trial run on a small parameter finds out which
-state the optimizer's class keeps.
+For each update, the user's optimizer is rebuilt with one flat parameter, and with views of the
+state arrays as its state. A trial run finds out which state the optimizer's class keeps.
 
-Assumes that all state is in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
-numbers. `check_elementwise` verifies that the class is elementwise: one optimizer for whole
-parameters must give the same bits as updates of flat pieces. Does NOT run closures, sparse or
-complex parameters, or 8-bit state.
+All state must be in `optimizer.state[p]`, as fp32 tensors with the shape of p and as single
+numbers. Closures, sparse or complex parameters and 8-bit state are not supported.
 """
 
 from __future__ import annotations
@@ -45,8 +40,8 @@ SAMPLE = 1 << 18  # number of elements with which the speed of a rule is measure
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of `optimizer.state[p]`. kind: "array" (shaped like p), "tensor" (a tensor with one
-    element) or "number"."""
+    """An entry of `optimizer.state[p]`. `kind` is "array" (shaped like p), "tensor" (a tensor with
+    one element) or "number"."""
 
     key: str
     kind: str
@@ -56,11 +51,11 @@ class Field:
 
 
 class TorchRule(Rule):
-    """A rule that runs the torch optimizer class `cls` with the options `defaults`. `attributes`:
-    further attributes that `cls.__init__` has set. The row of a parameter holds the scalars of the
-    parameter's state.
-    The last scalar, "present", is a bitmap of the state entries that exist; it is 0 before the
-    first step.
+    """A rule that runs the torch optimizer class `cls` with the options `defaults`. `attributes`
+    are further attributes that `cls.__init__` has set.
+
+    The row of a parameter holds its scalars. The last scalar, "present", is a bitmap of the state
+    entries that exist; it is 0 before the first step.
     """
 
     # __init__ sets these three; a trial run of the class finds out the arrays and scalars
@@ -108,9 +103,8 @@ class TorchRule(Rule):
         return tuple(out)
 
     def build(self, params: Sequence[torch.Tensor], hyper: Hyper) -> torch.optim.Optimizer:
-        """Build an optimizer for `params` with the user's options. The optimizer gets its options
-        through `__setstate__`, as in unpickling, because the arguments of `__init__` are
-        unknown."""
+        """Build an optimizer for `params` with the user's options, without a call of `__init__`,
+        whose arguments are unknown."""
         group: dict[str, Any] = {"params": list(params)}
         at = iter(hyper)
         for key, value in self.options.items():
@@ -185,8 +179,8 @@ class TorchRule(Rule):
         row[-1] = present
 
     def _probe(self) -> tuple[Field, ...]:
-        """Run the optimizer's class on a small parameter, and return the state entries that the
-        class keeps. Raises RuleError if the class cannot run on flat slices."""
+        """Run the optimizer's class on a small parameter, and return the state entries that it
+        keeps. Raises RuleError if the class cannot run on flat slices."""
         generator = torch.Generator().manual_seed(1)
         param = torch.nn.Parameter(torch.randn(12, generator=generator))
         begin = param.detach().clone()
@@ -235,8 +229,8 @@ class TorchRule(Rule):
 
 @contextmanager
 def _runs(cls: type, where: str) -> Iterator[None]:
-    """Turn any exception of the user's class into a RuleError. `where`: the input on which the
-    class runs, such as "flat slices", for the message."""
+    """Turn any exception of the user's class into a RuleError. `where` names the input in the
+    message, such as "flat slices"."""
     try:
         yield
     except RuleError:
@@ -260,7 +254,7 @@ def _numbers(value: Any) -> list[float]:
 
 def _filled(value: Any, numbers: Any) -> Any:
     """Return `value` with each number inside it replaced by the next number of the iterator
-    `numbers`. An int is replaced by an int if the new number is whole, else by a float."""
+    `numbers`. Integers stay integers if the new number is whole."""
     if isinstance(value, tuple):
         return tuple(_filled(v, numbers) for v in value)
     if not _numbers(value):
@@ -285,8 +279,8 @@ def _fingerprint(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]
 
 
 def check_elementwise(rule: TorchRule) -> None:
-    """Check that updates of flat pieces by the rule give the same bits as one torch optimizer for
-    whole parameters. Raises RuleError if the bits differ."""
+    """Check that updates of flat pieces give the same bits as one torch optimizer for whole
+    parameters. Raises RuleError if the bits differ."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
@@ -313,9 +307,8 @@ def check_elementwise(rule: TorchRule) -> None:
 
 
 def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
-    """Measure the memory traffic of a step in bytes/s on one thread, with a bf16 gradient and a
-    bf16 copy of the parameters. Returns the median of `times` steps on a slice of `elements`
-    elements."""
+    """Measure the memory traffic of a step in bytes/s on one thread, with bf16 gradients and
+    copies. Returns the median of `times` steps on `elements` elements."""
     side = RuleRun(
         rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper
     )
@@ -329,8 +322,8 @@ def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> floa
 
 
 def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
-    """Report each optimizer class that has no compiled rule, with its measured speed: a fallback to
-    a slower path must not be silent (Rule 6 of docs/design.md)."""
+    """Report each optimizer class that has no compiled rule, with its measured speed, because a
+    slower path must not be silent (Rule 6)."""
     generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
@@ -342,8 +335,8 @@ def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None
 
 
 class RuleRun:
-    """A slice of parameters that a rule updates, and the slice's state arrays, row of scalars and
-    16-bit copy. Two runs are equal (`==`) if they have equal parameters, state and copies."""
+    """A slice of parameters that a rule updates, with its state arrays, scalars and 16-bit copy.
+    `==` compares parameters, state and copies."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -1,10 +1,10 @@
-"""The AdamW and SGD updates in Triton, for CUDA tensors, in one pass.
+"""The AdamW, Adam and SGD updates in Triton, for CUDA tensors, in one pass.
 
-An update does the operations of `update.py` in the same order, with IEEE division and square root
-and without contraction, so it gives the same bits as the CPU kernel.
+An update gives the same bits as the CPU kernel: it does the operations of `update.py` in the same
+order, with IEEE division and square root and without contraction.
 
-Assumes contiguous flat tensors on one device. triton is an optional dependency; without triton,
-`apply` raises RuleError. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
+Tensors must be contiguous, flat and on one device. Tested with triton's interpreter. Does NOT
+choose between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -130,9 +130,11 @@ def apply(
     grad_scale: float = 1.0,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """Run `rule.apply` on tensors, updating p, arrays and row in place. p, arrays: fp32 [N]. grad:
-    fp32, bf16 or fp16 [N]. row: float64 numpy array. copy: bf16 or fp16 [N]. Raises RuleError if
-    the rule has no GPU kernel."""
+    """Run `rule.apply` on tensors, updating p, arrays and row in place.
+
+    p, arrays: fp32 [N]. grad: fp32, bf16 or fp16 [N]. row: float64 numpy array. copy: bf16 or fp16
+    [N]. Raises RuleError if the rule has no GPU kernel, or if triton is not installed.
+    """
     if not isinstance(rule, (AdamRule, SgdRule)):
         raise RuleError(
             f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the CPU"

@@ -1,8 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer. Torch does not
-include Lion.
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer, which torch
+lacks.
 
-Lion keeps one state array, while Adam keeps two. This optimizer rounds products before adding them,
-as the compiled rule does, so both give the same bits. Does NOT take sparse or complex parameters.
+Gives the same bits as the compiled rule. Does NOT take sparse or complex parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The optimizers that have a short name and a compiled rule.
 
-A new optimizer needs a line here, a formula in update.py and a rule in rules.py. Does NOT import
-torch or numba, so that commands that only read a job file start fast.
+A new optimizer needs a line in this file, a formula in update.py and a rule in rules.py. Does NOT
+import torch or numba, which start slowly.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Rule: the update that computes new parameters from a gradient. The process that stores the state
-runs the rule.
+"""Rule: the update that computes new parameters from a gradient, in the process that stores the
+state.
 
-A rule declares the state that it needs: fp32 arrays that are as long as the parameters, and a row
-of float64 scalars for each parameter. At each step, a rule reads hyperparameters from a torch
-parameter group and updates one contiguous range of elements in place. Users write their own rules
-as subclasses; `roadtrain check-rule` checks such a rule (training/check_rule.py).
+A rule has fp32 state arrays as long as the parameters, and a row of float64 scalars per parameter.
+Users write their own rules as subclasses; `roadtrain check-rule` checks them.
 
-Assumes that `apply` is elementwise: a range may be cut anywhere, and each piece is then updated
-with its own copy of the row. A rule is picklable and keeps nothing between calls: the caller passes
-the state. Does NOT read files or start threads.
+`apply` is elementwise: a range may be cut anywhere, and each piece is then updated with its own
+copy of the row. A rule is picklable and keeps nothing between calls. Does NOT read files or start
+threads.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ Hyper = Sequence[float]
 
 
 class Rule(ABC):
-    """An elementwise optimizer update. Arrays and scalars have the names that torch uses for the
-    state ("exp_avg", "step"), so that checkpoints look like those of torch."""
+    """An elementwise optimizer update. Arrays and scalars have torch's names ("exp_avg", "step"),
+    so that checkpoints look like those of torch."""
 
     # False if the update does not depend on the old state arrays, so that servers do not read them
     reads_state: bool = True
@@ -49,11 +47,11 @@ class Rule(ABC):
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """Return the hyperparameters of a torch parameter group as floats. Called at each step.
-        Raises RuleError if the group has an option value that the rule does not support."""
+        Raises RuleError if the rule does not support an option's value."""
 
     def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
-        """Set the arrays and the row to their first values. Both are zeros before this call, so a
-        rule whose state starts with zeros need not override this method. p: float32 [N]."""
+        """Set the arrays and the row to their first values. Not needed if these are zeros. p:
+        float32 [N]."""
         return
 
     @abstractmethod

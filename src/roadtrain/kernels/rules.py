@@ -1,12 +1,13 @@
 """The rules that run as compiled kernels.
 
-The set of state arrays is fixed when a rule is built. All other options are read from the parameter
+The state arrays of a rule are fixed when it is built. All other options are read from the parameter
 group at each step, so schedulers work. Scalars are computed in float64, as in torch, and rounded
 once to float32.
 
-Assumes torch's option names, and that `foreach`, `fused`, `capturable` and `differentiable` do not
-affect results. Does NOT import torch, because servers run these rules; torch_rules.py builds them
-from a torch optimizer."""
+Options have torch's names; `foreach`, `fused`, `capturable` and `differentiable` do not affect
+results. Does NOT import torch, because servers run these rules; torch_rules.py builds them from a
+torch optimizer.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +42,20 @@ class _Native(Rule):
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
-        """Build the rule for a parameter group. `optimizer`: one of the names in `optimizers`."""
+        """Build the rule for a parameter group. `optimizer` is one of the names in `optimizers`."""
         return cls()
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         """Advance the row of scalars by one step. Returns the formula's arrays (None for an array
-        that the rule does not keep), the factor 1 or -1 for the gradient (-1 to maximize), and the
-        formula's scalars."""
+        that the rule does not keep), the sign of the gradient (-1 to maximize, otherwise 1), and
+        the formula's scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
     ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
         """Return the formula's three arrays, the factor by which the gradient is multiplied, and
-        the formula's scalars. The factor and the scalars are float32."""
+        the formula's scalars, rounded to float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
@@ -243,8 +244,8 @@ NATIVE: dict[str, type[_Native]] = {
 
 
 def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
-    """Return the compiled rule for a parameter group of the optimizer MODULE:CLASS, or None if the
-    optimizer has no compiled rule."""
+    """Return the compiled rule for a parameter group of the optimizer MODULE:CLASS, or None if it
+    has none."""
     name = SHORT_NAMES.get(optimizer, "")
     kind = next((kind for kind in NATIVE.values() if name in kind.optimizers), None)
     return None if kind is None else kind.of(name, group)

@@ -1,14 +1,10 @@
 """Sums of gradients in a fixed order, and sums of squares for gradient norms.
 
-`sum_in_order` is the only place where gradients of several workers are added (docs/decisions/0032).
+Only `sum_in_order` adds gradients of several workers. Element-wise sums are in float32. Sums of
+squares are in float64, over fixed ranges that the caller passes (`Chunk.segments`). So neither the
+machine nor the number of threads changes the bits of a sum (Rule 1).
 
-Element-wise sums add arrays in the order of the arguments, in float32. `sum_squares` adds in
-float64 into 128 partial sums; element i is added to partial sum i mod 128. The partial sums are
-combined in a fixed order, so the result has the same bits on every machine. The caller calls
-`sum_squares` on fixed ranges (`Chunk.segments`) and adds the results in flat order, so the number
-of threads does not affect the result (Rule 1 of docs/design.md).
-
-Assumes contiguous arrays of one length. Does NOT start threads or allocate large arrays.
+Arrays are contiguous and of one length. Starts no threads and allocates no large arrays.
 """
 
 from __future__ import annotations
@@ -65,8 +61,8 @@ def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
 def sums_of_squares(
     grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
-    """Return the sum of squares of each segment of a chunk. segments: (parameter, start, stop) of
-    each segment. grad: the gradient of the chunk, [N] of `dtype`."""
+    """Return the sum of squares of each segment of a chunk's gradient `grad`, [N] of `dtype`.
+    segments: (parameter, start, stop)."""
     return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
 
 
@@ -80,8 +76,8 @@ def _sum_k(total: Any, buffers: Any) -> Any:  # buffers: a tuple of arrays of on
 
 
 def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
-    """Set total to buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
-    float32 [N]; buffers: [N] of `dtype`; `total` may be buffers[0]."""
+    """Set total to buffers[0] + buffers[1] + ..., left to right. total: float32 [N]; buffers: [N]
+    of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
         raise RuleError(
             f"cannot sum buffers of {[b.size for b in buffers]} elements into an array of"
@@ -91,12 +87,12 @@ def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
 
 
 def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
-    """Set `total` to the sum of `gradients`, added from left to right. Callers pass the gradients
-    in the order of workers or hosts (Rule 1).
+    """Set `total`, float32 [N], to the sum of `gradients`, added in their order: that of workers or
+    hosts (Rule 1).
 
-    total: float32 [N], set to 0 if there are no gradients. gradients: pairs of an array [N] and its
-    dtype. A list in which all dtypes are equal is added in one pass over memory. An iterator may
-    reuse one buffer for all gradients. The first gradient may be `total` itself."""
+    gradients: pairs of an array [N] and its dtype. An iterator may reuse one buffer for all
+    gradients. The first gradient may be `total` itself. Without gradients, `total` becomes 0.
+    """
     if isinstance(gradients, list) and len({dtype for _, dtype in gradients}) == 1:
         sum_k(total, [grad for grad, _ in gradients], gradients[0][1])
         return

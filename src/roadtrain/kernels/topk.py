@@ -1,17 +1,12 @@
-"""Select the k elements of largest magnitude (`top_k`), and write them back to an array of zeros
-(`scatter`). The selection has exactly k elements, is deterministic, and has ascending indices.
-
-The bits of a float without its sign sort like its magnitude, so everything works on integers. A
-sample gives a threshold slightly below the k-th magnitude. One pass collects the candidates, which
-are the elements that reach the threshold (a few per cent more than k). Two histograms over the
-candidates find the exact k-th magnitude. If the threshold is poor (many ties, k near N), the same
-histograms run over the whole array, which is slower but just as exact.
+"""Select exactly the k elements of largest magnitude (`top_k`), and write them back to an array of
+zeros (`scatter`).
 
 Among equal magnitudes, the lowest indices are selected. NaNs are equal to each other and larger
-than infinity.
+than infinity. A sample gives a threshold slightly below the k-th magnitude, one pass collects the
+candidates above it, and histograms find the exact k-th magnitude.
 
-Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, start threads or average over
-workers."""
+Arrays are contiguous, with N < 2^32 elements. Does NOT choose k or start threads.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +24,8 @@ LOW = 16  # number of low bits of a 32-bit magnitude, which the second histogram
 
 
 def magnitude(x: Any) -> Any:
-    """Return the bits of a float without the sign bit. These bits sort like magnitudes. All NaNs
-    give the same bits. (Inside kernels only.)"""
+    """Return the bits of a float without the sign bit, which sort like magnitudes. All NaNs give
+    the same bits. For use inside kernels only."""
     raise NotImplementedError
 
 
@@ -77,8 +72,8 @@ def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
 
 @kernel
 def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
-    """Count in `counts` the magnitudes by their high bits (magnitude >> shift). If `only` >= 0,
-    count only the magnitudes whose high bits are `only`, by their low `shift` bits."""
+    """Count magnitudes in `counts` by all but their low `shift` bits. If `only` >= 0, count by the
+    low `shift` bits instead, and skip magnitudes whose high bits differ from `only`."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:
@@ -90,8 +85,8 @@ def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
 @kernel
 def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
     """Write to `index` and `value` all elements above the k-th magnitude `kth`, and the first
-    `ties` elements whose magnitude equals `kth`. candidates: the original indices of x's elements,
-    or None if x is the original array."""
+    `ties` elements equal to it. If x holds candidates, `candidates` has their original indices,
+    otherwise None."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])
@@ -117,8 +112,8 @@ def _scatter(index: Any, value: Any, out: Any) -> Any:
 
 
 def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    """Find the k elements of x [N] with the largest magnitudes, and write their ascending indices
-    to idx_out, uint32 [k], and their values to val_out, [k] in the dtype of x."""
+    """Find the k elements of x [N] with the largest magnitudes. Writes their ascending indices to
+    idx_out, uint32 [k], and their values to val_out, [k] in the dtype of x."""
     if not 0 <= k <= x.size or idx_out.size != k or val_out.size != k or idx_out.dtype != np.uint32:
         raise RuleError(
             f"cannot write the top {k} of {x.size} elements to {idx_out.size} indices of"
@@ -159,8 +154,8 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
-    """Count magnitudes in a histogram. Returns the bin of the k-th largest magnitude, and the
-    number of elements in the bins above this bin. `shift`, `only`: see `_histogram`."""
+    """Return the histogram's bin of the k-th largest magnitude, and the number of elements in
+    higher bins (see `_histogram`)."""
     counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
     _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])

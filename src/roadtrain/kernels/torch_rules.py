@@ -1,8 +1,8 @@
 """Find the update rule of each parameter group of a torch optimizer (`rules_for`): a compiled rule,
 or else a rule that runs torch's own step on flat slices.
 
-This code is not in rules.py, because servers that run compiled rules do not import torch. Does NOT
-copy state out of a torch optimizer.
+Separate from rules.py, because servers do not import torch. Does NOT copy state out of a torch
+optimizer.
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
 """Optimizer formulas over flat arrays. A formula reads gradients (fp32, bf16 or fp16), updates
 parameters and state in place, and optionally writes a 16-bit copy of the parameters.
 
-Each optimizer is one formula, which computes the new values of an element from its parameter x, its
-gradient g, its state and scalars. The kernel is the formula compiled into a loop over elements; the
-reference runs the same formula on whole numpy arrays. Operations are ordered as in torch's
-single-tensor implementations. If an argument is None, its part of the formula is removed at compile
-time, so that loops have no branches. New values of element i depend on element i only, so neither
-cuts of a range nor threads affect results.
+The kernel is the formula compiled into a loop over elements; the reference runs the same formula on
+whole numpy arrays. Operations are ordered as in torch's single-tensor implementations. New values
+of element i depend on element i only, so neither cuts nor threads affect results.
 
 Arguments: x is the parameter, and g the gradient multiplied by its scale. `coupled` is weight decay
 that is added to the gradient, and `decay` is 1 - lr x decoupled weight decay. `keep` is a beta, and
-`intake` is 1 - beta. `rest` is equal to beta, or None if intake < 0.5 (see `mix`). `step_size` is
-negative. Scalars are float32; the caller computes them in float64.
+`intake` is 1 - beta. `rest` is 1 - `intake`, or None if `intake` < 0.5 (see `mix`). `step_size` is
+negative. Scalars are float32, computed by the caller in float64.
 
 Note "one divide". The kernel multiplies by 1 / sqrt(bias correction 2), while torch divides by
-sqrt(bias correction 2), because division throughput limits AdamW on an AVX2 core. The results
+sqrt(bias correction 2), because division limits the speed of AdamW on an AVX2 core. The results
 differ by less than 2 ulp of the update.
 
-Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose
-hyperparameters or start threads.
+Arrays are contiguous, of one length, and do not overlap. Does NOT count steps or start threads.
 """
 
 from __future__ import annotations
@@ -37,17 +33,16 @@ from roadtrain.kernels.cast import kernel, put, widen
 
 @register_jitable
 def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
-    """Return average + intake * (x - average). If `rest` is not None, `rest` must be 1 - intake,
-    and the equivalent x - (x - average) * rest is computed."""
+    """Return average + intake * (x - average). If `rest` is given, it must be 1 - intake, and the
+    equal value x - (x - average) * rest is computed instead."""
     if rest is None:
         return average + intake * (x - average)
     return x - (x - average) * rest
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """Return the arguments (intake, rest) of `_moved`. If `intake` is 0.5 or more, `rest` is 1 -
-    intake, and `_moved` computes x minus a correction, as torch's lerp does. An intake of 1 then
-    gives exactly x."""
+    """Return the arguments (intake, rest) of `_moved`, which follows torch's lerp: if `intake` is
+    0.5 or more, x is corrected instead of the average. An intake of 1 then gives exactly x."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 

@@ -1,8 +1,8 @@
-"""The job state: the part of a step's state that is neither parameters nor optimizer state.
+"""The job state: everything in a step's state except parameters and optimizer state.
 
 The job state consists of the states of the random generators, the model's buffers, the parameter
-groups, and the states of the objects that the user tracks. The job state is committed with each
-step as plain data without code (streaming/plain.py).
+groups, and the states of the objects that the user tracks. It is committed with each step as plain
+data without code.
 """
 
 from __future__ import annotations
@@ -51,14 +51,11 @@ class CommittedState:
     """The job state of one placed optimizer.
 
     Attributes:
-        due: The step that has ended but whose job state is not captured yet. None if there is no
-            such step.
+        due: The step that has ended but whose job state is not captured yet, or None.
         history: Random identifier of the values that were last loaded into the store. "" if none
             were loaded.
-        device: The device of the model. The random generator of this device is part of the job
-            state.
-        tracked: The tracked objects by the names that the user gave them. Each object has
-            `state_dict` and `load_state_dict`.
+        device: The device of the model. Its random generator is in the job state.
+        tracked: The tracked objects by the names that the user gave them.
     """
 
     def __init__(
@@ -70,17 +67,8 @@ class CommittedState:
         extra: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        """Create the job state of a session.
-
-        Args:
-            optimizer: The placed optimizer.
-            user_optimizer: The optimizer that was passed to place(). Both optimizers have the same
-                parameter groups.
-            model: The placed model.
-            session: The open session with the servers.
-            extra: Objects to track, by name.
-            report: A function that prints a line.
-        """
+        """Create the job state of a session. `user_optimizer` is the optimizer that was passed to
+        place(); `extra` holds the objects to track, by name."""
         self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
         self.device = session.worker.root.tensor.device
@@ -134,10 +122,8 @@ class CommittedState:
     # committing a step
 
     def step_ended(self, step: int) -> None:
-        """Capture the states of random generators and data sources at the end of `step`.
-
-        Batches that are drawn later belong to the next step.
-        """
+        """Capture the states of random generators and data sources at the end of `step`. Batches
+        that are drawn later belong to the next step."""
         self.due, self._stepped, self._resumed, self._has_drawn = step, True, None, False
         for thing in self.tracked.values():
             if isinstance(thing, LoaderPosition):
@@ -145,26 +131,18 @@ class CommittedState:
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """Send the final job state of the last step to the servers for the commit.
-
-        `at_forward`: Whether the next step's forward is about to begin; see `encode`.
-        """
+        """Send the job state of the last step to the servers for the commit. For `at_forward`, see
+        `encode`."""
         if self.due is not None:
             self._session.worker.blob(self.due, self.encode(self._drawn, at_forward))
             self.due = None  # if interrupted before this line, the state is captured again
 
     def encode(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
-        """Encode the job state as plain data.
+        """Encode the job state as plain data. `drawn` holds the states of random generators and
+        data sources at the end of the step. If None, their present states are used.
 
-        Args:
-            drawn: The states of random generators and data sources at the end of the step, as
-                `_draws` returns them. If None, `_draws` is called now.
-            at_forward: Whether the next step's forward is about to begin. If True, the encoded
-                state says that a resumed run must restore the random generators before its first
-                forward.
-
-        Raises:
-            ConfigError: A state cannot be written as plain data (streaming/plain.py).
+        With `at_forward`, a resumed run restores the random generators before its first forward.
+        Raises ConfigError if a state cannot be written as plain data.
         """
         now = self._draws()
         before = (drawn or now)["generators"].items()
@@ -187,7 +165,7 @@ class CommittedState:
     # resuming a step
 
     def resume(self, blob: bytes) -> None:
-        """Restore the job state of the resumed step. `blob`: A result of `encode`."""
+        """Restore the job state of the resumed step. `blob` is a result of `encode`."""
         state = decode(blob, self._begun_at)
         self._check_residuals(state.get("residuals", ""))
         groups, lines = resumed_groups(state, self._optimizer.param_groups)
@@ -208,14 +186,12 @@ class CommittedState:
         self._resumed = None
 
     def resumed(self, name: str) -> Any:
-        """Return the state that was tracked under `name` at the resumed step.
-
-        Returns None if there is no such state, or if this run has already taken a step.
-        """
+        """Return the state that was tracked under `name` at the resumed step. Returns None if there
+        is none, or if this run has already taken a step."""
         return None if self._resumed is None else self._resumed["extra"].get(name)
 
     def resumed_generators(self) -> dict[str, Any]:
-        """Return the states of the random generators in the job state of the resumed step."""
+        """Return the states of the random generators at the resumed step."""
         assert self._resumed is not None
         return {key: self._resumed[key] for key in GENERATORS}
 
@@ -238,11 +214,8 @@ class CommittedState:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError if this worker's residuals of error feedback and the servers' step were
-        committed by different sessions.
-
-        `committed`: Identifier of the session that committed the servers' step.
-        """
+        """Raise ForkedError if this worker's residuals of error feedback come from another session
+        than `committed`, the session of the servers' step."""
         found = self._session.residual_sessions[0]
         if found and committed and found != committed:
             raise ForkedError(
@@ -254,12 +227,8 @@ class CommittedState:
             )
 
     def check_tracked(self) -> None:
-        """Report each state of the resumed step that was not restored, because no object is tracked
-        under its name.
-
-        Also sets the random generators and checks the step of a Lightning Trainer. The method is
-        called before each forward, and does nothing after the first call.
-        """
+        """Before the first forward, report each state of the resumed step for which no object is
+        tracked. Also sets the random generators, and checks the step of a Lightning Trainer."""
         if self._resumed is None or self._checked:
             return
         self._checked = True
@@ -286,10 +255,11 @@ class CommittedState:
         return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def check_lightning(self, *modules: Any) -> None:
-        """Raise LoopError if a step was resumed and a Lightning Trainer is at a different step.
+        """Raise LoopError if a step was resumed and the Lightning Trainer of one of `modules` is at
+        a different step.
 
-        A Trainer's progress is not part of the job state, so a resumed Trainer must load one of its
-        own checkpoints. `modules`: Modules whose Trainer is checked.
+        The job state does not contain a Trainer's progress, so a resumed Trainer must load its own
+        checkpoint.
         """
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
@@ -327,14 +297,9 @@ def resumed_groups(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
 
-    The result has the hyperparameters of the resumed step, including changes that the loop has
-    made. However, if the script was edited and sets a hyperparameter to another value than in the
-    previous run, the result has the script's value. A hyperparameter that a tracked scheduler sets
-    always keeps the value of the resumed step, so that the schedule continues.
-
-    Args:
-        state: The job state of the resumed step.
-        script: The parameter groups as the script has set them in this run.
+    `state` is the resumed job state, and `script` the groups as the script has set them in this
+    run. If the user has edited a hyperparameter in the script since the previous run, the script's
+    value is used, unless a tracked scheduler sets this hyperparameter.
     """
     scheduled, groups = state.get("scheduled", False), [dict(group) for group in state["groups"]]
     found: dict[str, list[int]] = {}
@@ -389,10 +354,8 @@ def show(value: Any) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that the model's state dict contains, by name.
-
-    A buffer that several modules share appears once, under the first of its names.
-    """
+    """Return the buffers that the model's state dict contains, by name. A shared buffer appears
+    once, under its first name."""
     kept = {
         id(b)
         for m in model.modules()

@@ -1,11 +1,8 @@
 """PlacedOptimizer: a torch optimizer whose state is in the store instead of in `optimizer.state`.
 
-In each step, backward pushes the gradient of each block. step() starts the updates and ends the
-step. If clipping or loss scaling has multiplied the gradient handles (PlacedGrad) by a factor,
-step() passes the factor to the updates. The step is committed while the next step computes.
-
-Only place() creates a PlacedOptimizer. This module runs no update rules, and moves no bytes
-(servers/worker.py does).
+Backward pushes the gradient of each block, and step() starts the updates. A factor from clipping or
+loss scaling is passed to the updates. The step is committed while the next step computes. The
+servers run the update rules.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ _closing: set[PlacedOptimizer] = set()
 
 
 class PlacedOptimizer(StoredOptimizer):
-    """The optimizer that `place` returns. As a context manager, the optimizer calls close() at the
-    end of the `with` statement.
+    """The optimizer that `place` returns. As a context manager, it calls close() at the end of the
+    `with` statement.
 
     Args:
         model: The placed model.
@@ -56,8 +53,8 @@ class PlacedOptimizer(StoredOptimizer):
     Attributes:
         steps_done: The number of steps taken so far, in all runs of the job.
         committed_step: The last step that survives a crash.
-        whole_states: Whether `state_dict()` without arguments gathers all values. The attribute has
-            an effect only after a step was taken in this process. Initially False.
+        whole_states: Whether `state_dict()` without arguments gathers all values, once a step was
+            taken in this process. Initially False.
     """
 
     # tells GradScaler that step() itself handles the scale and skips a step with inf or nan
@@ -104,9 +101,7 @@ class PlacedOptimizer(StoredOptimizer):
 
     def start(self, parts: Split, plan: SessionPlan) -> None:
         """Commit a new store as step 0 or resume an old store, and install hooks in the model.
-
-        place() calls this method once. A new store must already have its initial values.
-        """
+        Called once, after a new store has its initial values."""
         session, directories = self.session, self.session.store_plan.directories
         scratch = directories[0] if directories else None
         stream = BlockStream(
@@ -271,11 +266,8 @@ class PlacedOptimizer(StoredOptimizer):
     def _update_blocks(
         self, hyperparameters: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
     ) -> list[int]:
-        """Start the updates that backward has not started.
-
-        Returns the blocks that have a gradient. With several workers, returns all blocks, because a
-        block without a gradient on this worker may have a gradient on another worker.
-        """
+        """Start the updates that backward has not started. Returns the blocks that may have a
+        gradient."""
         several = self._worker.workers > 1
         states = self._worker.blocks[: len(self.table.blocks)]
         blocks = [b for b, s in enumerate(states) if s.held or s.updated or several]
@@ -326,7 +318,6 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.compiler.disable
     def _pass_begins(self) -> None:
-        """Prepare for a forward pass of the whole model."""
         self._compiled = self._compiled or is_called_by_dynamo()
         self.root.check_unchanged()
         if torch.is_grad_enabled():
@@ -356,11 +347,8 @@ class PlacedOptimizer(StoredOptimizer):
     # closing
 
     def abandon(self) -> None:
-        """Give up the last step if its commit has not begun.
-
-        `close` then commits only the steps before the last step, and the next run of the job
-        repeats the last step. This process cannot take further steps.
-        """
+        """Give up the last step if its commit has not begun; the next run of the job repeats it.
+        This process cannot take further steps."""
         self._abandoned = self.job_state.due is not None
         self.job_state.due = None
 
@@ -424,9 +412,8 @@ class PlacedOptimizer(StoredOptimizer):
     def _close_after(self, failed: bool) -> None:
         """Close the optimizer after the loop.
 
-        If the loop has `failed` and a scheduler is tracked, the last step is abandoned, because the
-        error may have occurred between step() and scheduler.step(). The schedule would then be
-        saved one step behind the parameters.
+        If the loop has `failed` and a scheduler is tracked, the last step is abandoned: the error
+        may have prevented scheduler.step().
         """
         if failed and self.job_state.has_schedule:
             self.abandon()
@@ -434,11 +421,8 @@ class PlacedOptimizer(StoredOptimizer):
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the factor that undoes the loss scaling, and whether to skip the step.
-
-    GradScaler.step stores two attributes in `optimizer`: the scale, and whether a gradient contains
-    inf or nan.
-    """
+    """Return the factor that undoes GradScaler's loss scaling, and whether to skip the step because
+    of inf or nan."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
     return unscale, found is not None and bool(float(found))
@@ -447,8 +431,8 @@ def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> None:
     """Close earlier sessions of this process that conflict with `request`, and commit their steps.
 
-    A session conflicts if it uses a directory of the request, or a server of the request with the
-    same rank. If `all_of_model` is set, every session of `model` conflicts.
+    Two sessions conflict if they use the same directory, or the same server with the same rank. If
+    `all_of_model` is set, every session of `model` conflicts.
 
     Raises:
         LoopError: The state of `model` is in RAM and would be lost.
@@ -474,7 +458,7 @@ def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> 
 
 
 def _close_and_say(placed: PlacedOptimizer) -> None:
-    """Close `placed`. If the last step could not be committed, report the error."""
+    """Close `placed`, and report an error if its last step could not be committed."""
     try:
         placed.close()
     except Exception as error:
@@ -485,8 +469,7 @@ def _close_and_say(placed: PlacedOptimizer) -> None:
 
 
 def _release_in_child() -> None:
-    """Forbid reading root parameters in a forked child, because the child does not share the memory
-    of the root parameters."""
+    """Forbid reading root parameters in a forked child, which does not share their memory."""
     for placed in list(_live):
         forbid_in_child(placed.root.params, placed._worker.maker)
 
@@ -495,7 +478,6 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:
-    """Close an optimizer at exit and ignore errors."""
     if placed is not None:
         with contextlib.suppress(Exception):
             placed._close_after(getattr(sys, "last_value", None) is not None)

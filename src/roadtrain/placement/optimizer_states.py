@@ -1,14 +1,12 @@
-"""The two forms of a placed optimizer's state dict: the reference form and the whole form.
+"""The state dict of a placed optimizer, which only refers to the store or contains all values.
 
-The reference form only refers to the store: {"state": {}, "param_groups": torch's groups,
-"roadtrain": {"step", "job", "history", "where"}}. When a state dict in this form is loaded, the
-reference is compared with the store, and the optimizer takes over the parameter groups.
+Its "roadtrain" entry has the keys "step", "job", "history" and "where". When a reference is loaded,
+the entry is compared with the store.
 
-The whole form has torch's "state" as well. Its "roadtrain" entry has two more keys: "masters" are
-the fp32 values of 16-bit parameters, and "parameters" is a checksum of the parameters that belong
-to this state. The tensors of the whole form are in a scratch file instead of memory, as in
-state_dicts.py. The state dict of an ordinary torch optimizer has no "roadtrain" entry, but can be
-loaded.
+A state dict with all values also has torch's "state" and two more "roadtrain" keys: "masters", the
+fp32 values of 16-bit parameters, and "parameters", a checksum of the parameters that belong to this
+state. Its tensors are in a scratch file. The state dict of an ordinary torch optimizer has no
+"roadtrain" entry, but can be loaded.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ Staged = Mapping[int, torch.Tensor]
 
 
 class PlacedState(Protocol):
-    """The part of PlacedOptimizer that this module uses.
+    """The attributes of PlacedOptimizer that this module uses.
 
-    `numbers` maps the index of each trainable parameter in `params` to the number that torch's
-    state dict gives this parameter.
+    `numbers` maps the index of each trainable parameter in `params` to its number in torch's state
+    dict.
     """
 
     param_groups: list[dict[str, Any]]
@@ -67,11 +65,8 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def gather(
     place: PlacedState, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
 ) -> dict[str, Any]:
-    """Return the optimizer's state dict in the whole form, which contains all values.
-
-    `pieces`: A function that reads arrays from the store. `values_of`: A function that allocates
-    fp32 tensors for parameters.
-    """
+    """Return the optimizer's state dict with all values. `pieces` reads arrays from the store.
+    `values_of` allocates fp32 tensors for parameters."""
     # (number in torch's state dict, parameter index, name of the array)
     needed = list[tuple[int, int, str]]()
     for index, number in place.numbers.items():
@@ -98,10 +93,8 @@ def gather(
 
 
 def checksum(place: PlacedState, pieces: Pieces, staged: Staged) -> str:
-    """Return a hash of the trainable parameters in their compute dtype.
-
-    If a parameter has a value in `staged`, that value is used instead of the value in the store.
-    """
+    """Return a hash of the trainable parameters in their compute dtype. Values in `staged` replace
+    those in the store."""
     out = xxhash.xxh3_128()
     for index in place.numbers:
         spec = place.params[index]
@@ -118,11 +111,8 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
 
 
 def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError if the parameter groups of a state dict do not fit the optimizer.
-
-    `form`: The state dict. Each of its groups must have as many parameters as the same group of the
-    optimizer.
-    """
+    """Raise LoopError if the parameter groups of the state dict `form` differ in size from those of
+    the optimizer."""
     if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
         raise LoopError(
             "load_state_dict() got an object that is not an optimizer's state dict: 'state' or"
@@ -149,10 +139,8 @@ def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
 
 
 def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
-    """Raise LoopError if a state dict does not refer to the optimizer's store and the store's step.
-
-    `found`: The "roadtrain" entry of the state dict.
-    """
+    """Raise LoopError if `found`, the "roadtrain" entry of a state dict, does not name the
+    optimizer's store and its current step."""
     now = place.reference
     keys = ("job", "history", "step")
     if all(found.get(key) == now[key] for key in keys):
@@ -170,10 +158,8 @@ def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
 
 
 def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
-    """Raise LoopError if a state dict does not fit the optimizer's rules and parameters.
-
-    `form`: A state dict in the whole form, which contains all values.
-    """
+    """Raise LoopError if the state dict `form`, which contains all values, does not fit the
+    optimizer's rules and parameters."""
     state = form["state"]
     for index, number in place.numbers.items():
         spec, rule = place.params[index], place.rules[place.params[index].group]
@@ -201,12 +187,8 @@ def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
 def check_parameters(
     place: PlacedState, found: Mapping[str, Any], pieces: Pieces, staged: Staged
 ) -> None:
-    """Raise LoopError if a state dict was saved with other parameter values than the present
-    values.
-
-    `found`: The "roadtrain" entry of a state dict in the whole form. Its key "parameters" is a
-    checksum of the values with which the state dict was saved.
-    """
+    """Raise LoopError if a state dict was saved with other parameter values than the present ones.
+    `found` is its "roadtrain" entry."""
     if found["step"] and found["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
             f"this state dict of step {found['step']} was saved with other parameter values than"
@@ -223,16 +205,9 @@ def writer(
     staged: Staged,
     hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
-    """Return the function that `JobSession.rewrite` applies to each record to write new values.
-
-    Args:
-        form: The optimizer's state dict in the whole form, or None. If a state dict is given, the
-            function writes the values of the state dict, and sets the residuals of error feedback
-            to zero.
-        staged: Values of parameters that the model's load_state_dict has staged. If `form` also has
-            a value for a parameter, the value of `form` is written.
-        hyperparameters: The hyperparameters of each parameter group.
-    """
+    """Return a function that writes new values to a record. Values in the state dict `form`, if
+    there is one, take precedence over `staged`. A state dict also sets the residuals of error
+    feedback to zero."""
     masters = {} if form is None else form.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
@@ -269,17 +244,9 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """Write the optimizer state of one span of a parameter to the record of a chunk.
-
-    Args:
-        view: The record of the chunk.
-        i: The index of the span in the chunk.
-        entry: The parameter's entry in the "state" of a state dict. Empty if the parameter was
-            never updated.
-        cut: The elements of the parameter that are in the span.
-        rule: The update rule of the parameter.
-        hyper: The hyperparameters of the parameter's group.
-    """
+    """Write the optimizer state of span `i` to `view`, the record of a chunk. `entry` is the
+    parameter's "state" in a state dict, empty if the parameter was never updated. `cut` selects the
+    elements of the span."""
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
         view.piece(what, i)[...] = (

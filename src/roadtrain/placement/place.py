@@ -1,8 +1,6 @@
-"""place(): move a model's parameters and its optimizer's state to files or servers.
+"""place(): move a model's parameters and its optimizer's state to files, memory or servers.
 
-The model keeps its modules, and the optimizer keeps its class and its parameter groups. Each block
-is fetched when it runs. Assumes that RANK and WORLD_SIZE are set if there are several workers.
-Starts no processes.
+With several workers, RANK and WORLD_SIZE must be set. Starts no processes.
 """
 
 from __future__ import annotations
@@ -93,26 +91,24 @@ def place(
     """Move a model's parameters and its optimizer's state to files, memory or servers.
 
     After the call, the model fetches each block when the block runs. The returned optimizer
-    replaces `optimizer` in the training loop. If `store` already holds the state of this job,
-    training resumes from that state. The store holds trained parameters and optimizer state in
-    fp32.
+    replaces `optimizer` in the training loop. If `store` already holds this job, training resumes.
+    The store holds trained parameters and optimizer state in fp32.
 
     Args:
         model: The model to train. The model keeps its modules, but its parameters no longer hold
             values.
         optimizer: An optimizer over parameters of `model` that has not taken a step.
-        store: The place for parameters and optimizer state: one or several directories (the same
-            as `Files`), `Files`, `Memory` or `Servers`. If None, the memory of this process is
-            used, as with `Memory()`.
+        store: The place for parameters and optimizer state: one or several directories (the same as
+            `Files`), `Files`, `Memory` or `Servers`. None is the same as `Memory()`: the memory of
+            this process.
         compress: The compression of gradients, `TopK` or `Downcast`. If None, gradients are not
             compressed.
         delay: A `Delay`: a step may compute with parameters in which the latest updates are still
             missing. If None, each step computes with all earlier updates.
         host_budget: Host memory for all buffers of roadtrain in bytes, as a number or as text such
             as "900MiB". If None, half of the free memory is used.
-        device_budget: Accelerator memory for fetched parameters and their gradients in bytes. This
-            budget does not include the memory that the forward and backward of a block allocate. If
-            None, there is no limit.
+        device_budget: Accelerator memory for fetched parameters and their gradients in bytes,
+            without the memory that forward and backward allocate. If None, there is no limit.
         dtype: The dtype in which parameters are fetched and used for computing. If None, each
             parameter keeps its own dtype.
         blocks: Names or patterns of the modules that are the blocks. If None, the blocks are
@@ -126,11 +122,10 @@ def place(
         weights: A directory of safetensors files in Hugging Face layout with the initial values.
         init: For a model that was built on the `meta` device: a function that initializes the
             parameters of a module, called with one module at a time.
-        extra: Objects with state_dict() and load_state_dict(), by name. The states of these objects
-            are committed with each step, and restored when a step is resumed.
-        mark: The run directory's record of its store (storage/mark.py). If the store is missing,
-            differs from the recorded store, or is at an earlier step than recorded, place() fails
-            before anything is changed.
+        extra: Objects with state_dict() and load_state_dict(), by name. Their states are committed
+            with each step, and restored when a step is resumed.
+        mark: The run directory's record of its store (storage/mark.py). A store that is missing,
+            different or at an earlier step than recorded is refused.
         deadline_s: The number of seconds after which a wait fails with DeadlineError.
         report: A function that is called with each line to be printed.
         group: The rank of this worker and the number of workers that share the servers. If None,
@@ -190,7 +185,6 @@ def place(
 
 
 def _unknown(name: str) -> ConfigError:
-    """Return the error for a keyword argument that place() does not have."""
     for kind in (Files, Servers):
         if name in kind.__dataclass_fields__:
             return ConfigError(
@@ -201,10 +195,8 @@ def _unknown(name: str) -> ConfigError:
 
 
 def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
-    """Return this worker's rank, and the number of workers that share the servers.
-
-    Without servers, each worker trains alone. The result is then rank 0 of 1 worker.
-    """
+    """Return this worker's rank and the number of workers. Without servers, each worker trains
+    alone, as rank 0 of 1 worker."""
     if isinstance(store, Servers):
         return group
     if others := group.workers - 1:
@@ -277,8 +269,7 @@ def _fill(
     parameters.
 
     A model on `meta` is thus never in memory as a whole. Values that are not in `initial` come from
-    the model. For a model on `meta`, these values come from `init`, or from the modules' own
-    initialization.
+    the model, or, on `meta`, from `init` or the modules' own initialization.
     """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
@@ -310,10 +301,8 @@ def _source(part: ModulePart, initial: Mapping[str, Tensor]) -> Source:
 
 
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
-    """Cast `values` from `dtype` to the dtype that the store needs.
-
-    The store needs fp32 for a trained parameter, and the compute dtype for any other parameter.
-    """
+    """Cast `values` from `dtype` to fp32 for a trained parameter, or to the compute dtype for a
+    frozen one."""
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:
         return values
@@ -325,7 +314,6 @@ def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
 
 
 def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Record the session's store in the run directory's mark."""
     if mark is not None and plan.request.group.rank == 0:
         mark.adopt(
             "" if plan.request.in_memory else session.meta.job, step, session.servers.history
@@ -333,7 +321,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """Report where the training state is kept, and the step of the state."""
+    """Report where the training state is kept, and its step."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():

@@ -1,11 +1,8 @@
 """RootBlock: the parameters that are in no other block, and their gradients.
 
-Root parameters stay on the device for the whole job. After a step, all root parameters are fetched
-again when the next forward begins or when one of them is read. The gradients of root parameters are
-ordinary tensors in `p.grad`. With one worker, step() pushes the gradients. With several workers,
-the gradients are pushed at the end of each backward pass.
-
-Assumes that the root is block 0, so that its parameters are the first parameters of the table.
+Root parameters stay on the device. After a step, they are fetched again before their next use.
+Their gradients are ordinary tensors in `p.grad`, pushed by step(), or, with several workers, after
+each backward pass. The root must be block 0.
 """
 
 from __future__ import annotations
@@ -40,10 +37,8 @@ class RootBlock:
         self._versions: list[int] = []  # tensor versions at the last fetch
 
     def push_gradients(self) -> None:
-        """Push the tensors in `p.grad` of all root parameters as one flat buffer.
-
-        Raises LoopError if gradients of the last step were not cleared.
-        """
+        """Push the tensors in `p.grad` of all root parameters. Raises LoopError if gradients of the
+        last step were not cleared."""
         grads = {
             i: p.grad
             for i, p in self.trained
@@ -62,10 +57,8 @@ class RootBlock:
         self._worker.push_block(0, buffer, list(grads), fresh=not self.handles)
 
     def pass_ended(self) -> None:
-        """Push the gradients after a backward pass, and put handles (PlacedGrad) into `p.grad`.
-
-        Called with several workers only.
-        """
+        """With several workers: push the gradients after a backward pass, and put handles
+        (PlacedGrad) into `p.grad`."""
         self.push_gradients()
         for i, p in self.trained:
             if p.grad is not None:
@@ -75,19 +68,12 @@ class RootBlock:
                 p.grad = self.handles[p]
 
     def pass_begins(self) -> None:
-        """Replace the handles (PlacedGrad) in `p.grad` by None, so that backward creates tensors.
-
-        `push_gradients` later adds the new gradients to the gradients that were pushed before.
-        """
+        """Remove the handles (PlacedGrad) from `p.grad`, so that backward creates tensors."""
         for p in self.handles:
             p.grad = None
 
     def refresh(self) -> None:
-        """Fetch the parameters if a step has changed them.
-
-        Called before each forward of a module that has root parameters. Returns immediately if
-        nothing has changed.
-        """
+        """Fetch the parameters if a step has changed them."""
         if self._versions and not self._worker.root_is_old:
             return
         self.check_unchanged()
@@ -99,7 +85,7 @@ class RootBlock:
         self._versions = [p._version for _, p in self.params]
 
     def refresh_when_read(self) -> None:
-        """Arrange that all parameters are fetched when one of the parameters is first used."""
+        """Arrange that all parameters are fetched when one of them is first used."""
         for _, p in self.params:
             set_stale(p, self.refresh)
 

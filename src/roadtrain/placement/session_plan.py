@@ -1,9 +1,7 @@
-"""The plan of a session, and the functions that open the session.
+"""The plan of a session (Request and SessionPlan), and the functions that open the session
+(`open_files` and `open_session`).
 
-Request has the checked options of place(). SessionPlan has the tables, budgets and store layout
-that follow from these options. `open_files` opens the store, and `open_session` opens the session.
-The functions that are called before `open_files` change nothing. This module does not use the
-model's modules or values.
+Nothing is changed before `open_files` is called. Does not use the model's modules or values.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class Request:
 
     @property
     def staleness(self) -> int:
-        """The number of latest updates that the parameters of a step may lack. 0 if each step
-        computes with all earlier updates."""
+        """The number of latest updates that the parameters of a step may lack."""
         return self.delay.staleness if self.delay else 0
 
     @property
@@ -94,10 +91,8 @@ class Request:
 
     @property
     def held(self) -> set[object]:
-        """The directories and (server, rank) pairs that this session uses.
-
-        Within a process, only one session at a time can use a directory or a pair.
-        """
+        """The directories and (server, rank) pairs that no other session of this process may use at
+        the same time."""
         servers = self.servers
         files = servers.residual_files if servers else self.store
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
@@ -178,11 +173,8 @@ class SessionPlan:
 def plan_session(
     request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Rule]
 ) -> SessionPlan:
-    """Plan the session of `request` without changing anything.
-
-    `rules` has one update rule per parameter group. Reports each option that makes training lossy
-    or delays updates. Raises BudgetError or ConfigError.
-    """
+    """Plan the session of `request` without changing anything, and report lossy or late options.
+    `rules` has one update rule per parameter group. Raises BudgetError or ConfigError."""
     whole, all_rules = table, rules
     if request.error_feedback:
         whole, all_rules = _with_residuals(table, rules, request.chunk_elements)
@@ -224,10 +216,8 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """Append blocks for the residuals of error feedback to the model's blocks.
-
-    Returns the chunk table of all blocks, and the update rules of all parameter groups.
-    """
+    """Append blocks for the residuals of error feedback. Returns the chunk table of all blocks, and
+    all update rules."""
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
@@ -275,12 +265,8 @@ def _budgets(
 
 
 def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, OpenedStore | None]:
-    """Open the store that is in the plan's directories.
-
-    Returns the plan and the opened store. If the directories hold no store, returns None instead of
-    a store, and a plan that distributes the new store over the directories by `Files.rates`. Raises
-    StoreError or ConfigError.
-    """
+    """Open the store that is in the plan's directories. If there is none, return None and a plan
+    whose new store is distributed by `Files.rates`. Raises StoreError or ConfigError."""
     request = plan.request
     if mark is not None and request.in_memory:
         mark.check("", -1, IN_RAM)
@@ -355,11 +341,11 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
 
 
 def keep_blocks(worker: Worker, spare: int) -> str:
-    """Decide whether to keep blocks in their slots from forward to backward.
+    """Decide whether to keep blocks on the device from forward to backward, and return a line that
+    reports the decision.
 
-    `spare` is the number of slots that are only needed to keep blocks. These slots are given up if
-    pulling a block over the network is faster than copying it from host memory to the device.
-    Returns a line that reports the decision.
+    `spare` is the number of device buffers that are only needed to keep blocks. They are given up
+    if pulling a block over the network is faster than copying it from host memory.
     """
     pulled, copied = worker.pull_rate, worker.root.copy_rate()
     if spare and pulled > copied:

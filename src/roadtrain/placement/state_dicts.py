@@ -1,17 +1,15 @@
 """model.state_dict() and load_state_dict() of a placed model, whose values are in the store.
 
-Saving: every module that has placed parameters adds values of the store to the state dict. If such
-a module creates the dict, the dict is a StateDict, whose tensors are read on first access. The
-tensors are in a memory-mapped scratch file (storage/scratch.py), so the state dict of a model may
-be larger than memory. Later steps do not change the dict: before a step changes the values in the
-store, all tensors of the dict that were not accessed yet are read.
+Saving: the tensors of a StateDict are read from the store on first access, into a memory-mapped
+scratch file. So a state dict may be larger than memory. Before a step changes the store, all
+tensors not accessed yet are read, so later steps do not change the dict.
 
-Loading: values that differ from the store's values are staged in a scratch file. The next use of
-the model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If
-the optimizer's load_state_dict() fails before that, the staged values are discarded.
+Loading: values that differ from the store's are staged in a scratch file. The next use of the
+model, its optimizer or the store writes all staged values (StoredOptimizer.write_staged). If the
+optimizer's load_state_dict() fails before that, staged values are discarded.
 
-Assumes that the wrappers of frameworks call the hooks of torch.nn.Module. This module does not
-handle direct reads of a parameter (`p.data`, `p.clone()`); streaming/released.py does.
+Wrappers of frameworks must call the hooks of torch.nn.Module. streaming/released.py handles direct
+reads of a parameter (`p.data`).
 """
 
 from __future__ import annotations
@@ -49,15 +47,11 @@ _MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooke
 
 
 class ValueSource(Protocol):
-    """The interface through which this module reads and writes the store. PlacedOptimizer
-    implements it."""
+    """The methods of PlacedOptimizer through which this module reads and writes the store."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """Return a context manager that gives access to the values after the last step().
-
-        The target of `with` is a function that reads values. Raises LoopError if the values cannot
-        be read now.
-        """
+        """Context manager whose target is a function that reads the values after the last step().
+        Raises LoopError if the values cannot be read now."""
 
     def write_staged(self) -> None:
         """Write staged values to the store."""
@@ -70,10 +64,8 @@ class ValueSource(Protocol):
 
 
 class Values:
-    """The tensors of parameters in one scratch file.
-
-    Each tensor has a storage of its own. Tied parameters have the same index and share a tensor.
-    """
+    """The tensors of parameters in one scratch file. Tied parameters share an index and a
+    tensor."""
 
     def __init__(self, params: Sequence[ParamSpec], dtypes: Sequence[str], where: Path) -> None:
         self.params, self.dtypes = params, dtypes
@@ -83,11 +75,8 @@ class Values:
         self._live: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
-        """Return the tensor of parameter `index`.
-
-        If the tensor of an earlier call is still in use, the same tensor is returned. Otherwise a
-        tensor is created in the scratch file and filled from `pieces`.
-        """
+        """Return the tensor of parameter `index`: that of an earlier call if it is still in use,
+        otherwise a new tensor with the values of `pieces`."""
         if (tensor := self._live.get(index)) is not None:
             return tensor
         spec, dtype, at = self.params[index], self.dtypes[index], self._at[index]
@@ -110,11 +99,8 @@ class _LazyTensor:
 
 
 class StateDict(OrderedDict[str, Any]):
-    """A state dict that reads each tensor from the store on first access.
-
-    A StateDict is an OrderedDict, as in torch. A copied or pickled StateDict becomes an ordinary
-    OrderedDict.
-    """
+    """A state dict that reads each tensor from the store on first access. Its copies and pickles
+    are ordinary OrderedDicts."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -245,10 +231,8 @@ class ModelStates:
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """Add the parameters of `module` to the state dict `destination`.
-
-        Torch calls this method as a state-dict hook of the module.
-        """
+        """Add the parameters of `module` to the state dict `destination`. Torch calls this method
+        as a state-dict hook of the module."""
         if not isinstance(destination, StateDict):
             self._source.write_staged()
         values = self._values_of(destination)
@@ -264,10 +248,8 @@ class ModelStates:
                 destination[key] = lazy.take()
 
     def _values_of(self, destination: Any) -> Values:
-        """Return the Values object of a state dict.
-
-        All modules that fill the dict share one Values object, so tied parameters stay tied.
-        """
+        """Return the Values object of a state dict, which all modules share, so that tied
+        parameters stay tied."""
         if self._last is not None and self._last[0]() is destination:
             return self._last[1]
         values = Values(self._specs, [s.dtype for s in self._specs], self.where)
@@ -332,11 +314,8 @@ class ModelStates:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Stage the loaded values of the module's placed parameters.
-
-        Torch calls this method as a load-state-dict pre-hook. The method runs after the module's
-        other pre-hooks, because the other pre-hooks may rename keys.
-        """
+        """Stage the loaded values of the module's placed parameters. Torch calls this method after
+        the module's other load-state-dict pre-hooks, which may rename keys."""
         for name, index in self._hidden.items():
             key = prefix + name
             if key not in state_dict:
@@ -364,10 +343,10 @@ class ModelStates:
                 self.stage(index, value)
 
     def stage(self, index: int, value: torch.Tensor) -> None:
-        """Stage `value` for a parameter. If the store already has the same value, do nothing.
+        """Stage `value` for a parameter, unless the store already has the same value.
 
-        A 16-bit value is compared with the 16-bit copy that the model computes with. If both are
-        equal, the fp32 master value stays unchanged.
+        A 16-bit value is compared with the 16-bit copy in the store. If both are equal, the fp32
+        master stays unchanged.
         """
         spec = self._specs[index]
         held = "fp32" if spec.trainable else spec.dtype
@@ -401,11 +380,8 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Replacement of Module._apply, the method that model.to(), half() and cuda() call.
-
-        The replacement changes only buffers. Placed parameters keep their dtype and device. Raises
-        LoopError if the call would change the dtype of placed parameters.
-        """
+        """Replacement of Module._apply, which model.to(), half() and cuda() call. Changes only
+        buffers. Raises LoopError if the call would change the dtype of placed parameters."""
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:
             probe = fn(torch.empty(0, dtype=dtype, device=device))

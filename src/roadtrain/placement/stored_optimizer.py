@@ -1,11 +1,8 @@
-"""StoredOptimizer: a torch optimizer whose state is in the store.
+"""StoredOptimizer: a torch optimizer whose state is in the store, with the methods that commit,
+save, load and read this state.
 
-StoredOptimizer commits, saves, loads and reads this state. The optimizer's state dict either refers
-to the store or contains the values (optimizer_states.py). load_state_dict() immediately writes
-values to the store. The model's state dicts (state_dicts.py) also read and write the store through
-this class.
-
-The subclass PlacedOptimizer (optimizer.py) takes the steps; servers/worker.py moves the bytes.
+The subclass PlacedOptimizer (optimizer.py) takes the steps. optimizer_states.py and state_dicts.py
+handle the state dicts of the optimizer and of the model.
 """
 
 from __future__ import annotations
@@ -94,10 +91,10 @@ class StoredOptimizer(torch.optim.Optimizer):
         """Commit the state of these objects with each step, and restore their resumed state.
 
         Call this method after the objects are created and before the loop. If the optimizer has
-        resumed a store, the objects get their state at the resumed step: a scheduler continues its
-        schedule, and a DataLoader continues with the next batch of its epoch. The state of a step
-        includes changes that the loop makes before the next forward, for example by
-        `scheduler.step()`. However, batches drawn after `step()` belong to the next step.
+        resumed a store, a scheduler continues its schedule, and a DataLoader continues with the
+        next batch of its epoch. The state of a step includes changes that the loop makes before the
+        next forward, for example by `scheduler.step()`. However, batches drawn after `step()`
+        belong to the next step.
 
         Args:
             **things: Learning-rate schedulers, a DataLoader, a torch.Generator, a GradScaler, or
@@ -156,10 +153,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self.session.read(name, what)
 
     def grad_norm(self) -> float:
-        """Return the 2-norm of the last step's gradient over all parameters.
-
-        The norm is that of the gradient before clipping and without loss scaling. Waits until the
-        servers have summed the gradient.
+        """Return the 2-norm of the last step's gradient over all parameters, before clipping and
+        without loss scaling. Waits until the servers have summed the gradient.
 
         Returns:
             The norm: inf if the gradient contains an inf or nan; nan before the first step.
@@ -216,10 +211,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Map the indices of parameters to the numbers of the parameters in torch's state dict.
-
-        Frozen parameters and parameters without elements are left out.
-        """
+        """Map the indices of parameters to their numbers in torch's state dict. Frozen and empty
+        parameters are left out."""
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))
         return {
@@ -230,8 +223,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """The "roadtrain" entry of a state dict in the reference form, which refers to the store
-        instead of containing values. The entry names the store and the store's current step."""
+        """The "roadtrain" entry of a state dict, which names the store and the store's current
+        step."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -241,21 +234,19 @@ class StoredOptimizer(torch.optim.Optimizer):
         }
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
-        """Return the optimizer's state in one of two forms.
+        """Return a state dict that only refers to the store, or one that contains all values.
 
-        The reference form has the step, the parameter groups and a reference to the store; the
-        store itself is the checkpoint. With one worker, the step is committed before the method
-        returns.
+        A reference has the step, the parameter groups and the name of the store; the store itself
+        is the checkpoint. With one worker, the step is committed before the method returns.
 
-        The whole form has all values, as the state dict of an ordinary torch optimizer. The fp32
-        tensors of this form are in a memory-mapped scratch file, beside the store or in the
-        temporary directory. With several workers, all workers must call the method to get the whole
-        form.
+        A state dict with all values resembles that of an ordinary torch optimizer. Its fp32 tensors
+        are in a memory-mapped scratch file, beside the store or in the temporary directory. All
+        workers must call the method together to get it.
 
         Args:
-            gather: If True, return the whole form. If False, return the reference form. If None,
-                return the whole form if `whole_states` is set and a step was taken in this process,
-                otherwise the reference form.
+            gather: If True, return all values. If False, return a reference. If None, return all
+                values if `whole_states` is set and a step was taken in this process, otherwise a
+                reference.
 
         Returns:
             A dict with the keys "state", "param_groups" and "roadtrain".
@@ -296,12 +287,11 @@ class StoredOptimizer(torch.optim.Optimizer):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict in either form; see `state_dict`.
+        """Load a state dict that `state_dict` has returned, and adopt its parameter groups.
 
-        The optimizer adopts the parameter groups of both forms. A state dict in reference form must
-        refer to this store at its current step. The values of a whole form replace the values in
-        the store, and the step number of the state dict becomes the step of the store. If the store
-        is on files, the new values are committed before the method returns.
+        A reference must name this store at its current step. If the state dict contains all values,
+        these replace the values and the step of the store. If the store is on files, they are
+        committed before the method returns.
 
         Args:
             state_dict: The result of `state_dict`, or the state dict of an ordinary torch
@@ -348,7 +338,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._rewrite(form, self.steps_done if ours is None else ours["step"])
 
     def _is_earlier(self, found: Mapping[str, Any]) -> bool:
-        """Whether the reference `found` refers to an earlier step of this store."""
+        """Whether the reference `found` names an earlier step of this store."""
         now = self.reference
         same = all(found.get(key) == now[key] for key in ("job", "history"))
         return same and found["step"] < now["step"]
@@ -365,15 +355,8 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _rewrite(
         self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """Write staged values and the values of a state dict to the store, and commit them.
-
-        Args:
-            form: A state dict in the whole form, which contains all values. If None, only staged
-                values are written.
-            step: The step of the store after the call.
-            elsewhere: Whether the store is on remote servers. If True, the servers are filled
-                again.
-        """
+        """Write staged values and the values of the state dict `form` to the store, and commit them
+        at `step`. With `elsewhere`, the store is on remote servers, which are filled again."""
         if elsewhere:
             self._check_refill()
         else:
@@ -409,10 +392,10 @@ class StoredOptimizer(torch.optim.Optimizer):
 
         Args:
             step: The step that the values belong to.
-            values: Values by parameter index. The values of a trainable parameter are in fp32, the
-                values of any other parameter in the dtype of the parameter.
-            state: Optimizer state by parameter index. Each entry has the arrays and scalars of the
-                update rule by name. Parameters that were never updated have no entry.
+            values: Values by parameter index, in fp32 for a trainable parameter, otherwise in the
+                dtype of the parameter.
+            state: Optimizer state by parameter index: the arrays and scalars of the update rule by
+                name. Parameters that were never updated have no entry.
 
         Raises:
             LoopError: The values in the store cannot be replaced now.
@@ -435,14 +418,11 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._states.where
 
     def square_sums(self) -> dict[int, float]:
-        """Return the sums of squares of this step's gradients.
-
-        The gradient of a parameter is the sum over all workers. The call waits until all workers
-        have pushed their gradients.
+        """Return the sums of squares of this step's gradients, summed over all workers before
+        squaring. Waits until all workers have pushed their gradients.
 
         Returns:
-            A dict from parameter index to sum of squares. Parameters without a gradient are left
-            out.
+            A dict from parameter index to sum of squares, for parameters with a gradient.
         """
         workers, out = self.group.workers, dict[int, float]()
         if workers > 1:  # a block without a gradient here may have one on another worker
@@ -500,11 +480,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """Give access to the values after the last step(), as a context manager.
-
-        The target of `with` is a function that reads values. If the optimizer is closed, the
-        function reads the files of the store.
-        """
+        """Context manager whose target is a function that reads the values after the last step().
+        After `close`, it reads the files of the store."""
         if not self._closed or self._placed_again:
             self.check_usable()
             self._check_not_updating()
@@ -556,9 +533,8 @@ class StoredOptimizer(torch.optim.Optimizer):
 class _NoState(defaultdict[Any, Any]):
     """`optimizer.state` of a placed optimizer: an empty dict that raises an error as a boolean.
 
-    torch.distributed.checkpoint.state_dict tests `if optimizer.state`. If the dict were false,
-    torch would take a step with zero gradients to create the state, and the job would count this
-    step.
+    Code in torch.distributed.checkpoint tests the dict. If it were false, torch would take a step
+    with zero gradients to create the state.
     """
 
     def __bool__(self) -> bool:

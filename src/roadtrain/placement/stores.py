@@ -1,8 +1,5 @@
-"""Files, Memory and Servers: the places where place() keeps parameters and optimizer state.
-
-Each class checks its options when an instance is created. This module opens no files and no
-connections.
-"""
+"""Files, Memory and Servers: the places where place() keeps parameters and optimizer state. Opens
+no files and no connections."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from roadtrain.units import parse_bytes
 class Files:
     """Keep the state in directories of this host.
 
-    If the directories already hold a store, it is resumed.
+    A store that the directories already hold is resumed.
 
     Args:
         directories: One directory or several, usually one per SSD. Each directory gets a server
@@ -37,8 +34,7 @@ class Files:
             new store is made. If None, the store is distributed evenly.
         direct: Whether to use direct I/O if the file system supports it.
         moved_from: Directories that held the store before. place() moves the store from these
-            directories to `directories`. The store's files in all other directories are neither
-            read nor changed.
+            directories to `directories`.
 
     Raises:
         ConfigError: A directory is named twice, no directory is named, or the number of `rates`
@@ -102,18 +98,18 @@ class Servers:
             `tls`, `connections` and `retry_s` cannot be set.
         replicas: The number of servers that hold each chunk, 1 or 2. With 2, both servers apply the
             same updates.
-        give_up: Addresses of servers whose contents may be discarded if the servers disagree at
-            the start. Such a server is left out if it does not answer. If it answers, its store is
+        give_up: Addresses of servers whose contents may be discarded if the servers disagree at the
+            start. Such a server is left out if it does not answer. If it answers, its store is
             moved aside and filled again from its replica.
         relay: Host memory in bytes for a relay: a process that communicates with the servers for
             all workers of this host. If None, there is no relay.
         fan_in: Switches between workers and servers that sum gradients and copy parameters: a
             `FanIn`, or a list with the HOST:PORT of the only switch. If None, there is no switch.
         buffering: Which blocks are kept on the device from forward to backward instead of being
-            fetched twice: "all", "none" or "auto". With "auto", as many blocks as fit are kept. If
-            fetching a block twice is faster, no blocks are kept.
-        residuals: A directory of this host for the residuals of error feedback (gradients that
-            were not sent yet). Required with error feedback.
+            fetched twice: "all", "none" or "auto". With "auto", as many blocks as fit are kept, or
+            none if fetching a block twice is faster.
+        residuals: A directory of this host for the residuals of error feedback (gradients that were
+            not sent yet). Required with error feedback.
 
     Raises:
         ConfigError: Options contradict each other.
@@ -194,7 +190,7 @@ class Servers:
         """Return the options of the connections to the servers.
 
         If `retry_s` is not set, connections are retried for `deadline_s`, because a server may
-        still be starting, or may still serve the workers of an earlier session.
+        still be starting or busy.
         """
         token = self.token if isinstance(self.token, bytes | None) else token_of(str(self.token))
         own = TcpOptions(

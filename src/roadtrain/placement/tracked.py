@@ -1,16 +1,13 @@
 """Objects whose state is committed with each step: schedulers, loaders, generators, loss scalers.
 
-When states are captured: After step(), the loop still changes some states, for example with
-scheduler.step() and scaler.update(). Therefore most states are captured when the next forward
-begins, and the step cannot be committed before the next forward. At that time the loop has already
-drawn the next batch, which belongs to the next step. Therefore the sources of batches (iterables,
-torch.Generator) and the random generators of the process are captured earlier: when step() ends,
-and again just before a tracked DataLoader draws the next batch. The second capture is needed
-because an evaluation between step() and the next batch may draw random numbers.
+When states are captured: The loop may change a state after step(), for example with
+scheduler.step(). Therefore most states are captured when the next forward begins. But the next
+batch is drawn before that. So the sources of batches and the random generators are captured when
+step() ends. They are captured again just before a tracked DataLoader draws the next batch, because
+an evaluation may have drawn random numbers.
 
-A DataLoader has no state of its own: `LoaderPosition` counts the batches of a DataLoader, and
-stores the states of the generators that determined the order of the batches. If a loop has drawn
-batches for later steps, a resumed run skips these batches, and no error is raised.
+`LoaderPosition` keeps the position of a DataLoader, which has no state of its own. If a loop draws
+batches for later steps in advance, a resumed run skips these batches without an error.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the process's random generators to `state`, a dict that `generators` has returned."""
+    """Set the process's random generators to `state`, a result of `generators`."""
     torch.set_rng_state(state["torch"])
     if (saved := state["cuda"]) and device.type == "cuda":
         # the first version of the format stored the generators of all devices
@@ -60,16 +57,10 @@ def trackable(
     name: str, thing: Any, before_batch: Callable[[], None], settle: Callable[[], None]
 ) -> Any:
     """Return an object with `state_dict` and `load_state_dict`: `thing` itself, or a wrapper.
+    Raises ConfigError if the state of `thing` cannot be saved or restored.
 
-    Args:
-        name: The user's name of the object, for messages.
-        thing: The object that the user tracks.
-        before_batch: A function that is called before a DataLoader draws a batch.
-        settle: A function that restores the random number generators of the process to their
-            states at the end of the resumed step.
-
-    Raises:
-        ConfigError: The state of `thing` cannot be saved or restored.
+    A DataLoader calls `before_batch` before each batch. `settle` sets the random generators to
+    their states at the end of the resumed step.
     """
     if _has_state(thing):
         return thing
@@ -85,12 +76,8 @@ def trackable(
 
 
 def _has_state(thing: Any) -> bool:
-    """Whether `thing` can save and restore its state.
-
-    A loader of accelerate always has the methods state_dict and load_state_dict, but both methods
-    fail if the wrapped loader lacks these methods. So the state_dict method of a DataLoader is
-    called as a test.
-    """
+    """Whether `thing` can save and restore its state. A DataLoader is tested with a call, because
+    wrappers of accelerate may have methods that fail."""
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
         return False
@@ -103,10 +90,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def is_data(thing: Any) -> bool:
-    """Whether `thing` is a source of batches.
-
-    The state of a source of batches is captured when step() ends.
-    """
+    """Whether `thing` is a source of batches, whose state is captured when step() ends."""
     iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
     mine = isinstance(thing, (LoaderPosition, GeneratorState))
     return mine or (iterable and not isinstance(thing, torch.nn.Module))
@@ -134,12 +118,9 @@ class GeneratorState:
 
 
 class LoaderPosition:
-    """The position of a DataLoader in its current epoch.
-
-    `began` holds the states of the random generators and the counters of the samplers at the start
-    of the epoch. `served` is the number of batches that were drawn in the epoch. The DataLoader
-    object stays the same, but its class is replaced by a subclass that counts batches.
-    """
+    """The position of a DataLoader in its current epoch: the number of batches `served`, and the
+    state `began` of generators and samplers at the start of the epoch. The DataLoader's class is
+    replaced by a subclass that counts batches."""
 
     def __init__(
         self, loader: DataLoader[Any], before_batch: Callable[[], None], settle: Callable[[], None]
@@ -162,9 +143,7 @@ class LoaderPosition:
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> _Batches:
         """Return an iterator that begins at the resumed position, or at the start of an epoch.
-
-        `begin` is the loader's own `__iter__`.
-        """
+        `begin` is the loader's own `__iter__`."""
         self.before_batch()
         if self.resumed is None:
             return _Batches(self, self.begin_epoch(begin), None)
@@ -207,7 +186,7 @@ class LoaderPosition:
 
 
 def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Return a subclass of `cls` that counts batches, and that has the same name as `cls`."""
+    """Return a subclass of `cls` with the same name that counts batches."""
 
     def __iter__(self: Any) -> _Batches:
         position: LoaderPosition = self._position
@@ -217,11 +196,8 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 class _Batches:
-    """The iterator over the batches of one epoch.
-
-    `begin`: None, or, if the iterator resumes within an epoch, a function that starts the next
-    epoch. The function is called if no batch of the resumed epoch is left.
-    """
+    """The iterator over the batches of one epoch. If a resumed epoch has no batch left, `begin`
+    starts the next epoch."""
 
     def __init__(
         self,
@@ -252,10 +228,7 @@ class _Batches:
 
 
 def _skip(batches: Iterator[Any], count: int) -> None:
-    """Skip `count` batches.
-
-    If the loader has no worker processes, the items of skipped batches are not read.
-    """
+    """Skip `count` batches, without reading their items if the loader has no worker processes."""
     source: Iterator[Any] = batches
     if getattr(batches, "_num_workers", 1) == 0:
         by_index = hasattr(getattr(batches, "_dataset", None), "__getitem__")

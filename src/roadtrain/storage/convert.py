@@ -1,15 +1,12 @@
-"""Access to records by parameter name: read a single parameter, fill chunks from a source, convert
-a store to other blocks, chunks, dtypes or directories.
+"""Access to records by parameter name: read a parameter, fill chunks from a source, or convert a
+store to other blocks, chunks, dtypes or directories.
 
-A *source* is a function that returns elements [start, stop) of one array of a parameter. The array
-is "master" (fp32; for a frozen parameter, the parameter's dtype), a state array (fp32) or a state
-scalar (one float64). If the source returns None, the record keeps its current values, which are
-zero in a new store. A source is not asked for the weights of trainable parameters: these weights
-are always cast from the fp32 master, so a conversion loses nothing. Values of bf16 and fp16 are
-arrays of dtype uint16.
+A *source* is a function that returns elements [start, stop) of one array of a parameter: "master"
+(fp32; for a frozen parameter, its own dtype), a state array (fp32) or a state scalar (one float64).
+None stands for no change. The weights of trainable parameters are always cast from the fp32 master,
+so a conversion loses nothing. Values of bf16 and fp16 are arrays of dtype uint16.
 
-Reading or filling a store needs memory for one record at a time. A conversion needs memory for a
-few records. This module runs no update rules and reads no other file formats.
+Needs memory for a few records. Reads no other file formats.
 """
 
 from __future__ import annotations
@@ -57,9 +54,8 @@ class RecordView:
         return (MASTER, *self.rule.arrays, *self.rule.scalars)
 
     def array(self, what: str) -> Array:
-        """Return all elements of the array `what`: "weights", "master", or the name of a state
-        array. If `what` names a state scalar, return a float64 array with one value per span. (A
-        span is the part of a parameter that is in the chunk.)"""
+        """Return all elements of "weights", "master" or a state array. For a state scalar, return a
+        float64 array with one value per span. (A span is a parameter's range in the chunk.)"""
         numel, chunk = self.chunk.numel, self.chunk
         if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
@@ -75,17 +71,16 @@ class RecordView:
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """Return the elements of the array `what` (see `array`) that belong to one span of the
-        chunk. `span`: the index of this span. If `what` names a state scalar, return an array of
-        one value: the scalar of this span."""
+        """Return the elements of the array `what` (see `array`) that belong to the chunk's span
+        with index `span`. For a state scalar, return an array of one value."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
         return self.array(what)[at.start : at.stop]
 
     def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
-        """Fill the record with the values that `source` returns, then cast the weights part from
-        the master."""
+        """Fill the record with the values that `source` returns, then cast the weights from the
+        master."""
         for i, span in enumerate(self.chunk.spans):
             for what in self.names:
                 values = source(
@@ -101,10 +96,7 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """Read the newest record of `chunk`. `what`: the name of the only array that the caller needs;
-    "" for all arrays. If the weights part of the record suffices for this array, only the weights
-    part is read. If the weights part is absent (storage/tier.py), the weights are cast from the
-    master."""
+    """Read the newest record of `chunk`, or at least its array `what`. "" stands for all arrays."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -133,8 +125,7 @@ def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """Read the array `what` of the parameter `name`, like `read_param`, but from the records that
-    the function `record_of` returns for the chunks of the parameter."""
+    """Read the array `what` of the parameter `name` from the records that `record_of` returns."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
         raise ConfigError(f"there is no parameter named {name!r}")
@@ -151,8 +142,8 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """Read the array `what` of the parameter `name`, like `gather_param`, but chunk by chunk. For
-    each chunk, yields (index of the first element in the parameter, flat array of values)."""
+    """Read the array `what` of the parameter `name` chunk by chunk. For each chunk, yields (index
+    of the first element in the parameter, flat array of values)."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -167,8 +158,8 @@ def _gather(
     start: int,
     stop: int,
 ) -> Array:
-    """Return elements [start, stop) of the array `what` of `param` as a flat array. If `what` names
-    a state scalar, return an array of one value."""
+    """Return elements [start, stop) of the array `what` of `param` as a flat array, or one value
+    for a state scalar."""
     # with staleness, the weights part is one update behind the master
     late = meta.staleness and param.trainable and what == WEIGHTS
     out = np.empty(
@@ -205,11 +196,11 @@ def rewritten(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """Replace `old` by a copy in which `change` has modified every record. Returns the copy.
+    """Replace `old` by a copy in which `change` has modified every record. Returns the copy,
+    committed at `step` with the opaque bytes `blob`.
 
-    The copy is committed at `step`, together with `blob`, opaque bytes such as the job state. Then
-    `old` is closed and removed. If an error is raised, the copy is removed and `old` is unchanged.
-    Raises FullError if there is no room for the copy.
+    `old` is then closed and removed; after an error, it is unchanged. Raises FullError if there is
+    no room for the copy.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
@@ -222,9 +213,8 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """Context manager for a body that writes all records of the store `new`. After the body, the
-    records are committed at `step`, together with `blob`. Then `new` replaces the store
-    `new.former`. If the body or the commit raises an error, `new` is removed."""
+    """Context manager whose body writes all records of `new`. Afterwards they are committed, and
+    `new` replaces its former store. After an error, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -232,13 +222,8 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether `old` must be converted: the blocks, chunk size, dtypes or update rules of `old`
-    differ from those of `meta`, or the directories of `old` differ from `directories`.
-
-    A store whose chunks are only distributed differently over the same directories need not be
-    converted. (The distribution of a new store follows the measured speeds of the directories. The
-    speeds vary between measurements, and this must not cause a conversion.)
-    """
+    """Whether `old` differs from `meta` in its blocks, chunk size, dtypes or update rules, or is in
+    other directories. The distribution of chunks over the same directories does not count."""
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
     homes = [Path(directory).resolve() for directory in directories]
@@ -255,7 +240,7 @@ def convert(
 ) -> OpenedStore:
     """Convert `old` exactly, at the same step, to the blocks, chunks and update rules of `meta`.
 
-    `old` and `meta` must describe the same model. `old` is closed and removed once the new store is
+    `meta` must describe the same model. `old` is closed and removed once the new store is
     published. If the process is killed before that, `old` stays the current store.
 
     Raises:

@@ -1,20 +1,18 @@
 """The current generation of a directory, and the removal of all other generations.
 
-A *generation* is a subdirectory `gen-N` with all files of a store in this directory. Creating,
-converting or refilling a store makes a new generation. The file `CURRENT` contains the number N of
-the current generation, with a checksum. The first ledger record of a generation is written after
-everything else, so a generation with a ledger record is complete. If CURRENT is damaged or lost, or
-names a generation that is missing or at an earlier step, the complete generation with the latest
-step is used instead. `Generation.note` then tells the user which generation is used, and why.
+A *generation* is a subdirectory `gen-N` with all files of a store. Creating, converting or
+refilling a store makes a new generation. The file `CURRENT` contains the number of the current
+generation. A generation with a ledger record is complete, because its first record is written after
+everything else. If CURRENT is damaged, lost or outdated, the complete generation with the latest
+step is used, and `Generation.note` tells the user why.
 
 Note "never delete what has trained": a generation without a ledger record was never complete, and
-is removed. A conversion or a refill makes a copy of a generation. Once the copy is the current
-generation, the original is removed, unless the original is at a later step. On a RAM disk, the
-original is removed even if it is at a later step, because there may be no room for both. All other
-generations with a ledger record are renamed, and each rename is reported.
+is removed. After a conversion or refill, the original is removed once the copy is current, unless
+the original is at a later step. On a RAM disk, which may lack room for both, it is removed even
+then. All other generations are renamed and reported.
 
-Assumes that the caller has locked the directory, or that no process writes to the directory.
-Handles one directory at a time; storage/generation.py combines the directories of a store.
+The caller has locked the directory, or no process writes to it. storage/generation.py combines the
+directories of a store.
 """
 
 from __future__ import annotations
@@ -58,13 +56,12 @@ class Generation:
 
     @property
     def part(self) -> tuple[str, int] | None:
-        """The part of a store that this generation holds, as (job's id, index). In a local store,
-        `index` is the index of this directory. In a store on servers, `index` is the index of the
-        server that owns the part. None if the description (`store.json`) is unreadable."""
+        """The job's id and the index of the directory or server that this generation belongs to.
+        None if the description (`store.json`) is unreadable."""
         return None if self.brief is None else (self.brief.job, self.brief.index)
 
     def of(self, other: Generation) -> bool:
-        """Whether this generation and `other` hold the same part of the same store."""
+        """Whether `other` belongs to the same directory or server of the same store."""
         return self.part is not None and self.part == other.part
 
 
@@ -78,12 +75,12 @@ def current(directory: Path) -> Generation | None:
     """Return the current generation of a directory. Writes nothing.
 
     Returns:
-        The current generation, or None if CURRENT is missing or contains the number 0. A 0 without
-        a checksum was written by a user. Such a 0 is ignored if there is a complete generation.
+        The current generation, or None if CURRENT is missing or contains 0. A 0 that a user wrote,
+        without a checksum, is ignored if there is a complete generation.
 
     Raises:
-        DamagedError: CURRENT names no existing generation, and the complete generations belong to
-            several stores. Or CURRENT is damaged, and no generation is complete.
+        DamagedError: CURRENT is damaged, and no generation is complete. Or CURRENT names no
+            existing generation, and the complete generations belong to several stores.
         GoneError: CURRENT names a missing generation, and no generation is complete.
     """
     content = read_or_none(directory / NAME)
@@ -130,8 +127,8 @@ def switch(directory: Path, generation: int) -> None:
 
 
 def repair(directory: Path, generation: int) -> None:
-    """Ensure that CURRENT durably contains the number `generation` and a checksum. The file is
-    written only if its content differs."""
+    """Make `generation` the current generation durably, without a write if CURRENT already names
+    it."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
@@ -139,15 +136,9 @@ def repair(directory: Path, generation: int) -> None:
 
 
 def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
-    """Remove or rename all generations in `directory` except `kept`. The Note "never delete what
-    has trained" of this module says which generations are removed.
-
-    Args:
-        copy_of: Number of the generation of which `kept` is a copy; 0 if `kept` is no copy.
-
-    Returns:
-        A report of each rename.
-    """
+    """Remove or rename all generations in `directory` except `kept` (Note "never delete what has
+    trained"). `kept` is a copy of generation `copy_of`, or no copy if this is 0. Returns a report
+    of each rename."""
     events = []
     for other in generations(directory):
         if other.home == kept.home:
@@ -165,8 +156,8 @@ def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
 
 
 def set_aside(generation: Generation) -> str:
-    """Rename the directory of a generation. The generation is then ignored, but not deleted.
-    Returns a report of the rename."""
+    """Rename the directory of a generation, which is then ignored, but not deleted. Returns a
+    report of the rename."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())
@@ -181,8 +172,8 @@ def set_aside(generation: Generation) -> str:
 
 
 def remove(home: Path) -> None:
-    """Delete the files that roadtrain makes in a generation directory. Then delete the directory
-    itself, if it is empty."""
+    """Delete the files that roadtrain makes in a generation directory, and the directory itself if
+    it is then empty."""
     with typed_errors(home, "removing"):
         for name in (*FILES, "spill.bin"):
             (home / name).unlink(missing_ok=True)
@@ -193,14 +184,12 @@ def remove(home: Path) -> None:
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """Parse the content of CURRENT.
-
-    A number without a checksum is valid, because an error message may have asked the user to write
-    the number into CURRENT.
+    """Parse the content of CURRENT. A number without a checksum is valid, because error messages
+    ask users to write one.
 
     Returns:
-        The number in the file (0 stands for no generation, -1 for a damaged file); a description of
-        the damage, or ""; and whether the file has a correct checksum.
+        The number (0 for no generation, -1 for a damaged file); a description of the damage, or "";
+        and whether the file has a correct checksum.
     """
     if content.strip().isdigit():
         return int(content), "", False

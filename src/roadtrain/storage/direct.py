@@ -1,10 +1,7 @@
 """DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT).
 
-If the file system does not support direct I/O, the file is read and written through the page cache,
-and `note` contains a warning that the caller should print. The pages of the file are then dropped
-from the cache after use. Views that are not page-aligned are copied to or from an aligned buffer.
-OSErrors are converted to typed errors that name the file and the operation. This module handles
-byte ranges only; storage/file.py handles chunks, slots and checksums.
+Without support for direct I/O, the page cache is used, and `note` contains a warning to print. All
+errors name the file and the operation. storage/file.py handles chunks, slots and checksums.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
     Args:
         path: The file, named in the message.
         doing: The operation, named in the message, such as "reading".
-        nbytes: Number of bytes that the operation writes; 0 if the operation writes no or few
-            bytes.
+        nbytes: Number of bytes that the operation writes; 0 for few or no bytes.
     """
     try:
         yield
@@ -62,9 +58,7 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
     """Return the error for a full disk, an exhausted quota, a file size limit or missing inodes.
-    `nbytes`: the number of bytes that the operation `doing` writes. If `nbytes` is 0, the operation
-    writes only a file name or a file size, and the message says that the operation needs at most
-    one block of the file system."""
+    `nbytes` is the number of bytes to write; 0 stands for at most one block of the file system."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
@@ -88,9 +82,8 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """Write a new file with the bytes of all `pieces`. On return the content of the file is
-    durable, but the file's name becomes durable only when `sync_directory` is called. `doing`: the
-    operation, for error messages."""
+    """Write a new file durably with the bytes of all `pieces`. Call `sync_directory` to make the
+    file's name durable, too. `doing` names the operation in error messages."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -104,15 +97,15 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> 
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, continuing after short writes. Raises OSError."""
+    """Write all of `data` to a file descriptor. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def replace_file(path: Path, content: bytes, doing: str) -> None:
-    """Replace the content of `path` atomically: after a crash the file has the old or the new
-    content. On return the new content is durable. `doing`: the operation, for error messages."""
+    """Replace the content of `path` atomically and durably: after a crash the file has the old or
+    the new content. `doing` names the operation in error messages."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         write_file(temporary, [content], doing)
@@ -126,7 +119,7 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """Return `directory`. If `directory` does not exist, return the nearest parent that exists."""
+    """Return `directory`, or its nearest parent that exists."""
     return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
 
 
@@ -158,8 +151,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that files can be created in `directory`, even if the directory does not exist yet.
-    Changes nothing. Raises ConfigError if files cannot be created."""
+    """Check that files can be created in `directory`, which need not exist yet. Changes nothing.
+    Raises ConfigError."""
     path = directory.absolute()
     there = next(path for path in (path, *path.parents) if os.path.lexists(path))
     if not there.is_dir():
@@ -175,7 +168,7 @@ def check_directory(directory: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Check that a file can be written and that its directory exists. Changes nothing. Raises
-    ConfigError if the check fails."""
+    ConfigError."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():
@@ -256,8 +249,8 @@ class DirectFile:
         self._transfer(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
-        """Make durable all writes that have returned. `when` is text for error messages, such as
-        "at step 3"."""
+        """Make all finished writes durable. `when` is text for error messages, such as "at step
+        3"."""
         with self._lock:
             nbytes = self._unsynced
         with typed_errors(self.path, f"fdatasync {when}", nbytes):
@@ -277,8 +270,7 @@ class DirectFile:
         self.fd = -1
 
     def _on_page(self, view: memoryview) -> memoryview:
-        """Return `view` if direct I/O can use it. Otherwise return an aligned buffer of the same
-        size, without the content of `view`."""
+        """Return `view` if direct I/O can use it, otherwise an aligned buffer of the same size."""
         if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
             return view
         return Buffer(len(view)).view[: len(view)]

@@ -1,15 +1,12 @@
-"""FileTier: one directory's records in two slot files, with direct I/O, checksums and one commit
-record per step.
+"""FileTier: the records of one directory in two slot files, with direct I/O, checksums and commits.
 
-Note "two slots": a chunk has the same offset in both slot files, slot 0 and slot 1. The record of a
-chunk has a weights part and a state part (storage/tier.py). Each part is written into the slot that
-does not hold the part's committed bytes. The ledger record of a step names the slot of each part.
-So the last committed step stays complete while the next step is written. Frozen chunks are written
-only once, so they exist in slot 0 only, after all other chunks.
+Note "two slots": a chunk has the same offset in both slot files. A write goes to the slot that does
+not hold the committed bytes. The ledger record of a step names the slots in use. So the last
+committed step stays complete while the next step is written. Frozen chunks are written once and
+exist in slot 0 only.
 
-Assumes the rules of storage/tier.py. Assumes that one process uses the directory; the ledger's lock
-enforces this. Handles one directory; storage/generation.py commits all directories of a store
-together.
+Follows the rules of storage/tier.py. One process at a time uses the directory; a lock enforces
+this. storage/generation.py commits all directories of a store together.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ FILES = (*SLOTS, "ledger.0", "ledger.1", "store.json", "store.json.new")
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """The place of a chunk in the slot files of a tier, and in the spill file (a scratch file for
-    gradients that do not fit into memory)."""
+    """The place of a chunk in the slot files and in the spill file, a scratch file for gradients
+    that do not fit into memory."""
 
     row: int  # index of its row in a ledger record
     offset: int  # in both slot files
@@ -52,21 +49,21 @@ class ChunkPlace:
 class FileTier:
     """The records of one generation directory, opened at a committed step.
 
-    `note` is a warning that the caller should report once, or "". The tier calls three callbacks,
-    which storage/snapshot.py sets: `on_write` before a chunk is written, `on_prepare` at the start
-    of `prepare`, and `on_commit` at the end of `committed`.
+    `note` is a warning that the caller should print once, or "". Callers may set three callbacks:
+    `on_write` runs before a chunk is written, `on_prepare` at the start of `prepare`, and
+    `on_commit` at the end of `committed`.
 
     Args:
         step: The step whose record is loaded. None stands for the newest record.
         direct: Whether to use direct I/O.
         create: Whether to create empty files of the full size.
-        settle: Whether to call `settle` at once. If False, nothing is written before the caller
-            calls `settle`.
+        settle: Whether to call `settle` at once. If False, the directory is not changed before the
+            caller calls `settle`.
 
     Raises:
         StoreError: The disk is full (FullError); a file is missing (GoneError), damaged
             (DamagedError) or of another store (ForeignError); or there is no record of `step`
-            (StaleError). The message names the file or the directory.
+            (StaleError).
     """
 
     def __init__(
@@ -172,15 +169,14 @@ class FileTier:
         check: bool = True,
         rows: Rows | None = None,
     ) -> None:
-        """Read one part of a chunk's record, or the whole record.
+        """Read the weights, the state or the whole record of a chunk.
 
         Args:
-            part: "weights", "state" or "record" (both parts).
-            into: Destination of the bytes, as large as the padded part.
+            part: "weights", "state" or "record" (both).
+            into: Destination of the bytes, as large as the padded data.
             check: Whether to verify the checksums. If False, the caller must call `check_sums`
                 before using the data.
-            rows: The rows of a ledger record, which name the slot and the checksum of each part. If
-                None, the newest rows are used.
+            rows: The rows of the ledger record to read by. None stands for the newest rows.
         """
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
@@ -195,9 +191,9 @@ class FileTier:
             self.check_sums(chunk, part, into, rows)
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
-        """Copy the record of a chunk into tier `to`, and verify the record's checksums. `rows`: the
-        rows of a ledger record, which name the slot of each part. `buffer`: memory for the copy, as
-        large as the largest record. Returns the number of bytes copied."""
+        """Copy the record of a chunk, as it was in the ledger record with `rows`, into the tier
+        `to`. `buffer` is scratch memory, as large as the largest record. Returns the number of
+        bytes copied. Raises DamagedError if a checksum does not match."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
@@ -207,8 +203,8 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Compare `data` with the checksums in the ledger. `data` was read by `read` with the same
-        `chunk`, `part` and `rows`. Raises DamagedError if a checksum does not match."""
+        """Compare `data`, which `read` has filled with the same arguments, with its checksums.
+        Raises DamagedError."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
@@ -220,9 +216,8 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """Compute the checksums of `data` that `write` accepts: a dict from each part in `data`
-        ("weights" or "state") to the checksum of the part. Call this method right after `data` was
-        computed, while `data` is still in the CPU cache."""
+        """Compute the checksums of `data` that `write` takes, by "weights" or "state". Fastest
+        right after `data` was computed, while it is in the CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -262,9 +257,9 @@ class FileTier:
             row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """Make the pending writes durable, together with the ledger record of `step`, which
-        contains `blob`. `steps`: if the data was copied from another tier, an array with the step
-        that last wrote each chunk in the other tier; otherwise None."""
+        """Make the pending writes durable, together with a ledger record of `step` that contains
+        `blob`. If the data was copied from another tier, `steps` holds the step that last wrote
+        each chunk in that tier."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (
@@ -288,16 +283,16 @@ class FileTier:
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Write scratch data of a chunk to the spill file: the gradient of one worker. The data is
-        not durable. `spill_slot`: the index of this gradient among the gradients of the chunk. The
-        first call allocates the spill file, with room for `self.spill_workers` gradients of each
-        chunk, and raises FullError if the disk is full."""
+        """Write the gradient of one worker for a chunk to the spill file, without durability.
+        `spill_slot` numbers the gradients of the same chunk. Raises FullError if the disk is
+        full."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
     def spill_read(self, chunk: int, into: memoryview, spill_slot: int = 0) -> None:
-        """Read the scratch data that was last written for a chunk. Bytes of `into` beyond this data
-        are undefined. Raises DamagedError if the data does not match its checksum."""
+        """Read the gradient that was last written for a chunk. If `into` is larger than the
+        gradient, the additional bytes are undefined. Raises DamagedError if the checksum does not
+        match."""
         offset, what = self._spilled(chunk, into, spill_slot)
         file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, spill_slot]
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
@@ -307,8 +302,7 @@ class FileTier:
             raise DamagedError(f"{file.path}: {what} does not match its checksum", hint=hint)
 
     def _spilled(self, chunk: int, view: memoryview, spill_slot: int) -> tuple[int, str]:
-        """Return the offset of a chunk's scratch data in the spill file, and a description of the
-        data for messages."""
+        """Return the offset of a gradient in the spill file, and its description for messages."""
         place = self._places[chunk]
         assert len(view) <= place.spill_nbytes, (chunk, len(view), place.spill_nbytes)
         what = f"the spilled gradient of chunk {chunk} after step {self.step}"
@@ -332,7 +326,6 @@ class FileTier:
                 assert now == base, chunk
 
     def _reset(self) -> None:
-        """Discard pending changes: go back to the rows of the last committed ledger record."""
         self._now = self.ledger.entry.rows.copy()
         self._written.clear()
 
@@ -356,8 +349,8 @@ class FileTier:
 
 
 def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
-    """Lay out the chunks, trainable chunks first. Returns the place of each chunk, and the sizes of
-    slot 0, slot 1 and the spill file in bytes."""
+    """Return the place of each chunk, and the sizes of slot 0, slot 1 and the spill file in
+    bytes."""
     records = meta.owned(meta.index)
     chunks = sorted((meta.table.chunks[c] for c in records), key=lambda c: not c.trainable)
     places: dict[int, ChunkPlace] = {}
@@ -371,15 +364,14 @@ def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, in
 
 
 def _parts(place: ChunkPlace, part: str) -> list[str]:
-    """Return a list with "weights", "state" or both: the parts that `part` includes and that are
-    not empty."""
+    """Return "weights", "state" or both: the contents of `part` that are not empty."""
     parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
     return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 
 
 def _extents(place: ChunkPlace, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
     """Return the byte ranges to read or write, each as (slot, first byte in the record, byte after
-    the last). If both parts are in the same slot, they form a single range."""
+    the last)."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]
     if len(out) == 2 and out[0][0] == out[1][0]:
         return [(out[0][0], out[0][1], out[1][2])]

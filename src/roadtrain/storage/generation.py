@@ -1,16 +1,11 @@
-"""OpenedStore: all directories of a store together, opened by open_store or created by
-create_store. If a store is spread over hosts, open_part, create_part and publish_part handle the
-part of one server.
+"""OpenedStore: all directories of a store together. A store that is spread over servers is opened
+share by share (open_part, create_part, publish_part).
 
-A store lies in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names the current N
-(storage/current.py). If a process was killed while it created or converted a generation, the
-unfinished generation is removed when the directories are next opened or used for a new store. A
-step is committed by the record of directory 0, which is written after the records of all other
-directories.
+A store lies in `DIR/gen-N/` of each of its directories. `DIR[0]/CURRENT` names the current N
+(storage/current.py). The record of directory 0 is written last and commits a step.
 
-Only directories that the caller names are read, written or cleaned, each under a lock that is held
-until `close`. The store's description also contains the paths at which its directories were
-created, for messages only. Only files that roadtrain has made are deleted.
+Only directories that the caller names are read or changed, under a lock that is held until `close`.
+Only files that roadtrain has made are deleted.
 """
 
 from __future__ import annotations
@@ -81,19 +76,16 @@ class OpenedStore:
 
     @property
     def session(self) -> str:
-        """The id of the session that trained the store's step. After `begin_session`, the id of the
-        new session. "" if the session is unknown. See storage/ledger.py, Note "sessions"."""
+        """The id of the session that trained the store's step, or of the session that has begun
+        since. "" if unknown. See storage/ledger.py, Note "sessions"."""
         session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Begin a new session. Every ledger record that is written later names the new session. The
-        call itself writes nothing.
+        """Begin a new session, which all later ledger records name. Writes nothing.
 
         Returns:
-            A witness, which names the preceding session and the new session. The caller keeps the
-            witness in the run directory, so that the next start recognizes the store, even if the
-            new session commits no step.
+            A witness for the run directory, by which the next start recognizes the store.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -108,16 +100,15 @@ class OpenedStore:
 
     def commit(self, step: int, blob: bytes) -> None:
         """Commit the pending writes of all directories, all or nothing. The record of directory 0
-        is written last: once this record is written, the step is committed. `blob`: opaque bytes
-        that the record of directory 0 contains, such as the job state."""
+        also contains the opaque bytes `blob`, such as the job state."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
             tier.committed(step)
 
     def publish(self) -> None:
-        """Make this generation the current generation, and remove the former generation. This
-        generation must have a committed step."""
+        """Make this generation the current generation, and remove the former one. A step must have
+        been committed."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -130,8 +121,7 @@ class OpenedStore:
                 remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
-        """Close this generation and remove its files, for example after writing the generation
-        failed."""
+        """Close this generation and remove its files, for example after a failed write."""
         for tier in self.tiers:
             tier.close()
         for directory in reversed(self.directories):
@@ -155,7 +145,7 @@ def create_store(
     """Create empty files for every chunk, with chunk c in `directories[owners[c]]`.
 
     The caller then writes all chunks, and calls `commit` and `publish`. If `former` is not None,
-    the new store replaces the store `former` when `publish` is called.
+    `publish` replaces that store.
 
     Raises:
         FullError: There is not enough room. Nothing was written.
@@ -191,8 +181,7 @@ def create_store(
 
 
 def _check_free(paths: Sequence[Path]) -> None:
-    """Check that `paths` hold no store, and remove unfinished generations that a killed process has
-    left."""
+    """Raise ForeignError if a directory holds a store. Otherwise remove unfinished generations."""
     for path in paths:
         if (path / NAME).exists():
             raise ForeignError(
@@ -209,14 +198,14 @@ def open_store(
     direct: bool = True,
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the current store whose parts are in `directories` or `also`.
+    """Open the current store whose directories are among `directories` and `also`.
 
     Args:
         directories: The directories of the store, in any order.
         also: Directories that the store may have been in before.
         direct: Whether to use direct I/O.
         accept: Called with the store's job, step and session ("", -1 and "" if there is no store)
-            before anything is written or removed. To refuse the store, `accept` raises an error.
+            before anything is changed. It raises an error to refuse the store.
 
     Returns:
         The store, whose directories are locked, or None if there is no store.
@@ -225,7 +214,7 @@ def open_store(
         GoneError: A directory of the store is missing.
         ForeignError: The directories hold different stores.
         ForkedError: The directories hold copies of one store that were trained separately.
-        StaleError: One of the directories holds an older copy of its part.
+        StaleError: One of the directories holds an older copy.
         DamagedError: A description or the newest record is damaged.
         StoreError: Another process has the store open.
     """
@@ -243,13 +232,12 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """Check that the data of the store's step is complete, if a ledger record is damaged.
+    """If a ledger record is damaged, read the whole store, and raise DamagedError if it is
+    incomplete.
 
-    If a crash tore the newest record while it was written, the step of this record was never
-    committed, and the previous step is complete. But if the newest record was committed and was
-    damaged later, a later write may have overwritten data of the previous step. To distinguish
-    these cases, the whole store is read. DamagedError is raised if data is overwritten. Nothing is
-    written before, so the user can still repair the damaged record.
+    The previous step is complete if a crash has torn the newest record. If the record was damaged
+    after its commit, data of the previous step may be overwritten. Nothing is changed, so the user
+    can still repair the record.
     """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
@@ -308,9 +296,8 @@ def _check_sessions(store: OpenedStore) -> None:
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Call `accept`, and pass on the error that `accept` raises. However, if `accept` raises
-    StaleError because the step is too old, and a ledger record is damaged, raise DamagedError: the
-    damaged record may be the record of the expected step."""
+    """Call `accept`. If it raises StaleError and a ledger record is damaged, raise DamagedError
+    instead, because the damaged record may be that of the expected step."""
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
@@ -331,15 +318,15 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
 def open_part(
     directory: str | Path, step: int | None = None, *, direct: bool = True, read_only: bool = False
 ) -> FileTier | None:
-    """Open one server's part of a store that is spread over hosts.
+    """Open one server's share of a store that is spread over servers.
 
     Args:
-        step: The step at which to open the part. None stands for the newest step.
+        step: The step at which to open the share. None stands for the newest step.
         direct: Whether to use direct I/O.
         read_only: If True, nothing is written, removed or locked.
 
     Returns:
-        The part, or None if there is no part in `directory`.
+        The share, or None if `directory` holds none.
     """
     path = Path(directory).absolute()
     locks = Locks(() if read_only else [path])
@@ -371,22 +358,21 @@ def create_part(
     anew: bool = False,
     keep: bool = False,
 ) -> FileTier:
-    """Create a new part of a store: empty files for the chunks of server `meta.index`.
+    """Create one server's share of a store: empty files for the chunks of server `meta.index`.
 
-    The directory may hold an existing part of the same job and server, or an existing part at step
-    0. When `publish_part` is called, the new part replaces the existing part. Until then the
-    existing part stays the current part (but see `anew`), so the directory needs room for both
-    parts. If the directory is in RAM and has too little room, the existing part is removed first.
+    The directory may hold an earlier share of the same job and server, or any share at step 0,
+    which `publish_part` replaces. If a RAM disk has no room for both, the earlier share is removed
+    at once, unless `keep` is True.
 
     Args:
         direct: Whether to use direct I/O.
-        anew: If True, the existing part stops being the current part at once, so there is no
-            current part until `publish_part` is called.
-        keep: If True, `publish_part` renames the existing part. If False, `publish_part` removes
-            the existing part, or renames it if it is at a later step than the new part.
+        anew: If True, no share is current until `publish_part` is called. If False, the earlier
+            share stays current until then.
+        keep: If True, `publish_part` renames the earlier share. If False, `publish_part` removes
+            it, or renames it if it is at a later step than the new share.
 
     Raises:
-        ForeignError: The directory holds a trained part of another job or server.
+        ForeignError: The directory holds a trained share of another job or server.
     """
     path = Path(directory).absolute()
     make_directory(path)
@@ -426,9 +412,9 @@ def create_part(
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """Make the newest part in `directory`, which `create_part` has created, the current part. The
-    new part must have a committed step. The former part is removed, or renamed if it is at a later
-    step than the new part. Returns a report of each rename."""
+    """Make the newest share in `directory` the current share. A step must have been committed.
+    The former share is removed, or renamed if it is at a later step. Returns a report of each
+    rename."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -437,8 +423,7 @@ def publish_part(directory: str | Path) -> list[str]:
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
-    """Create the description of a store in `path`, and empty files for the chunks of directory
-    `meta.index`."""
+    """Create the description of a store and empty files in `path`."""
     home = path / f"gen-{meta.generation}"
     with undone_on_error(lambda: remove(home)):
         make_directory(home)
@@ -447,8 +432,8 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
 
 
 def _current_part(path: Path) -> Generation | None:
-    """Return the current generation of a server's directory. If there is no CURRENT, return the
-    newest generation that has a record. Raises DamagedError."""
+    """Return the current generation of a server's directory. Without CURRENT, this is the newest
+    one with a record. Raises DamagedError."""
     if (path / NAME).exists():
         return current(path)
     whole = [g for g in generations(path) if g.step >= 0]
@@ -465,19 +450,15 @@ def _current_part(path: Path) -> Generation | None:
 
 
 def _unnamed(found: Generation) -> Generation:
-    """Return a copy of `found` with the note that this generation is used although CURRENT is
-    missing."""
+    """Return a copy of `found` with a note that CURRENT is missing."""
     home = found.home
     note = f"{home.parent}: there is no {NAME}; {home.name}, at step {found.step}, is used"
     return replace(found, note=note)
 
 
 def _roots(named: Iterable[Path]) -> list[Generation]:
-    """Return the generations that are complete although directory 0 has no CURRENT.
-
-    Either CURRENT was lost, or the process was killed before CURRENT was written. A generation is
-    complete if directory 0 has a ledger record, because directory 0 gets its record last.
-    """
+    """Return the complete generations of directories without CURRENT. A generation is complete if
+    directory 0 has a ledger record, because this record is written last."""
     found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
 
@@ -504,7 +485,6 @@ def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
 
 
 def _describe(path: Path) -> str:
-    """Describe a directory that holds no part of the store, for a message."""
     if not path.is_dir():
         return "does not exist" if not path.exists() else "is not a directory"
     return "holds no part of the store" if any(path.iterdir()) else "is empty"
@@ -527,8 +507,7 @@ def _all(named: Iterable[Path]) -> list[Generation]:
 
 
 def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
-    """Remove or rename all generations in the directories except that of `store`. Returns a report
-    of each rename."""
+    """Remove or rename all generations except that of `store`. Returns a report of each rename."""
     events, meta = [], store.meta
     for path in named:
         home = path if path in store.directories else store.directories[0]
@@ -541,8 +520,8 @@ def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
 
 
 def _check_unfinished(named: Iterable[Path]) -> None:
-    """Raise GoneError if a directory holds data that may be trained, but directory 0 of the store
-    is not among the directories `named`."""
+    """Raise GoneError if a directory holds data that may be trained, but directory 0 of its store
+    is not in `named`."""
     found = _all(named)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
@@ -556,12 +535,8 @@ def _check_unfinished(named: Iterable[Path]) -> None:
 
 
 def _remove_unfinished(named: Iterable[Path]) -> None:
-    """Remove generations that were never finished. Called only if there is no current generation.
-
-    Directory 0 of each generation is removed last. If directory 0 were removed first and the
-    process were killed then, `_check_unfinished` would refuse the other directories, because they
-    may hold trained data.
-    """
+    """Remove generations that were never finished. Directory 0 is removed last: if a kill left only
+    the other directories, these would seem to hold trained data."""
     for generation in sorted(_all(named), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:
             set_aside(generation)

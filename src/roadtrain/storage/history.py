@@ -1,33 +1,27 @@
-"""History: the sessions that have trained a store on servers. This module decides whether a start
-(the beginning of a training run) may continue from the steps that the servers hold, and does no
-I/O.
+"""History: the sessions that have trained a store on servers. Decides whether a start of training
+may continue from the steps that the servers hold. Does no I/O.
 
-Every session that begins to train appends a link with a random id to the history. Each server that
-takes part in the session stores the link durably before the session's first commit. A step is
-committed only when all these servers hold the step. The decision follows three rules:
+Every session that begins to train appends a link with a random id. Each of its servers stores the
+link durably before the session's first commit. A step is committed only when all these servers hold
+it.
 
-Note "empty links": a link is empty if its session has trained no step. A link is certainly empty in
-two cases: a server that took part in the session holds no step of the session; or a server that
-should have taken part never stored the link. Empty links at the end of a history are ignored.
+Note "empty links": a link is empty if its session has trained no step. This is certain if one of
+its servers holds no step of the session, or never stored the link. Empty links at the end of a
+history are ignored.
 
 Note "forked": two histories have forked if, without their empty links, neither begins with the
-other. Then each of the two servers was trained without the other. A start that sees both histories
-is refused, because only the user can tell which history to continue.
+other. Only the user can tell which history to continue, so the start is refused.
 
-Note "who may hold more": a server that has not answered may hold a later step than the servers that
-have answered. Such a step can only have been trained together with a server that took part in the
-session of the last link. So a start is safe if all servers of the last link have answered. With
-three or more servers, a start is also safe if a majority has answered and has a history: a majority
-took part in every session, and any two majorities have a server in common.
+Note "who may hold more": a server that has not answered may hold a later step. Such a step can only
+have been trained together with a server of the last link. So a start is safe if all servers of the
+last link have answered. With three or more servers, a majority that has a history suffices: every
+session had a majority, and any two majorities share a server.
 
 With two servers, if only one has answered, a witness must confirm that the missing server was not
 trained alone. The witness is the mark (storage/mark.py) of the run that began the last session. If
-there is no mark, the witness is worker 0 of the last session, as long as this worker lives. Worker
-0 allows at most one server to continue without the other (`Without` in servers/frames.py). Without
-a witness, a dead server cannot be distinguished from a server that was trained alone, so the user
-must decide (argument `given_up` of `Histories.resume`).
-
-Assumes that each server's report is complete. Does not communicate and changes nothing.
+there is no mark, the witness is worker 0 of the last session, while this worker lives. Worker 0
+lets at most one server continue without the other. Without a witness, the user must decide
+(argument `given_up` of `Histories.resume`).
 """
 
 from __future__ import annotations
@@ -66,8 +60,8 @@ class ServerHoldings:
 
 @dataclass(frozen=True)
 class Witness:
-    """A run directory's record of two sessions: the last session that this run began, and the
-    preceding session in the store's history."""
+    """A run directory's record of the last session that the run began, and of the session before
+    it."""
 
     before: str  # id of the session before `last`; "" if there was none
     last: str  # id of the last session that this run began
@@ -87,8 +81,8 @@ class Witness:
 
 @dataclass(frozen=True)
 class Resume:
-    """The decision that a start may continue from `step`, which all `members` hold. The other
-    servers are filled with copies from the members."""
+    """The decision to continue from `step`, which all `members` hold. The other servers are filled
+    with copies from the members."""
 
     step: int
     members: tuple[int, ...]
@@ -101,11 +95,11 @@ class Unclear:
 
     why: str
     hint: str = ""
-    lost: tuple[int, ...] = ()  # servers that hold chunks which no server that answered holds
+    lost: tuple[int, ...] = ()  # servers that should hold the missing chunks
 
 
 class Histories:
-    """The histories of the servers that have answered a start.
+    """The histories of the servers that have answered.
 
     Args:
         found: The report of each server that has answered, by server number (the server's index in
@@ -114,7 +108,7 @@ class Histories:
         holders: For every chunk, the servers that should hold the chunk.
 
     Raises:
-        ForkedError: Two servers were trained separately.
+        ForkedError: Two servers were trained separately (Note "forked").
     """
 
     def __init__(
@@ -164,16 +158,16 @@ class Histories:
     # the history of one server
 
     def _effective(self, number: int) -> tuple[HistoryLink, ...]:
-        """Return the history of server `number`, without the last links if their sessions certainly
-        trained no step (Note "empty links")."""
+        """Return the history of server `number` without empty links at its end (Note "empty
+        links")."""
         links = self.found[number].history
         while links and self._is_empty(links[-1], number):
             links = links[:-1]
         return links
 
     def _is_empty(self, link: HistoryLink, number: int) -> bool:
-        """Whether `link`, the last link of server `number`, is certainly empty. See Note "empty
-        links"."""
+        """Whether `link`, the last link of server `number`, is certainly empty (Note "empty
+        links")."""
         here = {number, *link.members} & self.found.keys()
         proving = [self.found[n].newest for n in here if self._lacks_steps_of(link, n)]
         most = link.step if link.step >= 0 else max(proving, default=-1)
@@ -188,13 +182,11 @@ class Histories:
         )
 
     def _committed(self, number: int) -> int:
-        """Return the highest step that is certainly committed according to one server's report.
+        """Return the highest step that is certainly committed according to server `number`.
 
-        A step is prepared only after the previous step is committed, so the second newest step of a
-        server is committed. The newest step is certainly committed in two cases: the server is the
-        first member of its last session, because a step is committed when the first member holds
-        the step; or the last session began at the newest step. The step of a snapshot is committed,
-        too.
+        Only the newest step may be uncommitted. It is certainly committed if the session began at
+        this step, or if the server is the session's first member, which commits for all. Steps of
+        snapshots are committed.
         """
         held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
@@ -214,8 +206,8 @@ class Histories:
                     )
 
     def _fork_hint(self, *forked: int) -> str:
-        """Return a hint that names the servers to give up, such that the remaining servers agree
-        with each other and together hold every chunk."""
+        """Return a hint that names servers to give up, so that the remaining servers agree and
+        together hold every chunk."""
         spare: list[str] = []
         for kept in forked:
             side = [kept]
@@ -237,9 +229,8 @@ class Histories:
         )
 
     def _suffices(self, side: Collection[int]) -> bool:
-        """Whether training can continue without some of the servers that have answered. `side`: the
-        numbers of the servers that have answered and are kept. Servers that have not answered are
-        assumed to hold the chunks that they should hold."""
+        """Whether training can continue if only the servers in `side` are kept of those that have
+        answered. All other servers are assumed to hold their chunks."""
         if self.silent:
             return not lost_chunks(self.holders, {*self.silent, *side})
         found = {n: self.found[n] for n in side}
@@ -261,8 +252,8 @@ class Histories:
         return branch < 0 or self._committed(earlier) <= branch
 
     def _describe(self, number: int, other: int) -> str:
-        """Describe, for a message, the step of server `number`, and the step at which the histories
-        of the servers `number` and `other` diverge."""
+        """Describe, for a message, where server `number` stands, and where its history leaves that
+        of `other`."""
         mine, its = self.effective[number], {link.id for link in self.effective[other]}
         link = next((own for own in mine if own.id not in its), mine[-1] if mine else None)
         since = when = ""
@@ -273,8 +264,7 @@ class Histories:
         return f"{self.names[number]} is at step {newest}{since}{when}"
 
     def _complete(self, given_up: Collection[int]) -> bool:
-        """Whether no server outside `found` can hold a later step than the servers in `found`. See
-        Note "who may hold more"."""
+        """Whether no server outside `found` can hold a later step (Note "who may hold more")."""
         here = {n for n in self.found if _same(self.effective[n], self.history)} | set(given_up)
         n_servers = len(self.names)
         if len(here) == n_servers or (n_servers > 2 and 2 * len(self.found) > n_servers):
@@ -290,7 +280,7 @@ class Histories:
 
     def _witnessed(self, witness: Witness | None) -> bool:
         """Whether there are two servers, and `witness` proves that the missing server was not
-        trained without the other server."""
+        trained alone."""
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
@@ -303,12 +293,8 @@ class Histories:
         return False
 
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Unclear | None:
-        """Check that some server knows the run's last session, or that this session trained no
-        step.
-
-        Returns:
-            None if the check succeeds. If a server that has not answered may know the session, an
-            `Unclear` with the reason to wait.
+        """Return None if some server knows the run's last session, or if this session trained no
+        step. Otherwise return the reason to wait for a server that has not answered.
 
         Raises:
             StaleError: All servers of the session have answered, and none knows the session.
@@ -331,8 +317,8 @@ class Histories:
         )
 
     def _ends(self, number: int) -> set[str]:
-        """Return the ids of two sessions: the last session in the history of server `number`, and
-        the last session in `self.history`. The id is "" if the history is empty."""
+        """Return the ids of the last sessions in the history of server `number` and in
+        `self.history`; "" for an empty history."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
             for links in (self.found[number].history, self.history)
@@ -365,8 +351,8 @@ class Histories:
 
 
 def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...]:
-    """Return a copy of a history without the last sessions that began after `step`. Used when a
-    start goes back to a snapshot of `step`."""
+    """Return a history without the last sessions that began after `step`, for a return to a
+    snapshot of `step`."""
     links = tuple(history)
     while links and links[-1].step > step:
         links = links[:-1]
@@ -375,7 +361,7 @@ def back_to(history: Sequence[HistoryLink], step: int) -> tuple[HistoryLink, ...
 
 def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) -> list[int]:
     """Return the servers that should hold the lost chunks: the chunks that no server in `members`
-    holds. `holders`: For every chunk, the servers that should hold the chunk."""
+    holds. `holders` lists, for every chunk, the servers that should hold the chunk."""
     return sorted({server for some in holders if not set(some) & set(members) for server in some})
 
 

@@ -1,22 +1,18 @@
-"""Ledger: the commit records of a generation directory. The record of a step names the slots that
-hold the data of the step.
+"""Ledger: the commit records of a generation directory, in two files that are written alternately.
 
-The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
-all these bytes]. A new record is written to the file that does not hold the last committed record,
-and this file is synced. So a torn record never damages the last commit.
+A record is [header | a row per owned chunk | blob | xxh3 of all these bytes]. A torn record never
+damages the last committed record, which is in the other file.
 
-Note "durable before use": a record that was read may exist only in the page cache, because its
-writer was killed before the sync, or because the sync failed. A step built on such a record would
-overwrite the slots of the older step, and a power cut would then lose both steps. So before
-anything else is written, `settle` rewrites the valid record, erases all other records, and syncs
-both files. A record whose sync fails is erased at once, and its step is not committed.
+Note "durable before use": a record that was read may exist only in the page cache. A step built on
+such a record would overwrite data of the older step, and a power cut could then lose both steps. So
+`settle` makes the loaded record durable, and erases all other records, before anything else is
+written. A record whose sync fails is erased, and its step is not committed.
 
-Note "sessions": a record names the session that trained its step (a HistoryLink,
-storage/history.py). A session begins when a store on files is opened for training. So two copies of
-a directory that were trained separately have different sessions at the same step, and can be told
-apart. The records of a server's part name no session; the part's history is in `store.json`.
+Note "sessions": a record names the session that trained its step. A session begins when a store on
+files is opened for training. So copies of a directory that were trained separately can be told
+apart. Records of servers name no session, because `store.json` holds their history.
 
-Assumes one writer (a lock on the ledger enforces this). Does not read or write the slots.
+Has one writer, enforced by a lock. Does not read or write the slots.
 """
 
 from __future__ import annotations
@@ -71,8 +67,8 @@ def digest(view: memoryview | bytes) -> int:
 
 
 def pack(blobs: Sequence[bytes]) -> bytes:
-    """Pack the blobs (opaque bytes) that several workers commit with a step. A single blob is
-    returned unchanged."""
+    """Pack the blobs that several workers commit with a step. A single blob is returned
+    unchanged."""
     if len(blobs) <= 1:
         return b"".join(blobs)
     lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
@@ -80,8 +76,8 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """Return the blobs of the workers in order. If a blob is itself the result of `pack`, as with a
-    relay, the blobs inside are returned in its place."""
+    """Return the blobs of the workers in order. Blobs that were packed several times are unpacked
+    completely."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
@@ -105,11 +101,9 @@ class Ledger:
     """The two ledger files of one generation directory.
 
     Attributes:
-        entry: The last committed record. Before the first commit, the step of this record is -1,
-            and its rows are the initial rows.
+        entry: The last committed record. Before the first commit, its step is -1.
         pending: The record that was appended but is not committed yet, or None.
-        session: The session that new records name (Note "sessions"). Initially it is the session of
-            the loaded record.
+        session: The session that new records name (Note "sessions").
         dropped: Reports of records that are ignored.
         damaged: Files that contain a torn or damaged record.
     """
@@ -132,7 +126,7 @@ class Ledger:
                 lock(self._files[0].fd, directory)
 
     def load(self, step: int | None) -> tuple[int, ...]:
-        """Load a record. A newer record is ignored. Nothing is written before `settle` is called.
+        """Load a record. Writes nothing.
 
         Args:
             step: The step of the record. None stands for the newest record.
@@ -141,8 +135,8 @@ class Ledger:
             The steps that have records.
 
         Raises:
-            DamagedError: There is no record; or one of the two records is damaged, and the other
-                record is not of `step`.
+            DamagedError: There is no record; or a record is damaged, and the other record is not of
+                `step`.
             StaleError: The records are intact, but none of them is of `step`.
             ForeignError: A record belongs to another store.
         """
@@ -162,8 +156,7 @@ class Ledger:
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """Return the error for a ledger without an intact record of `step`. If `step` is None, the
-        ledger has no intact record at all. `steps`: The steps of the intact records."""
+        """Return the error for a ledger that has intact records only of `steps`, not of `step`."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:
@@ -189,7 +182,7 @@ class Ledger:
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:
-        """Begin a new session. All further records name this session.
+        """Begin a new session, which all further records name.
 
         Returns:
             The id of the session that trained the last step ("" if unknown), and the id of the new
@@ -201,7 +194,7 @@ class Ledger:
         return before, begun
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
-        """Write a record durably. The committed record is not changed."""
+        """Write a record durably, beside the committed record."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
         job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
         counts = len(rows), step, len(blob)
@@ -264,8 +257,8 @@ def _header_nbytes(fmt: int) -> int:
 
 
 def record_in(path: Path) -> bytes | None:
-    """Read the record of a ledger file. The returned bytes include the record's checksum. Returns
-    b"" if no record was ever written, and None if the record is torn or damaged."""
+    """Read the record of a ledger file, with its checksum. Returns b"" if no record was ever
+    written, and None if the record is torn or damaged."""
     with typed_errors(path, "reading"):
         data = path.read_bytes()
     if not any(data[: HEADER.size]):
@@ -278,8 +271,8 @@ def record_in(path: Path) -> bytes | None:
 
 
 def steps_in(directory: Path) -> list[int | None]:
-    """Return the steps of the records in a generation directory. None stands for a torn or damaged
-    record. Does not check that the records belong to the store that the directory describes."""
+    """Return the steps of the records in a generation directory; None stands for a torn or damaged
+    record. Does not check to which store the records belong."""
     records = []
     for name in ("ledger.0", "ledger.1"):
         with contextlib.suppress(GoneError):

@@ -1,10 +1,7 @@
-"""Locks on directories. Until `close`, only this process opens, fills, converts and cleans the
-locked directories.
+"""Locks on directories: one process at a time opens, fills, converts or cleans a directory.
 
-The lock is on the directory itself, so no file is left behind. If the file system cannot lock
-directories (NFS), the lock is on a file named `lock` in the directory. A lock ends when the process
-that took it ends; forked children, such as those of a DataLoader, do not keep the lock. If another
-process holds a lock, locking waits at most 5 s.
+A lock ends when its process ends; forked children do not keep it. On file systems that cannot lock
+directories (NFS), the lock is on a file named `lock`. Locking waits at most 5 s.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ LOCK_WAIT_S = 5.0  # subprocesses of a killed process may hold the lock briefly
 
 
 class Locks:
-    """A set of locked directories. A directory is identified by device and inode. If several paths
-    lead to the same directory, the directory is locked once."""
+    """A set of locked directories. A directory that has several paths is locked once."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
@@ -56,8 +52,7 @@ _ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # all locks of this process
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked child. Otherwise the child would keep the directories locked
-    while the child lives."""
+    """Close the locks in a forked child, which would otherwise keep the directories locked."""
     for locks in list(_ALL):
         locks.close()
 
@@ -66,9 +61,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _locked(fd: int, directory: Path) -> int:
-    """Lock a directory. `fd` is the directory's descriptor. Returns the descriptor that holds the
-    lock: `fd` itself, or, if the file system cannot lock directories, the descriptor of a file in
-    the directory. `fd` is closed if it is not returned."""
+    """Lock a directory and return the descriptor that holds the lock. If this is not `fd`, then
+    `fd` is closed."""
     try:
         lock(fd, directory)
         return fd

@@ -1,22 +1,18 @@
-"""Mark: a run directory's record of its store. When a run starts, the store is compared with the
-mark, so that a run does not silently continue with a wrong store.
+"""Mark: a run directory's record of its store, so that a run does not silently continue with a
+wrong store.
 
-The store is refused if it is missing, belongs to another job, is at an earlier step (an older
-copy), or was trained by another session (a copy that was trained elsewhere). The store is refused
-before anything is created, moved or removed. The user accepts a refused store with the option
-`new_store`.
+A store is refused before anything is changed, if it is missing, belongs to another job, is at an
+earlier step, or was trained by another session. The option `new_store` accepts it.
 
-The mark is the file `mark.json`. It contains the uuid of the store's job, the highest step known to
-be committed, and the session that trains the store. The file is replaced only every few seconds.
-Later committed steps are known from metrics.jsonl (arguments `witness` and `sessions` of Mark). The
-line of a step is durable before the step can be committed, so a store at a step without a line was
-trained outside of this run.
+The file `mark.json` is written only every few seconds; metrics.jsonl shows later steps. A step's
+line in metrics.jsonl is durable before the step is committed. So a step without a line was trained
+outside of this run.
 
-Note "settled": a run that may go back to an earlier step first writes settled=False to the mark.
-While settled is False, the lines of metrics.jsonl are ignored, because they may describe undone
-steps. settled becomes True again when metrics.jsonl has been cut to the step of the store.
+Note "settled": before a run may go back to an earlier step, it writes settled=False to the mark.
+The lines of metrics.jsonl are then ignored, because they may describe undone steps. settled becomes
+True when metrics.jsonl has been cut to the step of the store.
 
-Assumes that one process, worker 0, writes the mark. The caller reads metrics.jsonl.
+Only worker 0 writes the mark. The caller reads metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -61,9 +57,9 @@ class Mark:
     """The file `mark.json` of a run directory, which records the store of the run.
 
     Attributes:
-        record: The content of the mark, as read when the mark was opened, or as written last.
-        fresh: Whether the run now uses another store, so that the lines in metrics.jsonl describe
-            the former store. Set by `check` and `adopt`.
+        record: The content of the mark.
+        fresh: Whether the run now uses another store, so that metrics.jsonl describes the former
+            store.
         new_store: Whether the user accepts the store that is found (`--new-store`).
     """
 
@@ -77,16 +73,12 @@ class Mark:
         reads: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
-        """Open the mark of `directory`.
+        """Open the mark of the run directory `directory`.
 
-        Args:
-            directory: The run directory.
-            witness: The last step that is committed according to metrics.jsonl, or -1.
-            sessions: For each step with a line in metrics.jsonl, the session that trained the step;
-                "" if the line names no session.
-            new_store: Whether the user accepts the store that is found.
-            reads: Whether the command only reads a store. If True, a missing store is an error.
-            report: Called with each line to be printed.
+        `witness` is the last step that is committed according to metrics.jsonl, or -1. `sessions`
+        maps each step in metrics.jsonl to the session that trained the step, or "". With `reads`,
+        the command only reads a store, and a missing store is an error. `report` is called with
+        each line to be printed.
         """
         self.path = directory / NAME
         self.fresh = False
@@ -107,10 +99,9 @@ class Mark:
             step: The store's last committed step; -1 if there is no store.
             where: The store's location, for messages.
             session: The id of the session that trained this step; "" if the store names no session.
-                If None, `check` does not compare sessions, because servers and stages compare the
-                histories of stores themselves.
-            back: Whether the store may be at an earlier step than the mark, for example because
-                state in RAM was restored from a snapshot.
+                None if sessions are not to be compared.
+            back: Whether the store may be at an earlier step than the mark, for example after state
+                in RAM was restored from a snapshot.
 
         Raises:
             GoneError: There is no store.
@@ -131,8 +122,8 @@ class Mark:
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
         """Record that this run's store belongs to `job` and is at `step`. If `job` is "", the state
-        is in the memory of this process. `history`: the text of a Witness (storage/history.py), or
-        "" if there is none."""
+        is in the memory of this process. `history` is a Witness (storage/history.py) as text, or
+        ""."""
         if step >= 0 and job and self.record.job != job and self.record.step > 0:
             self._report(f"{self.path}: this run now uses the store of job {job}, at step {step}")
         self.fresh |= self.record.job not in ("", job)
@@ -140,8 +131,8 @@ class Mark:
 
     def advance(self, step: int, *, now: bool = False) -> None:
         """Record that `step` is committed and that metrics.jsonl agrees with the store. The mark is
-        written at most once in 5 s. If `now` is True, or if the mark was not settled (Note
-        "settled"), the mark is written at once."""
+        written at most once in 5 s, or at once if `now` is True or the mark was not settled (Note
+        "settled")."""
         if not self.record.job or (self.record.settled and step <= self.record.step):
             return
         if now or not self.record.settled or time.monotonic() - self._written > EVERY_S:

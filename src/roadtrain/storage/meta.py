@@ -1,7 +1,7 @@
 """StoreMeta: the description of a store, written as `store.json` into every generation directory.
 
-A process must hold the directory's lock to write the description. The description does not contain
-the committed step, which is in the ledger (storage/ledger.py).
+Only the process that has locked the directory may write the description. The committed step is in
+the ledger (storage/ledger.py).
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ class Brief:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The description of a store: what it contains, and where its directories are.
-
-    `of` sets the fields that describe the content. `create_store` sets the fields that describe the
-    directories: `owners`, `directories`, `generation`, `index` and `copy_of`.
-    """
+    """The description of a store: its contents, and its directories. `of` sets the fields about the
+    contents; `create_store` sets `owners`, `directories`, `generation`, `index` and `copy_of`."""
 
     job: str  # uuid
     blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
@@ -101,8 +98,8 @@ class StoreMeta:
 
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """The spans of each parameter, by the parameter's name. A span is the part of a parameter
-        that is in one chunk. Each list element is (chunk, index of the span in the chunk, span)."""
+        """The spans of each parameter, by the parameter's name. A span is a parameter's range in
+        one chunk. A list element is (chunk, index of the span in the chunk, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):
@@ -110,8 +107,8 @@ class StoreMeta:
         return out
 
     def holders(self, chunk: int) -> tuple[int, ...]:
-        """Return the directories (or servers) that hold `chunk`: its owner, and the directories
-        after the owner that hold copies."""
+        """Return the directories (or servers) that hold `chunk`: its owner, and those with
+        copies."""
         owner, n = self.owners[chunk], len(self.directories)
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
@@ -130,8 +127,8 @@ class StoreMeta:
 
     @property
     def signature(self) -> str:
-        """A hash of the parameters, dtypes, chunks and update rules. Two workers have the same
-        signature only if all of these are the same."""
+        """A hash of the parameters, dtypes, chunks and update rules, which all workers must agree
+        on."""
         keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
         body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]

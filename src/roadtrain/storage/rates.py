@@ -1,7 +1,5 @@
-"""Measurement of the rates of a storage directory.
-
-The measurement writes a temporary file of 256 MiB, and takes a few seconds.
-"""
+"""Measurement of the rates of a storage directory, with a temporary file of 256 MiB. Takes a few
+seconds."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ class StorageRates:
 
 
 def storage_rates(directory: str | Path) -> StorageRates:
-    """Measure the rates of `directory` by writing and reading a temporary file. If the directory
-    does not exist, the nearest parent is measured. Raises StoreError (FullError, GoneError)."""
+    """Measure the rates of `directory`, or of its nearest parent that exists. Raises StoreError
+    (FullError, GoneError)."""
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
@@ -54,9 +52,8 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Return the bytes per second of all `calls` together. A call reads or writes one piece of the
-    file. Two threads per call repeat the call for successive pieces, for 0.7 s and until they have
-    transferred `at_least` bytes."""
+    """Return the bytes per second of all `calls` together. Each call reads or writes the file for
+    at least 0.7 s, in two threads, and transfers at least `at_least` bytes."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

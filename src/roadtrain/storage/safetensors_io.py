@@ -1,8 +1,8 @@
-"""Reading of safetensors files in Hugging Face layout, tensor by tensor
-(training/write_safetensors.py writes such files).
+"""Reading of safetensors files in Hugging Face layout, tensor by tensor.
+training/write_safetensors.py writes such files.
 
 A file contains the length of the header (8 bytes), a JSON header, and the data. Tensors of bf16 and
-fp16 are read as uint16 arrays. Assumes a little-endian machine. Keeps no files open.
+fp16 are read as uint16 arrays. The machine must be little-endian.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file. `read` reads the values of the tensor."""
+    """A tensor in a file. `read` reads its values."""
 
     name: str
     dtype: str
@@ -40,8 +40,7 @@ class Tensor:
     offset: int
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """Read the tensor. Without arguments, returns the whole tensor in its shape; otherwise
-        elements [start, stop) of the flattened tensor."""
+        """Read the whole tensor in its shape, or elements [start, stop) of the flattened tensor."""
         whole = start == 0 and stop is None
         numel = prod(self.shape)
         last = numel if stop is None else stop
@@ -56,7 +55,7 @@ class Tensor:
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
     """Return the tensors of a safetensors file, or of all safetensors files of a directory, by
-    name. Only the headers of the files are read.
+    name. Only the headers are read.
 
     Args:
         path: A safetensors file, or a directory that contains an index, `model.safetensors`, or
@@ -121,9 +120,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 def open_weights(
     weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Tensor]:
-    """Return the tensors in the file or directory `weights`, by name. `shapes` maps each parameter
-    of the model to the parameter's shape. Raises ConfigError if a tensor is missing or has another
-    shape."""
+    """Return the tensors in the file or directory `weights`, by name. `shapes` gives the shape of
+    each parameter of the model. Raises ConfigError if a tensor is missing or has another shape."""
     tensors = open_dir(weights)
     lacking = [name for name in shapes if name not in tensors]
     wrong = [n for n, shape in shapes.items() if n in tensors and tuple(tensors[n].shape) != shape]

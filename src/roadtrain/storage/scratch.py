@@ -1,8 +1,7 @@
 """Scratch: an unnamed file that is mapped into memory, for values that may not fit in memory.
 
-The pages of the file are page cache: the kernel reclaims these pages when memory is short, and they
-do not count as memory of this process. Offsets must be multiples of the page size. The file is not
-synced, and has no checksums. The file is deleted when the last view of the map is released.
+The kernel can reclaim the file's pages, so they do not count as memory of this process. The file
+has no checksums, and is deleted when the last view of the map is released.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """An unnamed file of `nbytes` in `directory`. Ranges of the file that were never written take
-    no space on the disk. Raises FullError if the disk is full."""
+    """An unnamed file of `nbytes` in `directory`. Offsets must be multiples of the page size.
+    Ranges that were never written take no space on the disk. Raises FullError if the disk is
+    full."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
@@ -32,14 +32,12 @@ class Scratch:
             self.map = mmap.mmap(self._fd, max(nbytes, PAGE))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` with a system call, not through the map, so that no page is mapped into this
-        process."""
+        """Write `data` without mapping pages into this process."""
         with typed_errors(self._where, "writing values to a scratch file", len(data)):
             while data:
                 done = os.pwrite(self._fd, data, offset)
                 data, offset = data[done:], offset + done
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Unmap the pages of a range of the file from this process. When the range is read through
-        the map later, the pages are mapped again."""
+        """Unmap a range of the file from this process. A later read of the range maps it again."""
         self.map.madvise(mmap.MADV_DONTNEED, offset, round_up(nbytes, PAGE))

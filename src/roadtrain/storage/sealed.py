@@ -1,8 +1,5 @@
-"""Small files with a checksum: a text body followed by a line `xxh3 DIGEST`. If a file must be a
-JSON object, the checksum is the value of the object's first key instead (`sealed_json`).
-
-Assumes that files are replaced as a whole (storage/direct.replace_file).
-"""
+"""Checksums of small text files, which end with a line `xxh3 DIGEST`. In JSON files, the checksum
+is the value of the first key instead."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ _KEY = b'{"xxh3": "%s",'  # holds the checksum of all bytes after this text
 
 
 def sealed(body: bytes) -> bytes:
-    """Append the checksum line to `body`. `body` must not contain a checksum line."""
+    """Append the checksum line to `body`, which must not contain one yet."""
     assert _TAG not in body
     return body + _TAG + xxhash.xxh3_64_hexdigest(body).encode() + b"\n"
 
@@ -29,8 +26,7 @@ def unsealed(content: bytes) -> bytes:
 
 
 def sealed_json(body: bytes) -> bytes:
-    """Insert the checksum into `body` as the first key. `body` must be a JSON object that is not
-    empty."""
+    """Insert the checksum as the first key into `body`, a JSON object that is not empty."""
     rest = body.removeprefix(b"{")
     return _KEY % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 

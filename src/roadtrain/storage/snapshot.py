@@ -1,22 +1,16 @@
-"""Snapshots: the part of a store that a server holds in RAM is copied to files every few steps,
-during training.
+"""Snapshots: files to which a server copies its state in RAM every few steps, during training.
 
-A snapshot of step s copies the slots of step s, which stay intact until step s+2 is written. If a
-write would overwrite a chunk that is not copied yet, the write waits for the copy. So a slow
-snapshot slows down these steps to the rate of the snapshot's device. Only chunks that changed since
-the last snapshot are copied. The copy is an ordinary part with two slots and a ledger, so a kill
-during a snapshot leaves the previous snapshot intact.
+Only chunks that changed since the last snapshot are copied. A write that would overwrite a chunk
+not copied yet waits, so a slow snapshot slows down training. A kill during a snapshot leaves the
+previous snapshot intact.
 
-Note "same steps": at any time, there is a step of which all servers have a snapshot. The reason is:
-before a server prepares a step that is to be copied, the server finishes its last snapshot. A step
-is committed only after all servers have prepared the step. So when a server begins a snapshot, all
-servers have finished the previous snapshot, and each server keeps the previous snapshot until the
-new snapshot is finished. A session that goes back begins at a common snapshot. If chunks have
-replicas, it suffices that the servers with this snapshot together hold every chunk. A server
-without this snapshot makes a new snapshot when the session begins.
+Note "same steps": at any time, there is a step of which all servers have a snapshot. A server
+finishes its last snapshot before it prepares the next step to be copied, and keeps that snapshot
+until the new one is finished. A step is committed only after all servers have prepared it. A
+session that goes back begins at a common snapshot. With replicas, it suffices that the servers with
+this snapshot together hold every chunk.
 
-Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
-(servers/opening.py does).
+Follows the rules of storage/tier.py. servers/opening.py chooses the snapshot to go back to.
 """
 
 from __future__ import annotations
@@ -41,13 +35,8 @@ WAIT_S = 600.0
 
 
 def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
-    """Return a text that describes where the state is kept, and how durable the state is there.
-
-    Args:
-        directory: The directory of the state.
-        snapshot: The directory of the snapshots.
-        every: Number of steps between two snapshots; 0 if there are no snapshots.
-    """
+    """Describe where the state and its snapshots are kept, and how durable they are. `every` is the
+    number of steps between two snapshots; 0 if there are none."""
     ram = in_ram(directory)
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
@@ -58,8 +47,8 @@ def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
 
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
-    """Return the steps for which the part in `directory` has records, and the part's description.
-    If there is no part, return () and None."""
+    """Return the steps for which `directory` has records, and the description of the store. If
+    there is none, return () and None."""
     tier = open_part(directory, read_only=True)
     if tier is not None:
         tier.close()
@@ -68,8 +57,8 @@ def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
 
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
     """Open the snapshot of `step` and discard later snapshots. If `step` is -1 or there is no
-    snapshot, create an empty part for snapshots. Raises ForeignError if the snapshot in `directory`
-    belongs to another job or server."""
+    snapshot, create empty files for snapshots. Raises ForeignError if the snapshot belongs to
+    another job or server."""
     tier = (open_part(directory, step) if step >= 0 else None) or create_part(
         directory, meta, anew=True
     )
@@ -84,7 +73,7 @@ def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
 
 
 def restore(snapshot: FileTier, to: FileTier) -> None:
-    """Copy `snapshot` into the empty part `to`, and commit `to` at the step of the snapshot."""
+    """Copy `snapshot` into the empty tier `to`, and commit the step of the snapshot."""
     view, entry = Buffer(_largest(snapshot)).view, snapshot.entry
     for chunk in entry.rows["chunk"]:
         snapshot.copy(int(chunk), entry.rows, to, view)
@@ -93,10 +82,13 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """Copies a server's part `source` to the part `target` at each step that is a multiple of
-    `every`, after `start` is called. Two methods of `source` may have to wait for the copy in
-    progress: `write`, if it would overwrite a chunk that is not copied yet, and `prepare`, if the
-    step is the next step to be copied. Both methods raise the error of a failed copy."""
+    """Copies a server's tier `source` to the tier `target` at each step that is a multiple of
+    `every`.
+
+    Two methods of `source` may wait for the copy in progress: `write`, if it would overwrite a
+    chunk not copied yet, and `prepare` of the next step to be copied. Both raise the error of a
+    failed copy.
+    """
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
@@ -108,8 +100,8 @@ class Snapshots:
         self._finished: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin the first snapshot. `source` must have a committed step, and must not have begun to
-        write the next step."""
+        """Start to make snapshots, the first of them at once if `target` has none. `source` must
+        have a committed step, and no writes of the next step."""
         source = self._source
         source.on_write, source.on_prepare = self._before_write, self._before_prepare
         source.on_commit = self._committed
@@ -117,8 +109,8 @@ class Snapshots:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin a snapshot of the step that was just committed. The next step must not have been
-        written yet."""
+        """Begin a snapshot of the step that was just committed, before any write of the next
+        step."""
         entry, last = self._source.entry, self._target.step
         if self._closed or entry.step == last:
             return
@@ -136,8 +128,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """Wait for the copy of `chunk`, if a step after the snapshot's step has already written the
-        chunk. The write that follows then overwrites the slot that is being copied."""
+        """Wait for the copy of `chunk`, if the next write of this chunk overwrites the slot that is
+        being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -150,8 +142,7 @@ class Snapshots:
             self._begin()
 
     def close(self) -> None:
-        """Finish the snapshot in progress. If the snapshot fails, the failure is reported, not
-        raised."""
+        """Finish the snapshot in progress. A failure is reported, not raised."""
         self._closed = True
         wait([self._finished] if self._finished else [], WAIT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -170,8 +161,7 @@ class Snapshots:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Wait for the copies of all chunks, then commit the snapshot. This method runs in a thread
-        of the pool, after the copies were started."""
+        """Wait for the copies of all chunks, then commit the snapshot."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())

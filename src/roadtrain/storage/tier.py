@@ -1,21 +1,18 @@
-"""The parts of a record, and the rules of a tier (storage/file.py) that holds records.
+"""The rules of a tier (storage/file.py), which stores the records of chunks.
 
-A record is [weights | state] (chunks.py). A part is "weights", "state" or "record" (both). A
-memoryview that is passed to a tier has exactly the padded size of the part that the tier reads or
-writes. Between two commits each part is written at most once.
+A record is [weights | state]. The methods of a tier take the argument `part`: "weights", "state",
+or "record" for both. A memoryview given to a tier has the padded size of what `part` names. Between
+two commits, the weights and the state of a chunk are each written at most once.
 
-The state part of most chunks contains a master, from which the weights can be cast. If only the
-state part of such a chunk is written, the weights part becomes *absent* until the weights part is
-written again. Reading "record" while the weights part is absent leaves the weights bytes of the
-view unchanged.
+Most chunks keep a master (fp32 weights) in their state. If only the state of such a chunk is
+written, its weights become *absent* until they are written again. Reading the record then leaves
+the weights bytes of the view unchanged.
 
 Writes are pending until `committed` is called. `prepare` makes pending writes durable, together
-with a ledger record of the step. If the tier is closed and opened again, pending writes are
-discarded.
+with a ledger record of the step. Closing the tier discards pending writes.
 
-Assumes that each chunk is used by one thread at a time (different threads may use different
-chunks), and that nothing is written between `prepare` and `committed`. A tier only stores bytes; it
-computes no updates. A server that keeps its state in process memory has no tier.
+Different threads may use different chunks at the same time. Nothing may be written between
+`prepare` and `committed`. A tier computes no updates.
 """
 
 from __future__ import annotations
@@ -26,7 +23,8 @@ WEIGHTS, STATE_PART, RECORD = "weights", "state", "record"
 
 
 def part_range(record: Record, part: str) -> tuple[int, int]:
-    """Return the byte range of a part inside its record: (first byte, byte after the last)."""
+    """Return the byte range inside a record that `part` names: (first byte, byte after the
+    last)."""
     if part == WEIGHTS:
         return 0, record.weights_nbytes
     assert part in (STATE_PART, RECORD), part
