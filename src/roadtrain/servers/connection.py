@@ -46,7 +46,7 @@ class MessageLink(Protocol):
     def waits_for(self) -> str:
         """Return the reason why the server itself waits, for messages to the user.
 
-        The text begins with ", which waits for". If the server does not wait, it is empty.
+        The text begins with ", which waits for", or is empty if the server does not wait.
         """
 
 
@@ -73,8 +73,7 @@ class WorkerConnection:
     def silent_for(self, limit_s: float) -> float:
         """Return the seconds since the worker's last frame if they exceed `limit_s`, else 0.
 
-        While a frame is being received, the limit is at least 600 seconds, because links may be
-        slow.
+        The limit is at least 600 seconds while a frame is being received over a slow link.
         """
         if self._allocating or self._handling:
             return 0.0
@@ -121,7 +120,7 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """The session of the workers `0..workers-1` of one start of a job.
 
-    Once `over` is set, it does not change, and no worker can join. Access attributes under `lock`.
+    Once `over` is set, it does not change, and no worker can join. `lock` guards the attributes.
     """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
@@ -225,8 +224,8 @@ def link_to(
 ) -> Link:
     """Connect to a reducer or coordinator, and return the link.
 
-    If `address` is None, the peer is in this process, and `own` is its function that accepts links.
-    `hello` is the greeting to send. `name` names the peer in messages to the user.
+    If `address` is None, the peer is in this process, and `own` accepts the link. `hello` is the
+    greeting to send. `name` names the peer in messages to the user.
     """
     greeting = m.encode(hello)
     if isinstance(address, str):

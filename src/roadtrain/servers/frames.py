@@ -9,9 +9,9 @@ The frames before the bar (|) set up a session. The frames after the bar carry t
 servers/protocol/messages.py. An invalid frame raises WireError, and nothing is executed or
 unpickled (Rule 8). Further frames are in sums/sum_frames.py and switch/switch_frames.py.
 
-NOTE language. LANGUAGE is a digest of the names, numbers and types of all frames of all packages.
-The two processes of a link compare their digests when they connect. tests/unit/test_language.py
-prints the new digest. Increase EDITION when the meaning of a field changes without its type.
+NOTE language. LANGUAGE is a digest of the names, numbers and types of all frames of all packages,
+which two processes compare when they connect. tests/unit/test_language.py prints the new digest.
+Increase EDITION when the meaning of a field changes, but not its type.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class OpenHeader(NamedTuple):
     the store.
     """
 
-    new: bool  # True: make the part; False: open it
-    step: int  # step of the part to open or make
+    new: bool  # whether to make new files (False: open the files)
+    step: int  # step of the files to open or make
     servers: int  # number of servers of the store
     holds_gradients: bool  # whether gradients wait for the global norm
-    # Step of the snapshot to open, -1 for none. If equal to `step`, a new part is filled from it.
+    # Step of the snapshot to open, -1 for none. If equal to `step`, new files are filled from it.
     snapshot: int
-    given_up: bool  # whether the contents that the new part replaces are moved aside
+    given_up: bool  # whether the files that the new files replace are moved aside
 
 
 class WelcomeHeader(NamedTuple):

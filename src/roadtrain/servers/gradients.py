@@ -199,7 +199,7 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        The buffer contains the values of a spilled or sparse gradient. Otherwise, it is None.
+        The buffer is None, unless it contains the values of a spilled or sparse gradient.
         """
         if isinstance(part, tuple):
             memory, dtype = part

@@ -1,7 +1,7 @@
 """The directories of a server for its store and its snapshots, which all its sessions use in turn.
 
-If a session hangs because a storage device does not respond, it keeps the lock (`storing`), and the
-next session is refused. The open store belongs to the session, not to the HostedStore.
+A session that hangs because of a storage device keeps the lock (`storing`), and the next session is
+refused. The open store belongs to the session, not to the HostedStore.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostedStore:
         """Return the newest step of the store (-1 without a store), the steps of its snapshots, and
         its metadata.
 
-        `opened` is the store's files that the running session has open, or None.
+        `opened` has the store's files if the running session has opened them.
         """
         with self.storing():
             if opened is not None:
@@ -70,8 +70,8 @@ class HostedStore:
         """Record durably that this server may resume without `servers`, and return the store's
         metadata.
 
-        `link` is the id of the last session. If it is not the last session of this store, records
-        nothing and returns None.
+        `link` is the id of the session that has ended. If another session was the store's last,
+        records nothing and returns None.
         """
         with self.storing():
             home = None if opened is None else opened.directory

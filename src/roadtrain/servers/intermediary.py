@@ -26,11 +26,7 @@ from roadtrain.units import round_up
 
 
 class IntermediarySession(ParameterSession):
-    """The session of the participants of one server, and the Receiver of the link to the server.
-
-    `_readers` has the participants that wait for a Record, in the order of their requests. Access
-    `_readers` and `_greetings` only under `lock`.
-    """
+    """The session of the participants of one server, and the Receiver of the link to the server."""
 
     machine: Any  # an Intermediary; set before any pull or end of a step
     _copies: list[Buffer]  # the buffers for parameters, by number
@@ -49,8 +45,9 @@ class IntermediarySession(ParameterSession):
         self._stands_for, self._up_s = stands_for, deadline_s
         self._connected = threading.Event()  # set once `_up` is set
         self._up: Link  # the link to the server
-        # Welcome and Ready frames, sent again to participants that join later
+        # Welcome and Ready frames, sent again to participants that join later; guarded by `lock`
         self._greetings: list[tuple[int, bytes, bytes]] = []
+        # participants that wait for a Record frame, in the order of requests; guarded by `lock`
         self._readers: deque[ParameterConnection] = deque()
 
     # participants

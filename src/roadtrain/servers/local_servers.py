@@ -133,7 +133,7 @@ class LocalServers:
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
-        """Close the store. Close the worker first."""
+        """Close the store, after the worker is closed."""
         if self.store is not None:
             self.store.close()
 

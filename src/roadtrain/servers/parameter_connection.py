@@ -59,11 +59,7 @@ class PullReply:
 
 
 class ParameterConnection(WorkerConnection):
-    """The connection of one worker at a parameter server.
-
-    Invariants: `_coming` has the buffers of dense gradients that are being received, in order of
-    arrival. A buffer in `_kept` returns to `pool` when the server no longer needs it.
-    """
+    """The connection of one worker at a parameter server or relay."""
 
     session: ParameterSession
 
@@ -71,8 +67,8 @@ class ParameterConnection(WorkerConnection):
         super().__init__(session, rank, link)
         self.signature = ""  # digest of the worker's layout
         self.pool: BufferPool | None = None  # set once the store is open
-        self._coming: deque[Buffer] = deque()
-        self._kept: dict[int, Buffer] = {}  # by ticket
+        self._coming: deque[Buffer] = deque()  # of dense gradients being received, in order
+        self._kept: dict[int, Buffer] = {}  # ticket -> buffer that the server still needs
         self._reason: LostError | None = None  # the reason that the worker sent before it ended
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:

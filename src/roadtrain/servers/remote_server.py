@@ -173,7 +173,6 @@ class RemoteServer:
                 self.deliver(self._message(kind, fields, payload))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
-        """Decode a frame into a message for the worker."""
         match kind:
             case m.PULLED:
                 ticket, chunk = fields

@@ -235,7 +235,7 @@ class RemoteServers:
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Return whether enough servers have joined for worker 0 to open the store.
 
-        Servers that together hold every chunk are enough, after 5 seconds for further servers.
+        After 5 seconds, servers that together hold every chunk are enough.
         """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)

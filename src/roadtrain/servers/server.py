@@ -144,7 +144,7 @@ class Server:
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _allocate_resident(self) -> dict[int, memoryview]:
-        """Allocate the memory that stays in use from step to step, and return each chunk's share of
+        """Allocate the memory that stays in use from step to step, and return each chunk's view of
         it.
         """
         sizes = {
@@ -177,8 +177,8 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """Receive a message of the worker in this process. Raises LostError if the server is
-        stopped.
+        """Send a message of the worker in this process to this server. Raises LostError if the
+        server is stopped.
         """
         if self._stopping:
             raise LostError(f"{self.peer} is closed")

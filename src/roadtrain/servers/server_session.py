@@ -85,8 +85,8 @@ class ServerSession(ParameterSession):
         self.pools: list[BufferPool] = []  # for the gradients of each worker
         self.ready = False
         self.config: ServerConfig
-        self._new = False  # whether this server's part of the store is new
-        self._step = 0  # the step at which worker 0 opens or makes the part
+        self._new = False  # whether this server's files of the store are new
+        self._step = 0  # the step at which worker 0 opens or makes the files
         self._storing = threading.RLock()  # held while the session itself uses the tiers
         self._closed = False  # under `_storing`: whether the tiers are, or must be, closed
         self._doing = "worker 0 to open the store"  # the event that workers wait for until `ready`
@@ -225,7 +225,7 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the files that are open. Raises ForeignError if `meta` does not assign them to
+        """Return the open files of the store. Raises ForeignError if `meta` does not assign them to
         this server.
         """
         tier = self.tier
@@ -301,7 +301,6 @@ class ServerSession(ParameterSession):
         worker.say(m.SETTLED, ())
 
     def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """Start serving the open store."""
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(

@@ -126,8 +126,8 @@ class JobSession:
         """Return an array of a parameter. All steps must have ended and must be committed.
 
         Master values and state arrays have the shape of the parameter, and a state scalar has shape
-        (1,). The dtype is fp32, except for master values of a frozen parameter. Raises ConfigError
-        if the array does not exist.
+        (1,). The dtype is fp32, but master values of a frozen parameter have its own dtype. Raises
+        ConfigError if the array does not exist.
         """
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
@@ -135,7 +135,7 @@ class JobSession:
         """Yield the array that `read` returns, chunk by chunk, as (index of the first element,
         values).
 
-        If `what` is WEIGHTS, the values include updates that are not committed yet.
+        Weights include updates that are not committed yet.
         """
         if what != WEIGHTS:
             yield from param_pieces(

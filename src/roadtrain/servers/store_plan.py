@@ -35,7 +35,7 @@ class StorePlan:
     # store has one version, and pulls get the newest version.
     staleness: int = 0
     replicas: int = 1
-    moved_from: tuple[Path, ...] = ()  # directories that held parts of the store before
+    moved_from: tuple[Path, ...] = ()  # directories that held files of the store before
 
     @cached_property
     def owners(self) -> tuple[int, ...]:

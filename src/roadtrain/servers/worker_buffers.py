@@ -42,7 +42,7 @@ class WorkerBuffers:
         return self.gradients.index(host) if host in self.gradients else host
 
     def with_gradient(self, flat: torch.Tensor) -> HostBuffer:
-        """Return the buffer whose GPU memory is `flat`."""
+        """Return the buffer whose tensor is `flat`."""
         pooled = [self.root_gradient, *self.gradients]
         return next(host for host in pooled if host.tensor.data_ptr() == flat.data_ptr())
 

@@ -113,8 +113,6 @@ class FanInConnection(ParameterConnection):
 class FanInEnd(IntermediarySession):
     """The fan-in end of a job. Raises ConfigError if the job's FanIn is invalid, and LostError if
     there is no route to the root switch.
-
-    Access `_ports` and `_maxima` only under `lock`.
     """
 
     name = "fan-in"
@@ -131,6 +129,7 @@ class FanInEnd(IntermediarySession):
         self._chunks: list[Chunk] = []
         self._sums: list[Buffer] = []  # sum buffers, by number
         self._tickets = itertools.count(1)  # identify the pushed buffers to the server
+        # `lock` guards `_maxima` and `_ports`
         self._maxima: dict[tuple[int, int], np.ndarray] = {}  # (chunk, round) -> uint8 [blocks]
         self._ports: dict[str, int] = {}  # UDP ports of the switches, once all are ready
         self._lateness = Lateness(self.workers, self.plan.root.address)
@@ -344,7 +343,9 @@ class FanInEnd(IntermediarySession):
     # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """Select the packets that the root switch sent. Others are replays with a valid tag."""
+        """Select the packets that the root switch sent. Replayed packets may have a valid tag, but
+        another sender.
+        """
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
@@ -536,7 +537,6 @@ class FanInEnd(IntermediarySession):
     # the end
 
     def _failed(self, error: BaseException) -> None:
-        """End this fan-in end, after an error in one of its threads."""
         if isinstance(error, RoadtrainError):
             self.end(error)
         else:
@@ -550,7 +550,7 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP socket and the link to the server. `over` is set before."""
+        """Close the UDP socket and the link to the server, after the session has ended."""
         with self.lock:
             sender = self._sender
         if sender is not None:

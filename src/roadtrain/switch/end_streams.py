@@ -72,7 +72,7 @@ def derive_fan_in(
 
 @dataclass(slots=True)
 class ExpectedRun(NumberRun):
-    """A run of packets that carries the exponents or the gradient of a round."""
+    """A run of packets that carries the exponents or the gradient of one sum."""
 
     kind: Kind  # EXPONENTS or GRADIENT
     chunk: int
@@ -83,7 +83,7 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The stream of exponents and sums to the fan-in end. `_lock` guards `_runs`."""
+    """The stream of exponents and sums to the fan-in end."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
         """
@@ -96,7 +96,7 @@ class Incoming:
         self._width, self._workers = width, workers
         self._runs: list[ExpectedRun] = []
         self._end = 0  # the number after the last granted one
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_runs`
         self.packets = 0  # received, including duplicates
         self.repeated = 0  # duplicates
 
@@ -222,14 +222,13 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The stream of parameters and maxima from the fan-in end. `_lock` guards `_runs`, also while
-    bytes are copied into packets.
-    """
+    """The stream of parameters and maxima from the fan-in end."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key
         self._runs: list[OutgoingRun] = []
         self.end = 0  # the number after the last run
+        # guards `_runs`; held while bytes are copied, so no run is acknowledged meanwhile
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
@@ -243,7 +242,9 @@ class Outgoing:
             return self.end
 
     def acknowledged(self, below: int) -> None:
-        """Remove the runs that all workers have received: those with numbers less than `below`."""
+        """Remove the runs whose packets all have numbers less than `below`, and call their
+        `done`.
+        """
         with self._lock:
             whole = 0
             while whole < len(self._runs) and self._runs[whole].end <= below:

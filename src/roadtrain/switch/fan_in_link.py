@@ -85,7 +85,6 @@ class FanInLink:
     """A participant's link to a server's fan-in end. Implements Link for the owner, and Receiver
     for the TCP link.
 
-    `_lock` guards `_pulls`, `_granted` and `_member`, and is never held while the owner is called.
     The callback `sent` of each pushed gradient is called exactly once.
     """
 
@@ -93,6 +92,7 @@ class FanInLink:
         self.peer = f"the server of switch {participant.switch}"
         self._owner, self._own, self._token = owner, participant, token
         self._plan = participant.plan
+        # guards `_pulls`, `_granted` and `_member`; never held while the owner is called
         self._lock = threading.Lock()
         self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
@@ -186,7 +186,6 @@ class FanInLink:
             self._caller.join(END_S)
 
     def _leave(self) -> None:
-        """Close the UDP sockets and release all gradients."""
         with self._lock:
             self._over = True
             member, self._member = self._member, None
@@ -310,7 +309,6 @@ class FanInLink:
         )
 
     def _failed(self, error: BaseException) -> None:
-        """End the link, after an error in a thread or in a call of the owner."""
         if self._over:
             return
         if isinstance(error, PeerError):

@@ -13,10 +13,10 @@ Pulls has the requests for parameters that have not arrived yet. Requested param
 in datagrams, or sent over TCP if the other participants do not request them.
 
 NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. It fills the oldest
-pull of this chunk and version that no other broadcast has begun to fill. The packets of a broadcast
-have consecutive numbers, so `number - index` identifies the broadcast. An answer over TCP fills the
-newest pull of the same chunk and version that no broadcast has begun to fill. Such a pull exists,
-because each pull gets exactly one answer.
+pull of this chunk and version that no other broadcast has begun to fill. A packet's number minus
+its index in the chunk identifies the broadcast. An answer over TCP fills the newest pull of the
+same chunk and version that no broadcast has begun to fill. Such a pull exists, because each pull
+gets exactly one answer.
 """
 
 from __future__ import annotations
@@ -87,11 +87,7 @@ class Numbers(NumberRun):
 
 
 class Granted:
-    """The announced gradients of one link, and the packet numbers that were granted for them.
-
-    `_runs` are sorted. Each number below `ready` is acknowledged or in a run. The gradients of the
-    rounds in `_making` are not released.
-    """
+    """The announced gradients of one link, and the packet numbers that were granted for them."""
 
     def __init__(self, chunks: Sequence[Chunk], width: int) -> None:
         self._chunks, self._width = chunks, width
@@ -238,7 +234,7 @@ class PendingPull:
 
 
 class Pulls:
-    """The pending pulls of one link: each is either in `_waiting` or in `_begun`."""
+    """The pending pulls of one link."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first

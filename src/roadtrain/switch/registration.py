@@ -159,8 +159,8 @@ class Registration:
 
     @property
     def absent(self) -> dict[str, float]:
-        """The switches that do not answer: address -> seconds without an answer. The first switch
-        without any answer is the last in the dict.
+        """The switches that do not answer: address -> seconds without an answer. Switches below one
+        that has never answered are not listed.
         """
         now, found = time.monotonic(), dict[str, float]()
         for node in self.tree.plan.from_root:

@@ -114,9 +114,7 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
 
 
 class PacketSender:
-    """Sends a stream of numbered packets to one address, in a thread. `_changed` guards
-    `machine`.
-    """
+    """Sends a stream of numbered packets to one address, in a thread."""
 
     def __init__(
         self,
@@ -137,6 +135,7 @@ class PacketSender:
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
         self._moved = time.monotonic()  # time of the last progress or retransmission
+        # `_changed` guards `machine`
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)

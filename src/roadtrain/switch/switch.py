@@ -32,8 +32,7 @@ class SwitchHost:
     """A running switch, which listens until the `with` statement ends.
 
     Raises ConfigError if it cannot listen at the address, or if the memory is too small for the
-    smallest job. `_lock` guards `_links`. Each job holds slots of `quota` until its socket is
-    closed.
+    smallest job.
     """
 
     def __init__(
@@ -55,7 +54,8 @@ class SwitchHost:
         self._links: dict[bytes, _JobLink] = {}  # by nonce
         self._closing: list[threading.Thread] = []  # closing the links of jobs that have ended
         self._over: BaseException | None = None
-        self._lock = threading.Condition()  # notified when `_over` is set
+        # guards `_links`; notified when `_over` is set
+        self._lock = threading.Condition()
         self._registering = threading.Lock()  # jobs are registered one at a time
         self._loop = PacketLoop(self._job_ended, self._end)
         with undone_on_error(self._loop.close):
@@ -213,7 +213,6 @@ class _JobLink:
 
 
 def _close(link: Link, error: BaseException) -> None:
-    """Send the error to a job's fan-in end and close the link."""
     sent = error if isinstance(error, RoadtrainError) else LostError(_message(error))
     with suppress(PeerError):
         link.send(m.FAILED, m.encode((type(sent).__name__, str(sent))), urgent=True)

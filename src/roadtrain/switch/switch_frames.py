@@ -28,7 +28,7 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """Header of ANNOUNCE: a worker announces its next gradient of a chunk, which is to be
+    """Header of the Announce frame: a worker announces its next gradient of a chunk, which is to be
     summed.
     """
 
@@ -41,8 +41,8 @@ class TrialResultHeader(NamedTuple):
 
 
 class FanInHeader(NamedTuple):
-    """Header of FAN_IN, which a worker gets when the switches are ready. The payload is the nonce
-    from which the keys of packets are derived.
+    """Header of the FanIn frame, which a worker gets when the switches are ready. The payload is
+    the nonce from which the keys of packets are derived.
     """
 
     job: int  # job number in the packets
@@ -53,8 +53,8 @@ class FanInHeader(NamedTuple):
 
 
 class GrantHeader(NamedTuple):
-    """Header of GRANT: the fan-in end requests the exponents of a worker's gradient of a chunk,
-    because each worker has announced a gradient or closed the chunk.
+    """Header of the Grant frame: the fan-in end requests the exponents of a worker's gradient of a
+    chunk, because each worker has announced a gradient or closed the chunk.
     """
 
     chunk: int

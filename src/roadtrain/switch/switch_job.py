@@ -319,7 +319,6 @@ class SwitchJob:
             self._check(now)
 
     def _send_beat(self, beat: Heartbeat, now: float) -> None:
-        """Send the merged heartbeat to the parent."""
         self._sent, self._sent_at = beat, now
         silent_ms, rank = self.children.most_silent(now)
         packet = beat_packet(

@@ -12,9 +12,9 @@ from roadtrain.chunks import ChunkTable
 def assign(table: ChunkTable, weights: Sequence[float]) -> tuple[int, ...]:
     """Return the owner (a server number) of each chunk.
 
-    `weights` are the relative rates of the servers. Each chunk goes to the server with the smallest
-    ratio of elements to weight. Trainable and frozen chunks are distributed separately, because
-    only trainable chunks are written in every step.
+    `weights` are the relative rates of the servers, which get elements in this proportion.
+    Trainable and frozen chunks are distributed separately, because only trainable chunks are
+    written in every step.
     """
     owners = [0] * len(table.chunks)
     for kind in (True, False):

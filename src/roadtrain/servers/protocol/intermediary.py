@@ -205,8 +205,8 @@ class Intermediary(Generic[D]):
         raise NotImplementedError
 
     def _peer_lost(self, event: m.PeerLost) -> None:
-        """Record a lost worker. Raises LostError if a step is open; otherwise all workers may be
-        leaving.
+        """Record a lost worker. Raises LostError only if a step is open, because between steps all
+        workers may be leaving.
         """
         self.lost = f"worker {event.worker}{self.OF_WORKERS} was lost: {event.why}"
         if self.ending or self.commits or self.in_step():

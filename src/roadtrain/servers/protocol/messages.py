@@ -100,11 +100,11 @@ class EndStep(msgspec.Struct, frozen=True):
 class Commit(msgspec.Struct, frozen=True):
     """Commit a step. Sent to the first server when all other servers have prepared the step.
 
-    With replicas, the other servers get it first, and then prepare the step.
+    With replicas, the other servers get this message first, and then prepare the step.
     """
 
     step: int
-    blob: Any  # this worker's part of the job state after the step
+    blob: Any  # this worker's job state after the step
     worker: int = 0
 
 

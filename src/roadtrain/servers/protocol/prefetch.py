@@ -169,8 +169,8 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """Return a free slot, or the slot whose block is needed last and after `needed_at`, else
-        None.
+        """Return a free slot, or the slot whose block is needed last, if that is after `needed_at`,
+        else None.
         """
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):

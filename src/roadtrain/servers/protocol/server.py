@@ -8,16 +8,16 @@ The messages and actions of a chunk in one step (servers/protocol/chunk_state.py
     Write -> Done             skipped if there are no files
 When a step has ended and all its updates are written, the step is prepared and committed
 (servers/protocol/server_steps.py). With several workers, ApplyUpdate, EndStep and Commit take
-effect once all workers have sent them (`_meet`), and the gradients are summed before the update:
+effect once all workers have sent them, and the gradients are summed before the update:
     Close or ApplyUpdate of all -> Total -> Done      all get the norm of the sum (GradAccumulated)
 
 With staleness 1, the weights part of a record is one update behind its master. A pull gets the
 weights part or the master, whichever has the requested version. Messages about the next step wait
-in `early` until this step's update is done. Gradients among them that cannot stay in their receive
-buffers are spilled.
+until this step's update is done. Gradients among them that cannot stay in their receive buffers are
+spilled.
 
 Rule 3: a chunk is written for step s only after step s-1 is committed, so the committed record is
-never overwritten. Rule 4: apart from resident records, at most `buffers` records are in memory.
+never overwritten. Rule 4: only resident records and a fixed number of other records are in memory.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class ServerStateMachine:
     # lost workers
 
     def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
-        """Record a lost worker. Raises LostError if a step is open; otherwise all workers may be
-        leaving.
+        """Record a lost worker. Raises LostError only if a step is open, because between steps all
+        workers may be leaving.
         """
         step = self.committed + 1
         self.lost = f"worker {event.worker} was lost before step {step} was committed: {event.why}"

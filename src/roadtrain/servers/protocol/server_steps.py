@@ -66,7 +66,7 @@ class ServerSteps:
         # Steps that all workers have ended and that are not prepared, in order.
         self.ended: deque[int] = deque()
         self.preparing: int | None = None
-        # step -> worker -> its part of the job state, until the step is prepared
+        # step -> worker -> its job state, until the step is prepared
         self.blobs: dict[int, dict[int, Any]] = {}
         self.last_written = spec.committed  # the last step for which Written was sent
         # With replicas, step -> owner -> the two sums so far, until Written is sent.
@@ -113,7 +113,7 @@ class ServerSteps:
     def prepare(self) -> list[m.Action]:
         """Return the actions that prepare the oldest ended step.
 
-        The list is empty unless its updates are written, the previous step is committed, and the
+        There are none until the step's updates are written, the previous step is committed, and the
         needed job state has arrived.
         """
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:

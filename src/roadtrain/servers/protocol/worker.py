@@ -14,8 +14,8 @@ The phases of a block's gradient in a step:
 With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
 arrive once, after all workers have closed the gradient.
 
-Rule 4 bounds memory: at most 2 steps, or as many as the staleness if larger, have ended but are not
-committed. Servers may keep all gradient buffers except two until the update.
+To bound memory (Rule 4), at most 2 steps, or as many as the staleness if larger, have ended but are
+not committed. Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ gradient, because the sequence of packets may not have gaps.
 
 NOTE alone. Workers with gradients of different chunks (experts) could wait for each other forever.
 So a chunk is summed without the workers that have not announced a gradient of it, if all of them
-have waited for 1 s with a gradient of another chunk. Their gradients are added in a later round and
-counted (`apart`). The bits of such a sum depend on timing. If another server must compute the same
-bytes, such gradients raise LoopError.
+have waited for 1 s with a gradient of another chunk. Their gradients are added in a later round, so
+the bits of the sum depend on timing. If another server must compute the same bytes, this raises
+LoopError.
 
 Assumes that the messages of each worker arrive in order.
 """
@@ -346,7 +346,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """Close a chunk after each worker has sent a Close or an ApplyUpdate of the chunk."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
