@@ -74,8 +74,8 @@ def rows(
     switches: int = 0,
     role: str = "server",
 ) -> list[tuple[str, str]]:
-    """Format statuses as rows (node, state), first the nodes that were asked, then each worker with
-    the longest wait that any of them reports.
+    """Format statuses as rows (node, state of the node). Rows of workers follow, each with the
+    worker's longest wait.
 
     Args:
         names: Addresses of the nodes that were asked. The last `switches` names are switches.

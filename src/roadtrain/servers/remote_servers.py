@@ -60,8 +60,8 @@ class Reach:
 class RemoteServers:
     """The servers of a job in other processes, with the methods of LocalServers.
 
-    Raises ForeignError if a server holds the store of another job, LostError if a server is lost,
-    and DeadlineError if a server does not answer in time.
+    Raises ForeignError if a server holds the store of another job, LostError if one is lost, and
+    DeadlineError if one does not answer in time.
     """
 
     local = False

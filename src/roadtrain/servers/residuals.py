@@ -1,7 +1,7 @@
 """The residuals of error feedback: gradients that compression has not sent yet (kernels/codecs.py).
 
 The residuals of a block form a separate block, which is pulled, pushed, committed and resumed like
-parameters. With remote servers, a separate server in the worker's process stores the residuals, and
+parameters. With remote servers, a separate server in the worker's process stores the residuals. It
 prepares each step before the other servers commit it. If this server lacks the step from which the
 job resumes, the residuals start at zero, and the user is told.
 """

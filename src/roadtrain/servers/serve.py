@@ -3,8 +3,8 @@
     listening -> a worker joins -> ServerSession -> all workers leave, or one is lost -> listening
 
 A worker that is lost, or sends no heartbeat for 60 seconds, ends the session. Uncommitted contents
-are dropped, and the next session starts at the last committed step (Rule 3), also after a restart
-of this process. The server does not restart workers.
+are dropped. The next session starts at the last committed step (Rule 3), also after a restart of
+this process. The server does not restart workers.
 """
 
 from __future__ import annotations

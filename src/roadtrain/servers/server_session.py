@@ -1,5 +1,5 @@
-"""The session of a job's workers at one parameter server, from the first worker's start until all
-workers have left or one is lost.
+"""The session of a job's workers at one parameter server, until all workers have left or one is
+lost.
 
     Open, Begin -> served                       the store exists
     Open, Fill, Settle, Begin -> served         the store is new, or is filled again

@@ -1,6 +1,5 @@
-"""The requested layout and update rules of a job's store, the check of an existing store against
-them, and the initial record of each chunk. local_servers.py and remote_servers.py open and write
-stores.
+"""The requested layout and update rules of a job's store. This module also checks existing stores,
+and makes initial records. local_servers.py and remote_servers.py open and write stores.
 """
 
 from __future__ import annotations

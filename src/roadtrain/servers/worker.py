@@ -39,8 +39,7 @@ from roadtrain.units import round_up
 
 
 class ProcessLock(threading.Condition):
-    """A condition that can only be used in the process that created it, because a forked child
-    lacks the threads that notify it.
+    """A condition that can only be used in the process that created it, not in a forked child.
 
     `interrupted` is True if Ctrl-C has stopped a change of the guarded state halfway.
     """

@@ -4,7 +4,6 @@ all workers (LuWu's switch).
     workers --UDP--> switches --UDP--> the server's fan-in end   fan_in_link.py, switch.py, end.py
     workers <--UDP-- switches <--UDP-- the server's fan-in end
 
-Gradients are summed as integers with one scale for each block of elements, so the sum does not
-depend on the order of packets, retransmissions or restarts. A switch has no state that must survive
-a restart. docs/rooms/switch.md follows the data.
+Gradients are summed as integers, so the sum does not depend on the order of packets, resends or
+restarts. docs/rooms/switch.md follows the data.
 """

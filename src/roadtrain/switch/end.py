@@ -1,5 +1,5 @@
-"""The fan-in end: the object in a server's process that receives the sums of a job's switches, and
-sends parameters to all participants (workers, or relays for the workers of a host).
+"""The fan-in end: it receives the sums of a job's switches in a server's process, and sends
+parameters to all participants. A participant is a worker, or the relay of a host for its workers.
 
     participants --TCP--> FanInEnd --local link--> ServerSession       all frames but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming

@@ -4,20 +4,20 @@
     -> server: dequantize
 
 Each block of 352 elements has an exponent byte: 0 if all elements are zero, and 255 if an element
-is NaN or infinite. Otherwise the byte is e + 126 (1 to 254), where e is the least integer with |x|
-< 2^e for all elements. Let E be the maximum e of W workers, L = ceil(log2 W), and let integers have
-`bits` bits:
+is NaN or infinite. Otherwise it is e + 126 (1 to 254), for the least integer e with |x| < 2^e for
+all elements. Let E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits`
+bits:
 
     q = rint(x 2^(bits - 1 - L - E)), clamped to a magnitude of 2^(bits - 1 - L) - 1
     sum = (q of worker 0 + q of worker 1 + ...) 2^(E + L + 1 - bits)
 
 Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
 the tree of switches (Rule 1). A block with a NaN or an infinite element becomes NaN (Rule 6). Fixed
-point is lossy, so the user must choose it (Rule 2). Workers agree on a scale per block as in
-SwitchML (Sapio et al., NSDI 2021), and sum in the network as in LuWu (section 3.2.2).
+point is lossy, so the user must choose it (Rule 2). Sources: SwitchML (Sapio et al., NSDI 2021) for
+the scale per block, LuWu (section 3.2.2) for sums in the network.
 
-Integers are little-endian, `width` bytes each, in payloads of 1408 bytes. Computed in float64.
-Arrays must be contiguous: float32, or uint16 for bf16 and fp16.
+Integers are little-endian, `width` bytes each, in payloads of 1408 bytes. Arrays must be
+contiguous: float32, or uint16 for bf16 and fp16.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """State of a fan-in participant: gradients to send and parameters to receive. No threads, no I/O.
 
 Granted has the announced gradients, and the packet numbers that the fan-in end has granted for
-them:
+them. The memory of a gradient is released when all its packets are acknowledged:
 
     announce -> wait for the grant of a round -> packet numbers for the exponents
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
-
-Packets are made from the memory of a gradient each time they are sent, so this memory is released
-only when all packets are acknowledged.
 
 Pulls has the requests for parameters that have not arrived yet. Requested parameters are broadcast
 in datagrams, or sent over TCP if the other participants do not request them.

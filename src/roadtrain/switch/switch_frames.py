@@ -54,7 +54,7 @@ class FanInHeader(NamedTuple):
 
 class GrantHeader(NamedTuple):
     """Header of the Grant frame: the fan-in end requests the exponents of a worker's gradient of a
-    chunk, because each worker has announced a gradient or closed the chunk.
+    chunk. Each worker has announced a gradient of the chunk, or closed it.
     """
 
     chunk: int

@@ -95,9 +95,9 @@ class Child:
 class Children:
     """The addresses, heartbeats and silences of a switch's children.
 
-    A child's address is learned from its verified heartbeats. It changes only if a heartbeat from
-    another address acknowledges more packets, or if the child has been silent, because heartbeats
-    may be replayed.
+    A child's address is learned from its verified heartbeats. Because heartbeats may be replayed,
+    the address changes only if a heartbeat acknowledges more packets, or if the child has been
+    silent.
     """
 
     def __init__(self, machine: SwitchStateMachine, now: float) -> None:

@@ -269,8 +269,8 @@ class SwitchTable:
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """List the incomplete sums, sorted by packet number, whose first packet is at least
-        `older_than` old, in the unit of the attribute `now`.
+        """List the incomplete sums whose first packet is at least `older_than` old (in the unit of
+        the attribute `now`), sorted by packet number.
         """
         slots = self._slots
         partial = (slots["number"] >= self.acked) & (slots["seen"] != 0) & (slots["done"] == 0)

@@ -113,8 +113,8 @@ class ChunkState:
         self.phase = phase
 
     def is_ahead(self, worker: int) -> bool:
-        """Return whether the worker's messages about the chunk belong to its next step, because it
-        has requested an update that is not applied yet.
+        """Return whether the worker has requested an update that is not applied yet. Its further
+        messages belong to its next step.
         """
         return any(worker == event.worker for event in self.early) or any(
             worker in updates for updates in self.updates.values()

@@ -6,15 +6,15 @@
                  is then sent to the other servers.
 
 With replicas, all servers get Commit(s, blob). Before that, each server reports checksums of the
-records that it wrote (Written). The two servers of a chunk must write the same bytes. If the bytes
-differ, no server prepares the step.
+records that it wrote (Written). If the two servers of a chunk wrote different bytes, no server
+prepares the step.
 
 Note "two sums": for the chunks of each owner, both servers report two sums modulo 2^64: the sum of
 the checksums, and the sum of the products checksum * (chunk number + 1). If only one chunk differs,
 the quotient of the two differences is (chunk number + 1), which identifies the chunk.
 
-A separate server has the residuals of this worker. A commit is sent only after this server has
-prepared the step, so the server has every step from which the job may resume.
+A separate server has the residuals of this worker. It prepares each step before the commit is sent,
+so it has every step from which the job may resume.
 """
 
 from __future__ import annotations

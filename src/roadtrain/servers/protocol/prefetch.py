@@ -1,6 +1,5 @@
 """The Prefetcher decides which blocks a worker keeps, fetches and drops. The order of blocks in the
-last step predicts this step, and the block whose next use is latest is dropped first (Belady's
-rule).
+last step predicts this step. The block whose next use is latest is dropped first (Belady's rule).
 
 The Prefetcher does no I/O: calls return the pulls to send.
 """

@@ -1,11 +1,9 @@
 """The order of operations at a server: DeviceQueue chooses the next operation of a storage device,
-and Turns chooses the next pull to answer.
+and Turns chooses the next pull to answer. The caller must hold a lock.
 
-Reads of parameters have priority over reads of state, which have priority over writes of state. In
-mixed mode, reads and writes of state run concurrently. In burst mode, only one direction runs at a
-time, which makes some devices faster. `Trial` measures both modes and chooses the faster.
-
-The caller must hold a lock.
+Parameters are read first, then state is read, then state is written. In mixed mode, reads and
+writes of state run concurrently. In burst mode, only one direction runs at a time, which makes some
+devices faster.
 """
 
 from __future__ import annotations
@@ -106,11 +104,10 @@ class Trial:
 
 
 class Turns(Generic[T]):
-    """The order in which a server answers pulls.
+    """The order in which a server answers pulls, so that fast workers do not delay the slowest.
 
-    A worker has at most `most` answers in progress. Among workers that wait at the same time, a
-    worker gets at most `most` answers more than the slowest worker, because a step lasts until the
-    slowest worker ends.
+    A worker has at most `most` answers in progress. It gets at most `most` answers more than any
+    other worker that waits at the same time.
     """
 
     def __init__(self, most: int | None) -> None:

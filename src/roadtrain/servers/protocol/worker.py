@@ -1,8 +1,7 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-It decides which versions of chunks are pulled into which buffers, which servers get messages about
-a gradient, and when a step may end and be committed. servers/worker.py carries out the actions, and
-waits for the precondition of each call.
+It decides what is pulled into which buffer, which servers get messages, and when a step may be
+committed. servers/worker.py carries out the actions, and waits for the precondition of each call.
 
 The phases of a block's gradient in a step:
     grad_ready -> HELD      send_dense or send_packed follows; the block's servers hold the gradient
@@ -14,8 +13,8 @@ The phases of a block's gradient in a step:
 With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
 arrive once, after all workers have closed the gradient.
 
-To bound memory (Rule 4), at most 2 steps, or as many as the staleness if larger, have ended but are
-not committed. Servers may keep all gradient buffers except two until the update.
+Memory is bounded (Rule 4): at most 2 steps, or as many as the staleness if larger, are uncommitted.
+Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """State machine of the fan-in end, which connects one server to workers whose gradients are summed
-in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, no I/O.
+in the network (LuWu, section 3). Events in, actions out; no clock, no I/O.
 
     Pull           once all workers have sent a Pull of a chunk, the chunk is requested from the
                    server once and sent to all workers (Broadcast). A worker that has waited for 1 s
@@ -10,16 +10,15 @@ in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, 
     Close, ApplyUpdate, DiscardGrad    once all workers have sent the message, the message is sent
                    to the server, after the earlier rounds of the chunk
 
-Packet numbers are assigned in order, each once. SendMaxima follow the order of the grants, each
-when a sum buffer is free. So memory is bounded (Rule 4), and a round never waits for a buffer that
-a later round of the same chunk holds. Every announced gradient is granted, even a discarded
-gradient, because the sequence of packets may not have gaps.
+Packet numbers are assigned in order, each once. Each SendMaxima needs a free sum buffer, in the
+order of the grants. So memory is bounded (Rule 4), and a round never waits for a later round of the
+same chunk. Every announced gradient is granted, even a discarded gradient, because the sequence of
+packets may not have gaps.
 
 NOTE alone. Workers with gradients of different chunks (experts) could wait for each other forever.
-So a chunk is summed without the workers that have not announced a gradient of it, if all of them
-have waited for 1 s with a gradient of another chunk. Their gradients are added in a later round, so
-the bits of the sum depend on timing. If another server must compute the same bytes, this raises
-LoopError.
+After 1 s, a chunk is therefore summed without workers that wait with a gradient of another chunk.
+Their gradients are added in a later round, so the bits of the sum depend on timing. If another
+server must compute the same bytes, this raises LoopError.
 
 Assumes that the messages of each worker arrive in order.
 """

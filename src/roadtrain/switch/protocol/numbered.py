@@ -1,8 +1,8 @@
 """State machines for the sender and the receiver of a stream of numbered packets. No clock, no I/O.
 
-As in LuWu (Sun et al., section 3.2.3), the receiver's heartbeats carry the next number that it
-expects (Ack), and the greatest number for which it has room (Credit). Beyond the paper, a heartbeat
-has a bitmap of later numbers that have arrived, so the sender resends only missing packets.
+The receiver's heartbeats carry the next number that it expects (Ack) and the greatest number for
+which it has room (Credit), as in LuWu (section 3.2.3). Beyond the paper, a heartbeat has a bitmap
+of later numbers that have arrived, so the sender resends only missing packets.
 
 NOTE sets. A set of numbers is an int. Bit i of the int stands for the number `ack + i`. All
 operations take time proportional to window / 64.

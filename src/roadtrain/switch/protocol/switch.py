@@ -5,14 +5,13 @@
     child 0 <--copy------            <--packet----          down: parameters, unchanged
     child 1 <--copy------
 
-As in LuWu (Sun et al., section 3.2.3 and appendix A), an entry of the switch's window adds up the
-packets of all children with the same number, and sends the sum to the parent. A child is a worker
-or another switch; the parent is a switch or the server.
+An entry of the switch's window adds up the packets of all children with the same number, and sends
+the sum to the parent (LuWu, section 3.2.3 and appendix A). A child is a worker or another switch;
+the parent is a switch or the server.
 
-In the paper, an entry is cleared when its sum is complete, so a late resent packet can corrupt the
-sum of the next number in the same slot. Here an entry keeps its number and sum until a greater
-number takes the slot, and late packets are dropped. The data of a number never change, so after a
-restart resent packets produce the same sums again.
+In the paper, a late resent packet can corrupt the sum of the next number in the same slot. So an
+entry keeps its number and sum until a greater number takes the slot, and late packets are dropped.
+The data of a number never change, so after a restart resent packets produce the same sums again.
 
 One state machine serves one job. `switch/switch_table.py` is the compiled version of the table.
 """
