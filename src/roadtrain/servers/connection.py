@@ -1,16 +1,8 @@
-"""MessageLink: a worker's link to a server. HostedSession: a session of workers, in the process of
-a server, relay, reducer or coordinator. WorkerConnection: the connection of one worker to a
-HostedSession.
+"""Links and sessions: a MessageLink is a worker's link to a server. A HostedSession is a session of
+workers in the process of a server, relay, reducer or coordinator.
 
-    a worker connects --> HostedSession.join --> a WorkerConnection, the Receiver of the link
-    a frame arrives   --> WorkerConnection checks the header --> HostedSession.take
-    a link is lost    --> HostedSession.left --> end, if all links are closed
-    end               --> every worker gets the reason, every link is closed
-
-A session has one connection per rank. A second connection for the same rank is refused with
-BusyError. A connection from another start of the job is refused as well. An invalid frame from any
-worker ends the session for all workers. The listener checks the hello of a worker before `join`.
-Subclasses of HostedSession handle the contents of frames.
+A session has one connection per rank. An invalid frame from any worker ends the session for all
+workers. Subclasses of HostedSession handle the contents of frames.
 """
 
 from __future__ import annotations
@@ -39,9 +31,9 @@ SLOW = (
 
 
 class MessageLink(Protocol):
-    """A link to one server, in this process or in another. A message does not contain parameters or
-    gradients. Instead, `Pull.into` and `Push.grad` are memoryviews of the memory for parameters and
-    gradients."""
+    """A link to one server, in this process or in another. Parameters and gradients are not part of
+    a message: `Pull.into` and `Push.grad` are memoryviews of their memory.
+    """
 
     peer: str  # name in messages to the user: "server 0 (/mnt/ssd0/run)"
 
@@ -52,18 +44,14 @@ class MessageLink(Protocol):
         """
 
     def waits_for(self) -> str:
-        """Return the reason why the server itself waits, as a clause for messages to the user.
+        """Return the reason why the server itself waits, for messages to the user.
 
-        The clause begins with ", which waits for". If the server does not wait, returns "".
+        The text begins with ", which waits for", or is empty if the server does not wait.
         """
 
 
 class WorkerConnection:
-    """The connection of one worker in a session, and the Receiver of the worker's link.
-
-    Invariant: the number of payloads that arrived (`_arrived`) is at most the number of payloads
-    that got a buffer (`_buffered`), because each payload is received into its buffer.
-    """
+    """The connection of one worker in a session, and the Receiver of the worker's link."""
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
         self.session, self.rank, self.link = session, rank, link
@@ -76,9 +64,8 @@ class WorkerConnection:
         self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Send a frame to the worker, ahead of parameters that are queued.
-
-        If the link is lost, no exception is raised here, because the link calls `lost`.
+        """Send a frame to the worker, ahead of queued parameters. Does not raise if the link is
+        lost.
         """
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
@@ -86,8 +73,7 @@ class WorkerConnection:
     def silent_for(self, limit_s: float) -> float:
         """Return the seconds since the worker's last frame if they exceed `limit_s`, else 0.
 
-        While a frame is being received, the limit is at least 600 seconds, because links may be
-        slow.
+        The limit is at least 600 seconds while a frame is being received over a slow link.
         """
         if self._allocating or self._handling:
             return 0.0
@@ -134,8 +120,7 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """The session of the workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `lost_ranks` is a subset of `connections`. Once the session has ended
-    (`over` is set), `over` does not change, and no worker can join.
+    Once `over` is set, it does not change, and no worker can join. `lock` guards the attributes.
     """
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
@@ -176,9 +161,7 @@ class HostedSession(Generic[C]):
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """Handle a frame that arrived on `connection`. An exception in this method ends the
-        session.
-        """
+        """Handle a frame from a worker. An exception ends the session."""
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -186,10 +169,8 @@ class HostedSession(Generic[C]):
             return list(self.connections.values())
 
     def left(self, connection: C, error: PeerError) -> None:
-        """Record that the link of a worker is closed, and call `one_left`.
-
-        The method `one_left` ends the session if all links are closed. Subclasses may end the
-        session earlier.
+        """Record that the link of a worker is closed. If all links are closed, this ends the
+        session.
         """
         with self.lock:
             self.lost_ranks.add(connection.rank)
@@ -210,18 +191,13 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Handle the end of the session. `error` is the reason of the end.
-
-        The session calls this method once, possibly in the thread of a link, so the method must not
-        block.
+        """Handle the end of the session. The session calls this method once, possibly in the thread
+        of a link, so the method must not block.
         """
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
-        """Send `error` to all workers, and close the links of all workers.
-
-        Each link is closed in a new thread, because the thread of a link cannot close the link.
-        """
+        """Send `error` to all workers, and close their links in new threads."""
         for connection in self.everyone():
             connection.say(m.FAILED, (type(error).__name__, str(error)))
             self.threads.append(
@@ -230,9 +206,8 @@ class HostedSession(Generic[C]):
             self.threads[-1].start()
 
     def wait_for_the_end(self, wait_s: float | None = None) -> None:
-        """Wait until all links are closed, at most `wait_s` seconds for each link.
-
-        If `wait_s` is None, the wait has no limit.
+        """Wait until all links are closed, at most `wait_s` seconds for each link (None: without a
+        limit).
         """
         for thread in list(self.threads):
             if thread is not threading.current_thread():
@@ -247,11 +222,10 @@ def link_to(
     options: TcpOptions,
     name: str = "the coordinator",
 ) -> Link:
-    """Connect to a reducer or its coordinator, and return the link.
+    """Connect to a reducer or coordinator, and return the link.
 
-    A TCP or shared-memory address leads to another process. If `address` is None, the peer is in
-    this process, and `own` is its function that accepts links. `hello` is the greeting to send.
-    `name` names the peer in messages to the user.
+    If `address` is None, the peer is in this process, and `own` accepts the link. `hello` is the
+    greeting to send. `name` names the peer in messages to the user.
     """
     greeting = m.encode(hello)
     if isinstance(address, str):

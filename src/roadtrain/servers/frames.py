@@ -5,18 +5,13 @@
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
 
-The frames before the bar (|) set up a session (servers/serve.py, servers/remote_servers.py). The
-frames after the bar carry the messages of servers/protocol/messages.py. Each frame is checked on
-arrival: an invalid frame raises WireError, and nothing is executed or unpickled (Rule 8).
+The frames before the bar (|) set up a session. The frames after the bar carry the messages of
+servers/protocol/messages.py. An invalid frame raises WireError, and nothing is executed or
+unpickled (Rule 8). Further frames are in sums/sum_frames.py and switch/switch_frames.py.
 
-Optional packages define further frames (sums/sum_frames.py, switch/switch_frames.py). The numbers
-of these frames differ from the numbers in this module.
-
-NOTE language. LANGUAGE is a digest of all frames of all packages. The digest covers the name and
-number of each frame, the types in each header, and the types of the hello and of the payloads. Both
-ends of a link compare their digests in the handshake. tests/unit/test_language.py computes the
-digest and prints the new value. EDITION stands for changes that types cannot express: increase
-EDITION when the meaning of a field changes.
+NOTE language. LANGUAGE is a digest of the names, numbers and types of all frames of all packages,
+which two processes compare when they connect. tests/unit/test_language.py prints the new digest.
+Increase EDITION when the meaning of a field changes, but not its type.
 """
 
 from __future__ import annotations
@@ -77,18 +72,17 @@ class StepHeader(NamedTuple):
 
 
 class OpenHeader(NamedTuple):
-    """Request of worker 0 to open or make the server's part of the store.
-
-    The payload describes the store.
+    """Request of worker 0 to open or make the server's files of the store. The payload describes
+    the store.
     """
 
-    new: bool  # True: make the part; False: open it
-    step: int  # step of the part to open or make
+    new: bool  # whether to make new files (False: open the files)
+    step: int  # step of the files to open or make
     servers: int  # number of servers of the store
     holds_gradients: bool  # whether gradients wait for the global norm
-    # Step of the snapshot to open, -1 for none. If equal to `step`, a new part is filled from it.
+    # Step of the snapshot to open, -1 for none. If equal to `step`, new files are filled from it.
     snapshot: int
-    given_up: bool  # whether the contents that the new part replaces are moved aside
+    given_up: bool  # whether the files that the new files replace are moved aside
 
 
 class WelcomeHeader(NamedTuple):
@@ -102,10 +96,11 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The reason why a server keeps its workers waiting (`doing`), and the server's progress.
+    """The reason why a server keeps its workers waiting (`doing`), and its progress: `done` of `of`
+    bytes.
 
-    The progress is `done` of `of` bytes. If `of` is -1, the frame reports no progress, and `doing`
-    names the peer that does not answer ("" if all peers answer).
+    If `of` is -1, no progress is reported, and `doing` names the peer that does not answer ("" if
+    all peers answer).
     """
 
     doing: str
@@ -231,17 +226,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def declare(headers: Mapping[int, Any]) -> None:
-    """Register the header types of kinds of frames.
-
-    Each package that defines frames calls this function once.
-    """
+    """Register the header types of kinds of frames."""
     _DECODERS.update({kind: msgspec.msgpack.Decoder(header) for kind, header in headers.items()})
 
 
 def _shape(kind: Any) -> str:
-    """Return a text that describes a type, without the names of fields.
-
-    The text is the same in all versions of Python.
+    """Return a text that describes a type without names of fields, the same in all versions of
+    Python.
     """
     if hasattr(kind, "_fields"):
         return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
@@ -268,9 +259,8 @@ declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
-    """Decode the header of a frame of this kind.
-
-    Raises WireError if the kind is unknown, or if the header does not match the kind.
+    """Decode the header of a frame. Raises WireError if the kind is unknown or the header is
+    invalid.
     """
     if kind not in _DECODERS:
         raise WireError(f"a frame has the unknown kind {kind}")
@@ -278,10 +268,8 @@ def header(kind: int, raw: bytes) -> Any:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
-    """Decode bytes with `decoder`.
-
-    If the bytes do not match the type of `decoder`, raises a WireError with a message that begins
-    with `what`.
+    """Decode bytes with `decoder`. If they are invalid, raises a WireError that begins with
+    `what`.
     """
     try:
         return decoder.decode(raw)
@@ -294,10 +282,7 @@ def as_bytes(array: np.ndarray) -> memoryview:
 
 
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-    """Return the frame of a worker's message as (kind, header, payload).
-
-    The frame of a Pull does not contain the memory `into`, because the server does not need `into`.
-    """
+    """Return the frame of a worker's message as (kind, header, payload)."""
     match message:
         case messages.Pull(chunk, version, _, ticket):
             return PULL, encode((chunk, version, ticket)), ()
@@ -359,7 +344,7 @@ def apply_update(
 def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     """Return the size in bytes that the payload of a push of `chunk` must have.
 
-    `dense`: The size in bytes if the gradient is dense and not downcast.
+    `dense` is the size in bytes of a dense gradient that was not downcast.
     """
     dtype = fields.dtype
     if not fields.dense:

@@ -1,10 +1,5 @@
-"""PushedGradients: the gradients that workers pushed for one server's chunks, until the update.
-
-A pushed gradient is kept in place, copied, or written to the spill file. A top-k gradient is kept
-as indices and values. With several workers, their gradients are summed in fp32, first over the
-workers of each host, then over the hosts. The sum is first computed for the norm of the gradient.
-If no memory is free to keep the sum, the sum is computed again for the update. Several pushes of
-one worker are accumulated in the chunk's dtype, also if the pushes were downcast.
+"""The gradients that workers pushed for one server's chunks, until the update. A gradient is kept
+in the memory where it arrived, copied, or written to the spill file.
 
 Only one thread at a time may work on a chunk. The caller must not add gradients of the next step
 before the gradients of this step are taken.
@@ -35,15 +30,17 @@ Gradients = Iterable[tuple[np.ndarray, str]]  # (values, dtype)
 class PushedGradients:
     """The gradients of one server's chunks.
 
+    They are summed in fp32, first over the workers of each host, then over the hosts (Rule 1).
+    Several pushes of one worker are accumulated in the chunk's dtype, also if they were downcast.
+
     Args:
         chunks: The server's chunks by number.
-        tier: The files of the server, which contain the spill file. None if there are no files.
-        buffers: Number of scratch buffers, at least two. Each sum, spilled gradient and expanded
-            sparse gradient takes a buffer.
-        scratch_bytes: Size of a scratch buffer in bytes.
-        workers: Number of workers, or number of relays if workers push through relays.
-        local: Number of workers per host. A negative number means that workers push through relays,
-            and each push is the fp32 sum of the gradients of a host.
+        tier: The files of the server, among them the spill file. None if there are no files.
+        buffers: Number of scratch buffers. Each sum, spilled gradient and expanded sparse gradient
+            takes a buffer.
+        scratch_bytes: Size of a scratch buffer.
+        workers: Number of workers, or of relays if workers push through relays.
+        local: Number of workers per host. Negative if relays push the fp32 sum of each host.
     """
 
     def __init__(
@@ -67,10 +64,10 @@ class PushedGradients:
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """Add the gradient in `push` to the gradient that is held for the sender of `push`.
+        """Add a pushed gradient to the earlier gradients of its worker.
 
-        Returns a pair: the sums of squares of the sender's gradient, one per segment; and whether
-        the memory of the push (`push.grad`) stays in use.
+        Returns a pair: the sum of squares of each segment of the worker's gradient, and whether
+        `push.grad` stays in use.
         """
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
@@ -128,10 +125,7 @@ class PushedGradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Sum the gradients of all workers, and return the sum of squares of each segment.
-
-        The summed gradient is cached for `take` if enough scratch buffers are free.
-        """
+        """Sum the gradients of all workers, and return the sum of squares of each segment."""
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = sums_of_squares(total, dtype, chunk.segments)
@@ -142,10 +136,9 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """Remove and return the gradient of a chunk, summed over all workers, for the update.
+        """Remove and return the gradient of a chunk, summed over all workers.
 
-        Returns (scratch buffer or None, values, dtype). The caller must pass the buffer to `done`
-        after use.
+        Returns (scratch buffer or None, values, dtype). Pass the buffer to `done` after use.
         """
         held = self._held.pop(number)
         if number in self._totals:
@@ -178,9 +171,8 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """For each host, yield the sum of the gradients of the host's workers.
-
-        `total`: The array in which the sum of the first host is computed.
+        """Yield the sum of the gradients of each host's workers. The first host's sum is computed
+        in `total`.
         """
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
@@ -191,10 +183,8 @@ class PushedGradients:
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """Return the gradients of the workers in `held`.
-
-        If all gradients are in memory, returns a list. Otherwise, returns an iterator that loads
-        the gradients one by one.
+        """Return the workers' gradients: a list if all are in memory, otherwise an iterator that
+        loads them.
         """
         if all(isinstance(part, tuple) for part in held.values()):
             return [*self._one_by_one(chunk, held)]
@@ -209,8 +199,7 @@ class PushedGradients:
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
         """Return a worker's gradient as (scratch buffer, values, dtype).
 
-        If the gradient was spilled or compressed, the buffer contains the values. Otherwise, the
-        buffer is None.
+        The buffer is None, unless it contains the values of a spilled or sparse gradient.
         """
         if isinstance(part, tuple):
             memory, dtype = part
@@ -241,9 +230,7 @@ class PushedGradients:
 
 
 def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
-    """Add `grad` to `acc`. The sum is rounded to the dtype of `acc`, like sums in `p.grad` in
-    torch.
-    """
+    """Add `grad` to `acc`, rounded to the dtype of `acc`, like sums in `p.grad` in torch."""
     if dtype == "fp32":
         accumulate(acc, grad, of_grad)
         return

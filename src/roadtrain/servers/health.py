@@ -1,9 +1,6 @@
-"""Status queries: ask every server of a job what it does, and which worker waits for what.
-
-Each query uses a separate link, so training is not disturbed. A server answers with one frame of
-JSON, also while a session is running or hangs. The caller must prove to know the job's token.
-Workers and relays are not asked: the servers report which pulls a worker waits for, and which
-messages a worker has not sent yet.
+"""Status queries: ask every server of a job what it does, and which worker waits for what. Each
+query uses a separate link, so it is answered also while training runs or hangs. Workers and relays
+are not asked.
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ def answer(link: Link, status: Status) -> Watcher:
 
 
 def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
-    """Query the server at `address`. Returns the server's status, or the error if the server does
-    not answer.
-    """
+    """Query the server at `address`. Returns its status, or the error if it does not answer."""
     watcher = Watcher()
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
@@ -79,10 +74,8 @@ def rows(
     switches: int = 0,
     role: str = "server",
 ) -> list[tuple[str, str]]:
-    """Format statuses as a list of rows (node, state of the node).
-
-    The rows of the nodes that were asked are first. The row of each worker follows, with the
-    longest wait that any server reports.
+    """Format statuses as rows (node, state of the node). Rows of workers follow, each with the
+    worker's longest wait.
 
     Args:
         names: Addresses of the nodes that were asked. The last `switches` names are switches.

@@ -1,9 +1,7 @@
-"""HostedStore: the directories of a server for its store and its snapshots.
+"""The directories of a server for its store and its snapshots, which all its sessions use in turn.
 
-The process of a server has one HostedStore for all its sessions. A session must hold the lock
-(`storing`) to open or make the store. If a session hangs because a storage device does not respond,
-the session keeps the lock, and the next session is refused. The open store belongs to the session,
-not to the HostedStore.
+A session that hangs because of a storage device keeps the lock (`storing`), and the next session is
+refused. The open store belongs to the session, not to the HostedStore.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ class HostedStore:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Lock the directory.
-
-        Raises BusyError if the previous session still uses the directory, for example because a
-        storage device does not respond.
-        """
+        """Lock the directory. Raises BusyError if the previous session still uses the directory."""
         if not self._lock.acquire(timeout=LOCK_S):
             raise BusyError(f"the previous session still uses the directory {self.directory}")
         try:
@@ -48,19 +42,18 @@ class HostedStore:
             self._lock.release()
 
     def file_bytes(self) -> int:
-        """Return the size of the store's files in bytes. While a store is made, the size shows the
-        progress.
+        """Return the size of the store's files in bytes, which shows the progress while a store is
+        made.
         """
         with suppress(OSError):
             return sum(path.stat().st_size for path in self.directory.glob("gen-*/*"))
         return 0
 
     def held(self, opened: FileTier | None) -> tuple[int, tuple[int, ...], StoreMeta | None]:
-        """Return the newest step of the store, the steps of the store's snapshots, and the metadata
-        of the store.
+        """Return the newest step of the store (-1 without a store), the steps of its snapshots, and
+        its metadata.
 
-        The newest step is -1 if there is no store. `opened` is the part of the store that the
-        running session has open, or None.
+        `opened` has the store's files if the running session has opened them.
         """
         with self.storing():
             if opened is not None:
@@ -74,11 +67,11 @@ class HostedStore:
     def resume_without(
         self, job: str, link: str, servers: tuple[int, ...], opened: FileTier | None
     ) -> StoreMeta | None:
-        """Record in the store's metadata that this server may resume without `servers`.
+        """Record durably that this server may resume without `servers`, and return the store's
+        metadata.
 
-        `link` is the id of the session that has ended. If `link` is not the last session of this
-        store, records nothing and returns None. Otherwise, returns the metadata once the record is
-        durable.
+        `link` is the id of the session that has ended. If another session was the store's last,
+        records nothing and returns None.
         """
         with self.storing():
             home = None if opened is None else opened.directory

@@ -1,11 +1,8 @@
-"""IntermediarySession: a session of several participants whose requests are forwarded to a server.
+"""A session of several participants whose requests are forwarded to a server. The participants of a
+relay are the workers of a host. The participants of a fan-in are all workers of a job, or all
+relays.
 
-An intermediary is a relay or a fan-in. The participants of a relay are the workers of a host. The
-participants of a fan-in are all workers of a job, or all relays. An IntermediarySession is also the
-Receiver of the link to the server. The state machine is in servers/protocol/intermediary.py.
-
-Frames that set up a session are forwarded unchanged. Frames from the server go to all participants,
-but each participant gets only its own part of the committed job state. Subclasses handle gradients.
+Subclasses handle gradients. The decisions are in servers/protocol/intermediary.py.
 """
 
 from __future__ import annotations
@@ -29,11 +26,7 @@ from roadtrain.units import round_up
 
 
 class IntermediarySession(ParameterSession):
-    """The session of the participants of one server.
-
-    `_readers` has the participants that wait for a Record, in the order of their requests. Access
-    `_readers` and `_greetings` only under `lock`.
-    """
+    """The session of the participants of one server, and the Receiver of the link to the server."""
 
     machine: Any  # an Intermediary; set before any pull or end of a step
     _copies: list[Buffer]  # the buffers for parameters, by number
@@ -52,8 +45,9 @@ class IntermediarySession(ParameterSession):
         self._stands_for, self._up_s = stands_for, deadline_s
         self._connected = threading.Event()  # set once `_up` is set
         self._up: Link  # the link to the server
-        # Welcome and Ready frames, sent again to participants that join later
+        # Welcome and Ready frames, sent again to participants that join later; guarded by `lock`
         self._greetings: list[tuple[int, bytes, bytes]] = []
+        # participants that wait for a Record frame, in the order of requests; guarded by `lock`
         self._readers: deque[ParameterConnection] = deque()
 
     # participants
@@ -66,7 +60,7 @@ class IntermediarySession(ParameterSession):
         return worker
 
     def prepare(self, worker: ParameterConnection) -> None:
-        """Prepare a participant for its first frame. Subclasses may override this method."""
+        """Prepare a participant for its first frame."""
 
     def takes(self, rank: int) -> bool:
         return not self.lost_ranks and super().takes(rank)
@@ -142,7 +136,7 @@ class IntermediarySession(ParameterSession):
             worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     def _part_of(self, rank: int, blobs: list[bytes]) -> bytes:
-        """Return the job states (blobs) that the workers of participant `rank` have committed.
+        """Return the job states (blobs) of the workers of participant `rank`, packed.
 
         If the step was committed by a different number of workers, returns only the first blob.
         """

@@ -1,8 +1,6 @@
-"""LocalServers: the servers of a job in threads of this process.
-
-There is one server per storage directory. If there are no directories, a single server keeps
-everything in RAM. This module also opens or makes the store, and converts an existing store whose
-layout differs from the plan.
+"""The servers of a job in threads of this process: one per storage directory, or one that keeps
+everything in RAM. This module also opens or makes the store, and converts a store to the planned
+layout.
 """
 
 from __future__ import annotations
@@ -75,10 +73,7 @@ class LocalServers:
         self._reported = opened.notes if opened else ()  # notes that open_or_none has reported
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        """Create the servers, and return a dict from server number to server.
-
-        The servers send their messages to `deliver`.
-        """
+        """Create the servers, and return them by number. They send their messages to `deliver`."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
@@ -111,9 +106,8 @@ class LocalServers:
                 self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
-        """Return a view of a chunk's committed record.
-
-        Read only the array `what` from the view; other parts of the record may be invalid.
+        """Return a view of a chunk's committed record. Only the array `what` of the view is
+        valid.
         """
         if self.store is not None:
             return read_record(self.store, chunk, what)
@@ -131,7 +125,7 @@ class LocalServers:
             server.reset(self.meta, tier, step, self._deadline_s)
 
     def nbytes(self) -> int:
-        """Return the memory that the servers use in this process, in bytes."""
+        """Return the memory in bytes that the servers use."""
         return sum(server.nbytes() for server in self.running)
 
     def stop(self) -> list[str]:
@@ -139,7 +133,7 @@ class LocalServers:
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
-        """Close the store. Call this method after the worker is closed."""
+        """Close the store, after the worker is closed."""
         if self.store is not None:
             self.store.close()
 
@@ -151,10 +145,10 @@ def open_or_none(
     report: Callable[[str], None],
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the job's store, and convert the store if the layout differs from `store_plan`.
+    """Open the job's store, and convert it if the layout differs from `store_plan`.
 
-    Returns None if there is no store yet. open_store() calls `accept` to check the store. Raises
-    ForeignError if the store belongs to another model or optimizer.
+    Returns None if there is no store yet. `accept` checks the store. Raises ForeignError if the
+    store belongs to another model or optimizer.
     """
     if not store_plan.directories:
         return None
@@ -184,7 +178,7 @@ def open_or_none(
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """Read the array `what` of the parameter `name` chunk by chunk. For each chunk, yields (index
-    of the first element in the parameter, values).
+    """Yield the array `what` of the parameter `name` chunk by chunk, as (index of the first element
+    in the parameter, values).
     """
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

@@ -1,8 +1,6 @@
-"""Decide how worker 0 opens a job's store on remote servers.
-
-The decision is based on the reports of the servers that answer. Each server reports which steps its
-store holds. storage/history.py explains from which steps a job may resume. The communication with
-the servers is in remote_servers.py.
+"""The decision how worker 0 opens a job's store on remote servers, from the reports of the servers
+that answer. storage/history.py explains from which steps a job may resume. remote_servers.py
+communicates with the servers.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class FoundStore:
-    """The report of one server about its store, received when this worker joined the server."""
+    """The report of one server about its store."""
 
     newest: int  # the newest step, -1 if the server is empty
     snapshots: tuple[int, ...]  # the steps of the snapshots
@@ -64,12 +62,12 @@ class FoundStore:
 
 
 class FoundStores:
-    """The reports of the servers, and the decision about how to open the store.
+    """The reports of the servers, and the decision how to open the store.
 
     Attributes:
         found: The reports, by number of the server.
-        given_up: The servers whose contents are ignored: the servers in `give_up` if the reports do
-            not show which contents are the newest, otherwise no servers.
+        given_up: The servers whose contents are ignored. Empty if the reports show which contents
+            are the newest, otherwise the servers in `give_up`.
     """
 
     def __init__(
@@ -91,9 +89,8 @@ class FoundStores:
         self._decided = None
 
     def decide(self) -> Resume | Unclear:
-        """Decide from which step the servers found so far may resume.
-
-        Raises ForkedError or StaleError.
+        """Decide from which step the reporting servers may resume. Raises ForkedError or
+        StaleError.
         """
         if self._decided is None:
             decided: Resume | Unclear | None = None
@@ -113,8 +110,8 @@ class FoundStores:
     def opening(self, missing: Collection[int], report: Callable[[str], None]) -> Opening:
         """Decide how to open the store. `missing` are the servers that do not answer.
 
-        Raises ConfigError, ForeignError or StaleError. Raises GoneError if the run directory has a
-        record of a store, but the servers are empty.
+        Raises ConfigError, ForeignError or StaleError. Raises GoneError if the run directory names
+        a store, but the servers are empty.
         """
         if len(every := sorted({found.every for found in self.found.values()})) > 1:
             raise ConfigError(
@@ -193,10 +190,9 @@ class FoundStores:
         return Witness.of(record.history) if record is not None and record.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
-        """Return the newest step that has a snapshot of every chunk.
+        """Return the newest step that has a snapshot of every chunk, and the servers that have it.
 
-        Returns a pair: the step, and the servers that have a snapshot of this step. If there is no
-        such step, returns (-1, ()).
+        If there is no such step, returns (-1, ()).
         """
         kept = {number: found.snapshots for number, found in sorted(self.found.items())}
         for step in sorted({step for steps in kept.values() for step in steps}, reverse=True):
@@ -209,8 +205,8 @@ class FoundStores:
         return {self._meta.holders(chunk.id) for chunk in self._store_plan.table.chunks}
 
     def _unborn(self) -> bool:
-        """Whether the store is unfinished: no session has begun on the store. Worker 0 makes such a
-        store again.
+        """Return whether no session has begun on the store, so that worker 0 may make the store
+        again.
         """
         steps = [found.newest for found in self.found.values()]
         if max(steps) > 0 or min(steps) >= 0:

@@ -1,8 +1,7 @@
-"""ParameterConnection: the connection of a worker at a parameter server or at a relay.
+"""The connection of a worker at a parameter server or relay, which converts frames to messages for
+a state machine.
 
-Frames that open or read the store are handled by the session. The other frames are converted to
-messages for a state machine. Gradients arrive in buffers of `pool`, in order. While the pool is
-empty, receiving blocks, which throttles the worker (back-pressure).
+While no buffer is free for a gradient, receiving blocks, which slows the worker down.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """The destination of requested parameters if the worker that sent the pull is in another
-    process.
-
-    A PullReply takes the place of the worker's memory in `Pull.into`.
+    """The destination of pulled parameters if the worker is in another process. It takes the place
+    of the worker's memory in `Pull.into`.
     """
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
@@ -62,11 +59,7 @@ class PullReply:
 
 
 class ParameterConnection(WorkerConnection):
-    """The connection of one worker at a parameter server.
-
-    Invariants: `_coming` has the buffers of dense gradients that are being received, in order of
-    arrival. A buffer in `_kept` returns to `pool` when the server no longer needs the buffer.
-    """
+    """The connection of one worker at a parameter server or relay."""
 
     session: ParameterSession
 
@@ -74,8 +67,8 @@ class ParameterConnection(WorkerConnection):
         super().__init__(session, rank, link)
         self.signature = ""  # digest of the worker's layout
         self.pool: BufferPool | None = None  # set once the store is open
-        self._coming: deque[Buffer] = deque()
-        self._kept: dict[int, Buffer] = {}  # by ticket
+        self._coming: deque[Buffer] = deque()  # of dense gradients being received, in order
+        self._kept: dict[int, Buffer] = {}  # ticket -> buffer that the server still needs
         self._reason: LostError | None = None  # the reason that the worker sent before it ended
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
@@ -205,7 +198,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
     def set_up(
         self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
     ) -> None:
-        """Handle a frame whose kind is in SETS_UP."""
+        """Handle a frame that opens or reads the store."""
         raise NotImplementedError
 
     def post(self, message: Any) -> None:

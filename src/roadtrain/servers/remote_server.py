@@ -1,6 +1,5 @@
-"""RemoteServer: the worker's end of the link to one server in another process.
-
-Does NOT decide which servers take part; remote_servers.py does.
+"""A worker's link to one server in another process. remote_servers.py decides which servers take
+part.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from roadtrain.units import show_bytes
 
 
 class RemoteServer:
-    """The worker's end of the link to one server: a MessageLink, and the Receiver of the link.
+    """A worker's link to one server, and the Receiver of the link.
 
-    `all` has the RemoteServers of the job by number. If a server fails, `wait` raises an error on
-    all RemoteServers.
+    `all` has the RemoteServers of the job by number. If one server fails, `wait` raises an error on
+    all.
     """
 
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
@@ -49,9 +48,8 @@ class RemoteServer:
         self.link_lost = False  # whether the link was lost without a report of the server
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
-        """Set the function that receives the server's messages.
-
-        If the server has already failed, `deliver` is called with the failure.
+        """Set the function that receives the server's messages, and report an earlier failure to
+        it.
         """
         self.deliver = deliver
         if self._error is not None:
@@ -85,10 +83,11 @@ class RemoteServer:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """Wait for the next session frame, which must be of `kind`. Return (fields, payload).
+        """Wait for the next frame that sets up the session, which must be of `kind`.
 
-        The deadline restarts whenever the server makes progress. `what` names the frame in messages
-        to the user.
+        Returns (fields, payload). Raises DeadlineError if the server makes no progress for
+        `deadline_s`, and LostError if a server fails. `what` names the frame in messages to the
+        user.
         """
         begin = time.monotonic()
         while True:
@@ -110,7 +109,7 @@ class RemoteServer:
         return fields, payload
 
     def waits_for(self) -> str:
-        """Return the reason why the server waits, as a clause; see MessageLink.waits_for."""
+        """Return the reason why the server waits; see MessageLink.waits_for."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
         what = self.silent or what
@@ -122,14 +121,12 @@ class RemoteServer:
                 self.link.send(m.BEAT, m.encode(()), urgent=True)
 
     def has_spoken(self) -> bool:
-        """Whether a session frame has arrived, so that `wait` would not block."""
+        """Return whether `wait` would not block."""
         return not self._inbox.empty()
 
     def close(self) -> None:
-        """Close the link.
-
-        If any server of the job has failed, first send the error over the link. The server at the
-        end of the link passes the error on to the other workers.
+        """Close the link. If a server of the job has failed, first send the error, which this
+        server passes on to the other workers.
         """
         if self.link is None:
             return
@@ -176,7 +173,6 @@ class RemoteServer:
                 self.deliver(self._message(kind, fields, payload))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
-        """Decode a frame into a message for the worker."""
         match kind:
             case m.PULLED:
                 ticket, chunk = fields

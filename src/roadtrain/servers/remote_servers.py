@@ -1,16 +1,12 @@
-"""RemoteServers: a worker's connections to the servers of a job in other processes.
+"""A worker's connections to the servers of a job in other processes.
 
-Worker 0 makes or opens the store, and fills a new store. The other workers wait until the store is
-ready. Afterwards all workers behave the same, and the servers wait for all workers. If a server or
-a worker is lost, an error is raised here. The launcher (torchrun) starts the process again, and
-training resumes at the last committed step.
+Worker 0 makes or opens the store, and fills a new store; the other workers wait. If a server or a
+worker is lost, an error is raised. The launcher then restarts the process, and training resumes at
+the last committed step.
 
-With replicas, worker 0 leaves out a server that does not answer. If a server has missed steps,
-worker 0 fills this server again from servers that have these steps. The other workers follow the
-decisions of worker 0. If the newest step cannot be restored from the servers' stores, worker 0
-sends all servers back to a snapshot (opening.py).
-
-A store with another number of servers, chunk size or dtype is refused, not converted.
+With replicas, worker 0 leaves out a server that does not answer, and refills a server that has
+missed steps. If the newest step cannot be restored, worker 0 sends all servers back to a snapshot
+(opening.py). A store with another number of servers, chunk size or dtype is refused, not converted.
 """
 
 from __future__ import annotations
@@ -64,9 +60,8 @@ class Reach:
 class RemoteServers:
     """The servers of a job in other processes, with the methods of LocalServers.
 
-    `servers` has the servers that take part. Raises ForeignError if a server holds the store of
-    another job, LostError if a server is lost, and DeadlineError if a server does not answer in
-    time.
+    Raises ForeignError if a server holds the store of another job, LostError if one is lost, and
+    DeadlineError if one does not answer in time.
     """
 
     local = False
@@ -84,7 +79,7 @@ class RemoteServers:
     ) -> None:
         """Connect to the servers. On worker 0, also open the store.
 
-        `anew`: None, or a step with whose contents worker 0 fills the servers again.
+        If `anew` is a step, worker 0 fills the servers again with the contents of this step.
         """
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
@@ -147,10 +142,7 @@ class RemoteServers:
         return self.servers
 
     def _beat(self) -> None:
-        """Send heartbeats regularly, independently of the main thread.
-
-        Servers end the session if the process of a worker is stopped.
-        """
+        """Send heartbeats regularly, so that servers notice if this process is stopped."""
         while not self._over.wait(BEAT_S):
             for server in list(self.servers.values()):
                 server.beat()
@@ -158,10 +150,8 @@ class RemoteServers:
     # membership
 
     def _join_all(self) -> dict[int, PeerError | None]:
-        """Connect to the servers until enough servers have joined.
-
-        If a server does not listen, or is busy with another session, retries for `retry_s`. Returns
-        the missing servers and the last error of each.
+        """Connect to the servers until enough have joined. Returns the missing servers and the last
+        error of each.
         """
         options = self.reach.options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
@@ -189,9 +179,8 @@ class RemoteServers:
         raise self._no_answer(missing, limit_s)
 
     def _try_to_join(self, missing: dict[int, PeerError | None]) -> None:
-        """Try once to connect to each server in `missing`.
-
-        Servers that are connected are removed from `missing`.
+        """Try once to connect to each server in `missing`, and remove the connected servers from
+        it.
         """
         options, spare = self.reach.options, self.meta.replicas > 1
         if spare:
@@ -244,11 +233,9 @@ class RemoteServers:
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
 
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
-        """Whether enough servers have joined for worker 0 to open the store.
+        """Return whether enough servers have joined for worker 0 to open the store.
 
-        Returns True if all servers have joined. Servers that together hold every chunk are also
-        enough, but worker 0 first waits 5 seconds for further servers, and longer if a server is
-        busy.
+        After 5 seconds, servers that together hold every chunk are enough.
         """
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
@@ -259,9 +246,8 @@ class RemoteServers:
         )
 
     def _enough(self) -> bool:
-        """Whether all servers that worker 0 has chosen are ready.
-
-        If so, close the links to all other servers.
+        """Return whether all servers that worker 0 has chosen are ready. If so, close all other
+        links.
         """
         for number, server in self.servers.items():
             if number not in self._ready and server.has_spoken():
@@ -283,9 +269,8 @@ class RemoteServers:
     # the store
 
     def _open(self, missing: Mapping[int, PeerError | None]) -> None:
-        """Let the servers make a store, open their store, or go back to a snapshot.
-
-        Called by worker 0 only.
+        """Let the servers make a store, open their store, or go back to a snapshot. Only for worker
+        0.
         """
         opening = self._stores.opening(missing, self._report)
         if self._anew is not None:
@@ -327,7 +312,7 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """Fill server `number`. The contents of its chunks are read from servers in `members`."""
+        """Fill server `number` with chunks read from servers in `members`."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
@@ -346,9 +331,7 @@ class RemoteServers:
     def start(self, blob: bytes) -> None:
         """Commit step 0 of a new store with `blob`, and start the session on all servers.
 
-        Each server records the begin of the session before serving workers. The first server is
-        always the last server to commit and to begin. On all workers except worker 0, this method
-        does nothing.
+        The first server is the last to commit and to begin. Does nothing on workers other than 0.
         """
         if self.group.rank:
             return
@@ -390,7 +373,7 @@ class RemoteServers:
         self._route.close()
 
     def abort(self) -> None:
-        """Close everything immediately. Called if no session was started."""
+        """Close everything immediately, if no session was started."""
         self._hang_up()
         self._route.abort()
 
@@ -401,11 +384,8 @@ class RemoteServers:
             server.close()
 
     def _leave_witness(self) -> None:
-        """Record at one of two servers that this server may resume without the other server.
-
-        Worker 0 calls this method if there are two servers and no run directory. If a server was
-        lost, the remaining server gets the record. Otherwise, server 0 gets the record. If the
-        other server has not begun this session, nothing is recorded.
+        """If there are two servers and no run directory, record at one server that it may resume
+        without the other.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:

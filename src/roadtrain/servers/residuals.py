@@ -1,15 +1,9 @@
-"""The residuals of error feedback: the part of the gradients that a worker has not sent
-(kernels/codecs.py).
+"""The residuals of error feedback: gradients that compression has not sent yet (kernels/codecs.py).
 
-The residuals of a block form a separate block. A server stores this block with the update rule
-`replace`. Residuals are thus pulled, pushed, committed and resumed like parameters.
-
-With remote servers, residuals stay on the worker's own host (`Residuals`). A separate server in the
-worker's process stores the residuals, and only this worker uses the server. This server prepares
-each step before the other servers commit the step (servers/protocol/commit.py). Therefore, after a
-crash, the separate server has the step from which the job resumes. If the worker has moved to
-another host, or all servers went back to a snapshot, the separate server does not have this step.
-The residuals then start at zero, and a line tells the user.
+The residuals of a block form a separate block, which is pulled, pushed, committed and resumed like
+parameters. With remote servers, a separate server in the worker's process stores the residuals. It
+prepares each step before the other servers commit it. If this server lacks the step from which the
+job resumes, the residuals start at zero, and the user is told.
 """
 
 from __future__ import annotations
@@ -54,9 +48,8 @@ class Replace(Rule):
 def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
     """Return the name and parameters of a residual block for every block with trainable parameters.
 
-    In a block, parameters with the same dtype and parameter group form a run (`chunks.Run`). For
-    each run of trainable parameters, the residual block has a run of fp32 residuals with the same
-    element offsets. The i-th run of a residual block is in parameter group `groups + i`.
+    For each run of trainable parameters (chunks.Run), the residual block has a run of fp32
+    residuals with the same element offsets. Its i-th run is in parameter group `groups + i`.
     """
     out = []
     for block in table.blocks:
@@ -71,9 +64,7 @@ def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[Para
 
 
 def residual_block_of(table: ChunkTable) -> dict[int, int]:
-    """Return a dict from each block that has residuals in `table` to the block with these
-    residuals.
-    """
+    """Return a dict from each block of `table` with residuals to the block of its residuals."""
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}

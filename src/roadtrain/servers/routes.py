@@ -1,5 +1,5 @@
-"""Routes: the ways in which workers reach their servers. This module has the direct route; optional
-packages register further routes:
+"""Routes: the ways in which workers reach their servers. This module has the direct route. Optional
+packages register further routes, which are loaded by name when an option selects them:
 
     [project.entry-points."roadtrain.routes"]
     relay = "roadtrain.relay.route:RelayRoute"
@@ -11,9 +11,7 @@ A route consists of three classes:
     OpenRoute   at the worker: one link to each server, for one session
     RouteEnd    at the server: accepts the links of workers that use this route
 
-The class of a route is loaded by name when an option selects the route (transport/plugins.py). If a
-route has a RouteEnd, the hello of a worker starts with `greeting_of(name)`, followed by bytes that
-the route defines. The server then loads the route of this name.
+If a route has a RouteEnd, the hello of a worker starts with `greeting_of(name)`.
 """
 
 from __future__ import annotations
@@ -36,8 +34,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RouteEnds:
-    """The two ends of a route in one session: a participant (a worker or a relay), and the servers
-    of the participant's job."""
+    """A participant (a worker or a relay) and the servers of its job, which a route connects in one
+    session.
+    """
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
@@ -64,20 +63,18 @@ class OpenRoute(Protocol):
         """
 
     def close(self) -> None:
-        """Wait until all threads and processes that `Route.open` started have ended. Close the
-        links first.
-        """
+        """Wait until all threads and processes of the route have ended. Close the links first."""
 
     def abort(self) -> None:
-        """End all threads and processes that `Route.open` started, without waiting."""
+        """End all threads and processes of the route, without waiting."""
 
 
 class RouteEnd(Protocol):
-    """The part of a route that runs at a server: accepts participants (workers or relays), and
-    passes the messages of participants to a session.
+    """The class of a route that runs at a server: it accepts participants (workers or relays), and
+    passes their messages to a session.
 
-    The server creates an instance when the first participant connects, with three arguments: the
-    greeting, the SessionHost and the options of links.
+    The server creates an instance for the first participant, with three arguments: the greeting,
+    the SessionHost and the options of links.
     """
 
     name: str  # name of the route
@@ -87,11 +84,11 @@ class RouteEnd(Protocol):
     def greeting(rest: bytes) -> Any:
         """Decode the bytes that follow `greeting_of(name)` in a hello. Raises WireError.
 
-        The returned object must have an attribute `hello`, the Hello of a worker.
+        The result must have an attribute `hello`, the Hello of a worker.
         """
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Whether the participant that sent `hello` belongs to this start of the job."""
+        """Return whether the participant that sent `hello` belongs to this start of the job."""
 
     def busy(self) -> RoadtrainError: ...
     def accept(self, link: Link, greeting: Any) -> Receiver: ...
@@ -116,15 +113,14 @@ class Route(Protocol):
         """
 
     def lossy(self, group: WorkerIdentity) -> str:
-        """Return a text that tells the user how this route makes gradients inexact.
-
-        Returns "" if gradients stay exact.
+        """Return a text that tells the user how this route makes gradients inexact, or "" if it
+        does not.
         """
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
 
     def to_json(self) -> str:
-        """Serialize the route, for another process that calls `from_json`."""
+        """Serialize the route, for `from_json` in another process."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +184,13 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Return the first bytes of a worker's hello. These bytes tell the server the route `name`."""
+    """Return the first bytes of a worker's hello, which tell the server the route."""
     return f"roadtrain {name} ".encode()
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """Split a hello into the name of the route and the bytes after the name.
-
-    Returns None if the route is direct.
+    """Split a hello into the name of the route and the bytes after it, or return None if the route
+    is direct.
     """
     words = hello.split(b" ", 2)
     if len(words) < 3 or words[0] != b"roadtrain":

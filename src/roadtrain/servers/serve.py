@@ -1,13 +1,10 @@
-"""The process of `roadtrain serve`. SessionHost serves one session of workers at a time.
+"""The process of `roadtrain serve`, which serves one session of workers at a time:
 
     listening -> a worker joins -> ServerSession -> all workers leave, or one is lost -> listening
 
-Workers send heartbeats. A worker that is silent for 60 seconds counts as stopped. A lost or stopped
-worker ends the session: uncommitted contents are dropped, the other workers are notified, and the
-next session starts at the last committed step (Rule 3). If this process is restarted with the same
-directory, the first session of the new process also starts at the last committed step.
-
-The server checks that all workers of a session run the same job. torchrun restarts workers.
+A worker that is lost, or sends no heartbeat for 60 seconds, ends the session. Uncommitted contents
+are dropped. The next session starts at the last committed step (Rule 3), also after a restart of
+this process. The server does not restart workers.
 """
 
 from __future__ import annotations
@@ -139,9 +136,7 @@ def budget_of(text: str | None) -> int:
 def _check_switch(
     switch: bool, of_switches: Mapping[str, str | None], of_servers: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError if `switch` is True and an option of servers is set, or if `switch` is
-    False and an option of switches is set.
-    """
+    """Raise ConfigError if options of a switch and of a server are combined."""
     extra = [name for name, value in of_servers.items() if value is not None and value is not False]
     if switch and extra:
         raise ConfigError(
@@ -227,9 +222,7 @@ class SessionHost:
         self.where = "{}:{}".format(*self._listener.address)
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept a link. The listener calls this method after the peer has proved to know the
-        token.
-        """
+        """Accept a link, after the peer has proved to know the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if hello.startswith(m.WITHOUT):
@@ -252,10 +245,7 @@ class SessionHost:
             return session.admit(greeting.rank, link, greeting.signature)
 
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
-        """Accept a participant (a worker or a relay) whose route has a RouteEnd.
-
-        If there is no session, start a session.
-        """
+        """Accept a participant (a worker or a relay) whose route has a RouteEnd."""
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
             raise WireError(
@@ -276,8 +266,9 @@ class SessionHost:
             return self.front.accept(link, greeting)
 
     def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
-        """Return the error for a worker whose route differs from the route of the session. `words`:
-        The message, with places for the worker's rank and the option.
+        """Return the error for a worker whose route differs from that of the session.
+
+        `words` is the message, with places for the worker's rank and the option.
         """
         assert self.session is not None
         if hello.session != self.session.name:
@@ -306,10 +297,11 @@ class SessionHost:
         self._ended.put((session, error))
 
     def run(self) -> None:
-        """Tear down sessions that have ended, and check running sessions for silent workers.
+        """Tear down sessions that have ended, and check running sessions for silent workers, until
+        `stop`.
 
-        Returns after `stop`. If this process itself was suspended, one check is skipped, so the
-        links can first read the heartbeats that have arrived meanwhile.
+        If this process itself was suspended, one check is skipped, so that waiting heartbeats can
+        be read first.
         """
         while True:
             begun = time.monotonic()
@@ -352,7 +344,7 @@ class SessionHost:
 
 
 def _checked(hello: m.Hello) -> m.Hello:
-    """Return `hello`. Raises WireError if `hello` has an impossible rank or number of workers."""
+    """Return `hello`. Raises WireError if its rank or number of workers is impossible."""
     if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
         raise WireError(
             f"a hello is from worker {hello.rank} of {hello.workers} workers; ranks are at least 0"

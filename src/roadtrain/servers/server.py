@@ -1,12 +1,7 @@
-"""Server: stores chunks, collects gradients, and updates the chunks. The threads of a Server carry
-out the decisions of the state machine in servers/protocol/server.py.
+"""A server that stores chunks, collects gradients, and updates the chunks. Its threads carry out
+the decisions of servers/protocol/server.py.
 
-A loop thread calls the state machine, I/O threads read and write files, and an update thread runs
-kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
-the GIL. Record buffers and scratch buffers are allocated once. All resident parts of records share
-one buffer.
-
-Any failure ends the server: the workers get a Failed message with the cause. The last committed
+Any failure ends the server, and the workers get a Failed message with the cause. The last committed
 step is not affected.
 """
 
@@ -149,8 +144,9 @@ class Server:
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _allocate_resident(self) -> dict[int, memoryview]:
-        """Allocate one buffer for the resident parts of all records. Returns a dict from the number
-        of each chunk to the chunk's view of the buffer."""
+        """Allocate the memory that stays in use from step to step, and return each chunk's view of
+        it.
+        """
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
@@ -163,10 +159,10 @@ class Server:
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Load the resident parts of all records, then serve.
+        """Load the records that stay in memory, then serve.
 
-        `loaded` is called for each chunk with the number of bytes that are loaded. Raises
-        StoreError if the files are damaged.
+        `loaded` is called with the number of bytes of each chunk. Raises StoreError if the files
+        are damaged.
         """
         self._load(loaded)
         n_io = 2 * self.config.io_threads if self.tier is not None else 0
@@ -181,8 +177,9 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """Receive a message of the worker in this process. The Server is the worker's MessageLink.
-        Raises LostError if the server is stopped."""
+        """Send a message of the worker in this process to this server. Raises LostError if the
+        server is stopped.
+        """
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
@@ -196,16 +193,17 @@ class Server:
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
         """Return the waiting pulls and the missing messages; see ServerStateMachine.waits. Raises
-        DeadlineError if the loop thread does not answer in time."""
+        DeadlineError if the answer takes more than 2 seconds.
+        """
         return self._in_loop(
             self.machine.waits, LOOK_S, f"{self.config.name} did not report within {LOOK_S:.0f} s"
         )
 
     def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
-        """Continue at `step` with the records of `tier`. If `tier` is None, the server continues
-        with the records in memory. Call this method only between steps, when nothing is in
-        progress. Raises StoreError if the files are damaged, and DeadlineError if reading the files
-        takes too long."""
+        """Continue at `step` with the records of `tier`, or with those in memory if `tier` is None.
+        Allowed only between steps. Raises StoreError if the files are damaged, and DeadlineError if
+        reading takes too long.
+        """
 
         def change() -> None:
             self.config = replace(self.config, meta=meta, tier=tier)
@@ -218,9 +216,9 @@ class Server:
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """Call `call()` in the loop thread between two events, and return the result. If the call
-        fails, the exception is raised here and ends the server. Raises DeadlineError with the
-        message `late` after `wait_s`."""
+        """Return the result of `call()`, run in the loop thread between two events. Its exception
+        is raised and ends the server. Raises DeadlineError(late) after `wait_s`.
+        """
         done: Future[T] = Future()
 
         def run() -> None:
@@ -238,8 +236,9 @@ class Server:
 
     def stop(self, deadline_s: float) -> list[str]:
         """End all threads without waiting for unfinished steps. Returns the names of threads that
-        have not ended within the deadline. These threads keep their memory until they end. The
-        caller must close the FileTier."""
+        have not ended within the deadline. They keep their memory. The caller must close the
+        FileTier.
+        """
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -258,7 +257,7 @@ class Server:
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
-        """Write the initial record of a chunk. Call this method only before `start`."""
+        """Write the initial record of a chunk. Allowed only before `start`."""
         if self.tier is not None:
             self.tier.write(chunk, "record", view)
         else:
@@ -322,7 +321,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Run and time the function `job`, and report `action` as done. Returns bytes moved."""
+        """Run and time `job`, and report `action` as done. Returns the number of bytes moved."""
         start = time.perf_counter()
         try:
             nbytes, result = job()
@@ -385,8 +384,9 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """Read the weights of a chunk from its file into `into`. If the file has no weights, or if
-        `newest` is set, read the fp32 master and cast the master to the chunk's dtype."""
+        """Read the weights of a chunk from its file. If the file has none, or for `newest`, cast
+        the master.
+        """
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:
@@ -431,10 +431,8 @@ class Server:
         put: Callable[[memoryview], None],
         view: memoryview | None = None,
     ) -> Outcome:
-        """Send parameters to a worker.
-
-        `put` writes the parameters to memory. If the parameters are already in memory, `view`
-        refers to this memory, and a link sends the parameters without a call of `put`.
+        """Send parameters to a worker: from `view` if they are in memory, else as written by
+        `put`.
         """
         into = answer.pull.into
         if isinstance(into, memoryview):
@@ -446,7 +444,7 @@ class Server:
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
     def _state_part(self, number: int) -> tuple[str, int]:
-        """Return (name, byte offset) of the part of a record that an update reads."""
+        """Return (name, byte offset) of the contents of a record that an update reads."""
         record = self.records[number]
         return ("state", record.weights_nbytes) if record.master else ("record", 0)
 
@@ -484,8 +482,9 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Return the checksum of an updated record. The checksum covers the state and the
-        parameters that a pull returns, but not the padding after a 16-bit copy."""
+        """Return the checksum of an updated record: its state and the parameters that a pull
+        returns, without padding.
+        """
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -501,8 +500,9 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """Return (name, byte offset) of the part of a record that is written. A resident 16-bit
-        copy of the parameters is not written, because the copy can be cast from the master."""
+        """Return (name, byte offset) of the contents of a record that are written. A resident
+        16-bit copy is not written, because it can be cast from the master.
+        """
         derived = (
             chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
         )
@@ -547,9 +547,9 @@ def apply_rule(
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
-    and scale are processed as one range, including the padding between spans. If `public` is not
-    None, the 16-bit copy of the new values is written to `public`."""
+    """Apply `rule` to every span of `record` that has a gradient. Padding between spans may change.
+    If `public` is not None, the 16-bit copy of the new values is written to it.
+    """
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
     copy = None if public is None else array_in(public, chunk.dtype, 0, n)

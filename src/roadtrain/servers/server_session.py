@@ -1,13 +1,11 @@
-"""ServerSession: the session of a job's workers at one parameter server. The session begins when
-the first worker joins, and ends when all workers have left or a worker is lost.
+"""The session of a job's workers at one parameter server, until all workers have left or one is
+lost.
 
     Open, Begin -> served                       the store exists
     Open, Fill, Settle, Begin -> served         the store is new, or is filled again
 
-Worker 0 opens the store, and fills a new store. The other workers wait for Ready and get Progress
-frames meanwhile. At Begin, before the first step, the server records in its store that it takes
-part in this session (storage/history.py). Threads of links call the methods of ParameterSession,
-the server's loop thread calls `deliver`, and the SessionHost's thread calls `look` and `tear_down`.
+Worker 0 sends these frames. The other workers wait for Ready and get Progress frames meanwhile. At
+Begin, the server records in its store that it takes part in this session (storage/history.py).
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ class StoreHost(Protocol):
     report: Callable[[str], None]
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
-        """Arrange that a thread of this process calls `tear_down` later.
-
-        Called when a session has ended.
-        """
+        """Arrange that a thread of this process calls the session's `tear_down` later."""
 
 
 # A function of the layout, the server's number and the session's memory in bytes. It returns the
@@ -67,15 +62,16 @@ MemoryBeside = Callable[[StoreMeta, int, int], int]
 
 
 class ServerSession(ParameterSession):
-    """The session of one start of a job.
+    """The session of one start of a job. `server` is set when Begin arrives.
 
-    `server` is set when the frame Begin arrives. `host`, the process, provides memory and files.
-    When the session ends, `host` is notified once, and must then call `tear_down`.
+    `host` provides memory and files. When the session ends, `host` is notified once, and must then
+    call `tear_down`.
     """
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
         """Create the session. `beside` returns the bytes of memory that the session must not use,
-        and is called once, when the layout of the store is known."""
+        once the layout of the store is known.
+        """
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
         self.host, self.store = host, host.store
@@ -89,8 +85,8 @@ class ServerSession(ParameterSession):
         self.pools: list[BufferPool] = []  # for the gradients of each worker
         self.ready = False
         self.config: ServerConfig
-        self._new = False  # whether this server's part of the store is new
-        self._step = 0  # the step at which worker 0 opens or makes the part
+        self._new = False  # whether this server's files of the store are new
+        self._step = 0  # the step at which worker 0 opens or makes the files
         self._storing = threading.RLock()  # held while the session itself uses the tiers
         self._closed = False  # under `_storing`: whether the tiers are, or must be, closed
         self._doing = "worker 0 to open the store"  # the event that workers wait for until `ready`
@@ -115,7 +111,7 @@ class ServerSession(ParameterSession):
         return worker
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Whether the worker that sent `hello` belongs to this start of the job."""
+        """Return whether the worker that sent `hello` belongs to this start of the job."""
         theirs = hello.session, hello.workers, hello.local
         return theirs == (self.name, self.workers, self.local)
 
@@ -123,9 +119,8 @@ class ServerSession(ParameterSession):
         return BusyError(f"busy with a session of {self.workers} worker(s), at step {self.step}")
 
     def _refused(self, worker: ParameterConnection, error: BaseException) -> None:
-        """Remove a worker that cannot join.
-
-        If this worker is worker 0, or if no connected worker is left, end the session.
+        """Remove a worker that cannot join. For worker 0, or without further workers, end the
+        session.
         """
         with self.lock:
             self.connections.pop(worker.rank, None)
@@ -143,9 +138,8 @@ class ServerSession(ParameterSession):
             raise error
 
     def _greet(self, worker: ParameterConnection) -> ForeignError | None:
-        """Send Ready and the worker's job state.
-
-        If the worker runs another job, end the session and return the error.
+        """Send Ready and the worker's job state. If the worker runs another job, end the session
+        and return the error.
         """
         assert self.meta is not None and self.tier is not None
         if worker.signature != self.meta.signature:
@@ -164,9 +158,8 @@ class ServerSession(ParameterSession):
         return None
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """End the session if a step is in progress or all workers are lost.
-
-        Between steps, a lost worker is no error, because all workers may be about to leave.
+        """End the session if a step is in progress or all workers are lost. Between steps, all
+        workers may be leaving.
         """
         if all_gone or self.server is None:
             self.end(error)
@@ -188,7 +181,7 @@ class ServerSession(ParameterSession):
         _SETS_UP[kind](self, worker, fields, payload)
 
     def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
-        """Make this server's part of the store, or open the part at the requested step."""
+        """Make this server's files of the store, or open them at the requested step."""
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
@@ -232,9 +225,8 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """Return the open FileTier: the files of this server's part of the store.
-
-        Raises ForeignError if these files are not the part that `meta` assigns to this server.
+        """Return the open files of the store. Raises ForeignError if `meta` does not assign them to
+        this server.
         """
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
@@ -293,7 +285,7 @@ class ServerSession(ParameterSession):
         worker.say(m.FILLED, (chunk.id,))
 
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """Publish the new part of the store, which is now complete."""
+        """Publish the new files of the store, which are now complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
             raise WireError(
                 "a Settle frame must come from worker 0, before the session begins, and only if"
@@ -309,7 +301,6 @@ class ServerSession(ParameterSession):
         worker.say(m.SETTLED, ())
 
     def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """Start serving the open store."""
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
@@ -343,9 +334,8 @@ class ServerSession(ParameterSession):
     def _read(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """Send a whole record to a worker. Called between steps.
-
-        For chunk -1, send the blobs of the last commit.
+        """Send a record to a worker between steps. For chunk -1, send the blobs of the last
+        commit.
         """
         if self.meta is None or self.tier is None:
             raise WireError("a Read frame arrived before the store was opened")
@@ -366,9 +356,8 @@ class ServerSession(ParameterSession):
 
     @contextmanager
     def _stored(self) -> Iterator[None]:
-        """Context manager that keeps the files of the store and of its snapshots open.
-
-        Raises LostError if the files are closed.
+        """Keep the files of the store and of its snapshots open. Raises LostError if they are
+        closed.
         """
         with self._storing:
             if self._closed:
@@ -451,9 +440,8 @@ class ServerSession(ParameterSession):
         self.host.session_ended(self, error)
 
     def tear_down(self, error: BaseException) -> None:
-        """Free all resources. Called by the host's own thread.
-
-        Uncommitted contents are dropped when the store is opened the next time.
+        """Free all resources. Called by the host's own thread. Uncommitted contents are dropped
+        when the store is opened the next time.
         """
         self.dismiss(error)
         for pool in [self.answers, *self.pools]:
@@ -484,7 +472,7 @@ _SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memory
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
-    """Decode worker 0's description of a store. Return the store's metadata and update rules."""
+    """Decode worker 0's description of a store into its metadata and update rules."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, Any])
         meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")

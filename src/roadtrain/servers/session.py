@@ -1,7 +1,5 @@
-"""JobSession: a worker's session with the servers of its job, for one start of the job.
-
-The servers are in this process (local_servers.py) or in other processes (remote_servers.py). Does
-NOT know modules or optimizers: values are flat arrays by parameter index.
+"""A worker's session with the servers of its job, for one start of the job. Does NOT know modules
+or optimizers: values are flat arrays by parameter index.
 """
 
 from __future__ import annotations
@@ -107,10 +105,9 @@ class JobSession:
         return self.servers.blob
 
     def fill(self, block: Block, source: Source, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write the initial records of a block of a new store.
+        """Write the initial records of a block of a new store, with values from `source`.
 
-        Values come from `source`. Each update rule defines the initial state. `groups` are the
-        optimizer's parameter groups.
+        `groups` are the optimizer's parameter groups.
         """
         self.worker.heap.trim(at_once=True)  # free the previous block, which the model has released
         for chunk in block.chunks:
@@ -129,16 +126,16 @@ class JobSession:
         """Return an array of a parameter. All steps must have ended and must be committed.
 
         Master values and state arrays have the shape of the parameter, and a state scalar has shape
-        (1,). The dtype is fp32, except that master values of a frozen parameter have the dtype of
-        the parameter. Raises ConfigError if the array does not exist.
+        (1,). The dtype is fp32, but master values of a frozen parameter have its own dtype. Raises
+        ConfigError if the array does not exist.
         """
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the array that `read` returns in parts, as (index of the first element, values).
+        """Yield the array that `read` returns, chunk by chunk, as (index of the first element,
+        values).
 
-        If `what` is WEIGHTS, the values are pulled from the servers. These values include updates
-        that are not committed yet, because a commit may need the other workers.
+        Weights include updates that are not committed yet.
         """
         if what != WEIGHTS:
             yield from param_pieces(
@@ -152,8 +149,8 @@ class JobSession:
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
         """Apply `change` to every record. The store is then at `step`.
 
-        Call this method only with local servers, and only after all steps are committed. If the
-        store is on files, the change is atomic, and committed on return.
+        Allowed only with local servers, and only after all steps are committed. If the store is on
+        files, the change is atomic, and committed on return.
         """
         self.worker.rest()
         assert isinstance(self.servers, LocalServers)
@@ -164,7 +161,7 @@ class JobSession:
         """Replace all contents of remote servers. The store is then at `step`.
 
         All workers must call this method. Worker 0 applies `change` to records of zeros and sends
-        the records. After a PeerError the session cannot be used any more.
+        them. After a PeerError, the session cannot be used any more.
         """
         self.worker.rest()
         before = self.servers

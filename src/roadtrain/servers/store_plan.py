@@ -1,7 +1,5 @@
-"""StorePlan: the requested layout and update rules of a job's store.
-
-This module also checks whether an existing store fits a plan, and makes the initial record of each
-chunk. local_servers.py and remote_servers.py open and write stores.
+"""The requested layout and update rules of a job's store. This module also checks existing stores,
+and makes initial records. local_servers.py and remote_servers.py open and write stores.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ class StorePlan:
     # store has one version, and pulls get the newest version.
     staleness: int = 0
     replicas: int = 1
-    moved_from: tuple[Path, ...] = ()  # directories that held parts of the store before
+    moved_from: tuple[Path, ...] = ()  # directories that held files of the store before
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The server of each chunk, chosen by the weights of the directories or servers."""
+        """The server of each chunk, chosen by the weights."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
 
     @property
@@ -57,10 +55,10 @@ class StorePlan:
 
 
 def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
-    """Raise ForeignError if an existing store does not fit `store_plan`.
+    """Raise ForeignError if an existing store differs from `store_plan` in model, optimizer,
+    staleness or replicas.
 
-    The store must be of the same model and optimizer, with the same staleness and replicas. `where`
-    is the location of the existing store, and `held` has the metadata of the existing store.
+    `where` is the location of the existing store, and `held` its metadata.
     """
     if held.table.fingerprint() != store_plan.table.fingerprint():
         ours, theirs = (
@@ -110,11 +108,9 @@ def fill_record(
     source: Source,
     groups: Sequence[Mapping[str, Any]],
 ) -> memoryview:
-    """Return the initial record of `chunk`.
+    """Return the initial record of `chunk`, with values from `source`.
 
-    Values come from `source`, and the chunk's update rule defines the initial state. `groups` are
-    the optimizer's parameter groups. A chunk of residuals belongs to none of these groups, so its
-    rule gets no hyperparameters.
+    `groups` are the optimizer's parameter groups, to which residuals do not belong.
     """
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
@@ -127,10 +123,9 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """Write the initial state of `rule` for one parameter of a chunk.
+    """Write the initial state of `rule` for one parameter of a chunk, whose state must be zero.
 
-    `span` is the index of the parameter in `chunk.spans`. The state arrays and scalars of this
-    parameter must be zero before.
+    `span` is the index of the parameter in `chunk.spans`.
     """
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(

@@ -1,7 +1,5 @@
-"""Stages: the total seconds and bytes of each stage of training. Thread-safe.
-
-The stages are Fetch, Forward, Backward, Push, Sum, Read, Update, Write, Commit and Wait. Code,
-messages and the simulator use the same names.
+"""The total seconds and bytes of each stage of training: Fetch, Forward, Backward, Push, Sum, Read,
+Update, Write, Commit and Wait.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ class StageTotals:
 
 
 class Stages:
-    """The totals of each stage since the last `take`.
+    """The totals of each stage since the last `take`. Thread-safe.
 
-    The seconds of a stage are summed over threads, so this sum may exceed the wall time.
+    Seconds are summed over threads, so they may exceed the wall time.
     """
 
     def __init__(self) -> None:

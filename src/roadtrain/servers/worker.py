@@ -1,13 +1,12 @@
-"""Worker: fetches blocks for the BlockStream, sends gradients, starts updates and commits steps.
-servers/protocol/worker.py makes the decisions; this module carries out the decisions, and waits.
+"""A worker's exchange with its servers: it fetches blocks, sends gradients, starts updates and
+commits steps. servers/protocol/worker.py makes the decisions.
 
-Threads: the training thread and autograd's threads call the methods. Servers deliver messages in
-threads of their own. One condition guards all shared state. Every wait has a deadline and an error
-message that names the reason of the wait (Rule 5).
+The training thread and autograd's threads call the methods, and servers deliver messages in threads
+of their own. Every wait has a deadline and an error message that names the reason of the wait (Rule
+5).
 
-The path of parameters: server -> `into` (a slot's host buffer) -> on CUDA, a copy in the slot's
-device buffer -> the parameters' views. The path of gradients: the stream's flat push buffer -> on
-CUDA, a copy in pinned host memory -> server, dense or top-k.
+Parameters go from a server to a slot's host buffer, and on to the GPU. Gradients go from a flat
+buffer on the GPU to pinned host memory, and on to the servers.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ from roadtrain.units import round_up
 
 
 class ProcessLock(threading.Condition):
-    """A condition that can only be used in the process that created it.
+    """A condition that can only be used in the process that created it, not in a forked child.
 
-    A forked child has no threads that could notify the condition, and may have inherited the
-    condition in locked state. `interrupted` is True if Ctrl-C has stopped a change of the guarded
-    state halfway. An interrupted wait does not set `interrupted` to True.
+    `interrupted` is True if Ctrl-C has stopped a change of the guarded state halfway.
     """
 
     def __init__(self) -> None:
@@ -68,11 +65,8 @@ class ProcessLock(threading.Condition):
 
 
 class Worker:
-    """A worker's exchange of parameters and gradients with its servers.
-
-    A Worker is a GradBook (streaming/grads.py), and has most methods of a BlockSource
-    (streaming/block_stream.py). Blocks are indices of the ChunkTable. The root block (0) has
-    permanent buffers instead of a slot.
+    """A worker's exchange of parameters and gradients with its servers. Blocks are indices of the
+    ChunkTable. The root block (0) has permanent buffers instead of a slot.
     """
 
     def __init__(
@@ -223,10 +217,8 @@ class Worker:
         self.heap.trim()
 
     def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
-        """Send pulls whose destination is `host`. The caller holds the lock.
-
-        If the device still copies the old contents of `host`, the pulls are sent later, by another
-        thread.
+        """Send pulls into `host`, once the GPU has copied its old contents. The caller holds the
+        lock.
         """
         if (copying := host.copying()) is None:
             self._send_pulls(host, pulls)
@@ -253,7 +245,7 @@ class Worker:
             self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
-        """Fetch `block` into `host`, which is not a slot, and wait until the block has arrived."""
+        """Fetch `block` into `host`, which is not a slot, and wait until it has arrived."""
         start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
@@ -261,10 +253,7 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Fetch the weights part of a chunk, and return the parameters once they have arrived.
-
-        The parameters include all updates that have begun, also updates that are not committed yet.
-        """
+        """Fetch the weights part of a chunk, with all updates that have begun, committed or not."""
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
             self._carry_out(self.machine.fetch_newest(chunk.id, host))
@@ -272,7 +261,7 @@ class Worker:
         return host.view
 
     def give_up_slots(self, count: int) -> None:
-        """Free `count` slots. Call this method only before the first step."""
+        """Free `count` slots. Allowed only before the first step."""
         slots = self.buffers.slots
         self.prefetch.shrink(len(slots) - count)
         for _ in range(count):
@@ -280,7 +269,7 @@ class Worker:
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the open step needs newer root parameters than the device has."""
+        """Return whether the open step needs newer root parameters than the GPU has."""
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
@@ -321,8 +310,7 @@ class Worker:
             block: Index of the block.
             buffer: The flat buffer with the gradient.
             present: Indices of the parameters that have a gradient.
-            fresh: If True, the gradient replaces the gradient that the servers hold. If False, the
-                gradient is added.
+            fresh: Whether the gradient replaces the servers' gradient, instead of being added.
             step: The open step if the gradient is complete and unscaled, else 0. If not 0, the
                 update of each chunk begins as soon as the chunk's gradient has arrived.
             hyperparameters: Hyperparameters of each parameter group. Only used if `step` is not 0.
@@ -365,9 +353,8 @@ class Worker:
         self.deliver(messages.Failed(-1, error))
 
     def _wait_copied(self) -> None:
-        """Wait until no gradient is being copied from the device. The caller holds the lock.
-
-        A message about a gradient must be sent after the gradient itself.
+        """Wait until no gradient is being copied from the GPU, because messages about a gradient
+        must follow it. The caller holds the lock.
         """
         self._wait(self.machine.may_send, "gradients to be copied from the device")
 
@@ -401,10 +388,7 @@ class Worker:
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
-        """Return a buffer with the newest residuals.
-
-        The caller changes the residuals in place and sends them.
-        """
+        """Return a buffer with the newest residuals, which the caller changes and sends."""
         block = self.table.blocks[residual_block]
         if permanent:  # residuals of the root have a permanent buffer, as the root itself
             host = self.buffers.residual(residual_block, block.pull_nbytes)
@@ -439,10 +423,10 @@ class Worker:
         fresh: bool,
         then: Mapping[int, w.SendTo] = {},
     ) -> None:
-        """Push the gradients of `chunks` from `host`.
+        """Push the gradients of `chunks` from `host`, which becomes free when all servers have read
+        them.
 
-        `host` becomes free when all servers have read the gradients. `then` maps the number of a
-        chunk to the message to send directly after the gradient of this chunk.
+        `then` maps the number of a chunk to the message to send directly after its gradient.
         """
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
@@ -456,18 +440,14 @@ class Worker:
     # one step
 
     def sum_squares(self, param: int) -> float:
-        """Return the sum of squares of the gradient of `param`, as accumulated so far in this step.
-
-        Waits for the servers.
-        """
+        """Wait for the sum of squares of the gradient of `param`, as accumulated in this step."""
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
         """Return a dict: index of a parameter -> sum of squares of its gradient in this step.
 
-        The squares are added in flat order, so the sums do not depend on the chunk size. With
-        several workers, the gradient is the mean over the workers, and the gradients of the block
-        must be complete. If `last_step` is set, return the sums of the last step that has ended.
+        With several workers, the gradient is the mean over the workers, and the block's gradients
+        must be complete. If `last_step` is set, the sums are those of the last step that has ended.
         """
         state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
@@ -483,7 +463,7 @@ class Worker:
         return out
 
     def forget(self, block: int) -> None:
-        """If the servers hold a gradient of `block`, drop this gradient."""
+        """Drop the gradient of `block` that the servers hold, if any."""
         if not self.blocks[block].held:
             return
         with self._lock:
@@ -503,7 +483,7 @@ class Worker:
         """Begin the update of `block` as part of `step`.
 
         Parameters for which `scales(param)` is None are not updated. With several workers, each
-        worker must call this method for every block, and the server merges the requests.
+        must call this method for every block.
         """
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
@@ -521,10 +501,7 @@ class Worker:
             self.forget(residual_block)
 
     def _end_update(self, block: int) -> None:
-        """Finish an update.
-
-        With a single worker, the gradients of chunks that the update skips are dropped.
-        """
+        """Finish an update. With a single worker, gradients of chunks that it skips are dropped."""
         with self._lock:
             if self.machine.unchanged(block):
                 self._wait_summed(block)
@@ -548,8 +525,7 @@ class Worker:
     def words(self, step: int) -> Sequence[bytes]:
         """Wait until all workers have ended `step`, and return the bytes that each worker sent.
 
-        Call this method only if every worker sends bytes in `step`. Drops the bytes of earlier
-        steps.
+        Allowed only if every worker sends bytes in `step`. Drops the bytes of earlier steps.
         """
         words = self.machine.words
         with self._lock:

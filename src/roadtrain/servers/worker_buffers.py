@@ -1,7 +1,5 @@
-"""WorkerBuffers: the buffers for a worker's parameters and gradients.
-
-servers/protocol/worker.py refers to buffers by keys. The key of a slot or a gradient buffer is its
-number. The key of any other buffer is the buffer itself.
+"""The buffers for a worker's parameters and gradients. The key of a slot or a gradient buffer is
+its number, and any other buffer is its own key.
 """
 
 from __future__ import annotations
@@ -33,20 +31,18 @@ class WorkerBuffers:
         yield from self.residuals.values()
 
     def slot(self, target: Any) -> HostBuffer:
-        """Return the buffer for the parameters of a pull. `target`: The key of the buffer."""
+        """Return the buffer with the key `target`, for the parameters of a pull."""
         return self.slots[target] if isinstance(target, int) else target
 
     def gradient(self, key: Any) -> HostBuffer:
         return self.gradients[key] if isinstance(key, int) else key
 
     def key(self, host: HostBuffer) -> Hashable:
-        """Return the key of a buffer for gradients, which is the argument of the method
-        `gradient`.
-        """
+        """Return the key of a buffer for gradients."""
         return self.gradients.index(host) if host in self.gradients else host
 
     def with_gradient(self, flat: torch.Tensor) -> HostBuffer:
-        """Return the buffer whose device memory is `flat`."""
+        """Return the buffer whose tensor is `flat`."""
         pooled = [self.root_gradient, *self.gradients]
         return next(host for host in pooled if host.tensor.data_ptr() == flat.data_ptr())
 

@@ -5,9 +5,8 @@
     job_socket   opens a UDP port for the job
     job_table    makes the table of the job's sums, in the network device or in this process
 
-A job needs its table, the kernel's send and receive buffers of its socket, and a buffer of unsent
-packets. The memory for all of these is counted before the job is admitted. So the memory of a
-switch is bounded by the budget of the switch (Rule 4).
+All memory of a job is counted before the job is admitted (Rule 4), also the kernel's buffers of its
+socket.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ MOST_NAME = 200  # characters of a session's name that are shown
 
 
 def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
-    """Return a copy of a greeting in which the session name is printable. Raises WireError if the
-    greeting is invalid."""
+    """Return a greeting with a printable session name. Raises WireError if the greeting is
+    invalid.
+    """
     if hello.first > ROOT - hello.children:
         raise WireError(
             f"the first child of a switch with {hello.children} children has the sender number"
@@ -55,12 +55,14 @@ def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 
 class SlotQuota:
-    """The memory budget of a switch. Each job reserves slots of its table from this budget.
-    Thread-safe. Invariant, while `_lock` is held: 0 <= `used_nbytes` <= `nbytes`."""
+    """The memory budget of a switch, from which each job reserves slots of its table.
+    Thread-safe.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        """Create a budget of `nbytes` bytes for all jobs. Raises ConfigError if `nbytes` is too
-        small for the smallest job."""
+        """Create a budget for all jobs. Raises ConfigError if `nbytes` is too small for the
+        smallest job.
+        """
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
@@ -76,19 +78,19 @@ class SlotQuota:
             )
 
     def receive_nbytes(self, slots: int, children: int) -> int:
-        """Return the size in bytes of the kernel's receive buffer of a job. The table of the job
-        has `slots` slots, and sums the packets of `children` workers or switches."""
+        """Return the size in bytes of a socket's receive buffer, for a job with `slots` slots and
+        `children` senders.
+        """
         return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
 
     def _cost(self, slots: int, receive_nbytes: int) -> int:
-        """Return the memory in bytes of a job whose table has `slots` slots and whose socket has a
-        receive buffer of `receive_nbytes` bytes."""
+        """Return the memory in bytes of a job with `slots` slots and this receive buffer."""
         of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
     def free_slots(self) -> int:
-        """The number of slots that the next job can have, whatever the job's number of children."""
+        """The number of slots that the next job can have, whatever its number of children."""
         left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
@@ -96,7 +98,7 @@ class SlotQuota:
         """Reserve slots for a job.
 
         Raises:
-            BusyError: Other jobs use the slots. The slots may become free later.
+            BusyError: Other jobs use the slots, which may become free later.
             BudgetError: The switch is too small for so many slots.
         """
         cost = self._cost(slots, self.receive_nbytes(slots, children))
@@ -125,8 +127,7 @@ def job_socket(
     quota: SlotQuota,
     report: Report,
 ) -> DatagramSocket:
-    """Open the UDP socket of a job. A job that registers again after the loss of its link asks for
-    its earlier port. A job that asks for no port gets a free port.
+    """Open the UDP socket of a job, at the port that the job asks for, or at any free port.
 
     Args:
         switch: Host and TCP port of this switch.
@@ -177,8 +178,9 @@ def job_table(
     parent: Address,
     report: Report,
 ) -> Table:
-    """Make the job's table in the network device. If there is no device, or if the device cannot
-    make the table, make the table in this process."""
+    """Make the table of the job's sums in the network device, or in this process if that is
+    impossible.
+    """
     if device is not None:
         try:
             return device.table(hello, port, key, parent)

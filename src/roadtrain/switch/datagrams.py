@@ -1,20 +1,13 @@
-"""DatagramSocket: a UDP socket that sends or receives many packets of equal length in one call. The
-packets of a call are a run. The last packet of a run may be shorter.
+"""UDP sockets that send or receive many packets of equal length in one call. The packets of a call
+are a run, whose last packet may be shorter.
 
     socket = DatagramSocket(("10.0.0.3", 0), receive_nbytes=8 * MIB, send_nbytes=4 * MIB)
     socket.send(packets, 1456, ("10.0.0.4", 7001))      # packet i = packets[i * 1456 : ...]
     nbytes, segment, source = socket.receive(buffer, 0.5)
 
-The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If the
-kernel cannot split runs, a warning is reported once, and packets are sent one by one. If packets
-are lost (an absent peer, a full queue, a firewall), no error is raised. `unsent` and `drops` count
-the losses that this host knows of.
-
-Multicast (IPv4 only): a socket with a `group` receives only the datagrams of the group, on the
-interface of the socket's address. Any socket can send to a group, on the interface of the socket's
-address. The TTL is 1. Sockets of the sending host receive the datagrams too.
-
-One thread may send while another receives. Linux only. Does NOT authenticate senders.
+Lost packets raise no error; `unsent` and `drops` count the losses that this host knows of. A socket
+with a multicast `group` (IPv4 only) receives only its datagrams, and any socket can send to a
+group. One thread may send while another receives. Linux only. Does NOT authenticate senders.
 """
 
 from __future__ import annotations
@@ -67,8 +60,9 @@ _LOST = {
 
 
 class DatagramSocket:
-    """A UDP socket. The constructor raises ConfigError if the socket cannot be bound to the address
-    or cannot join the group."""
+    """A UDP socket. Raises ConfigError if it cannot be bound to the address or cannot join the
+    group.
+    """
 
     def __init__(
         self,
@@ -117,8 +111,8 @@ class DatagramSocket:
         self.address: Address = _named(self._socket.getsockname())
 
     def send(self, buffer: memoryview | np.ndarray, segment: int, to: Address) -> None:
-        """Send a run of packets of `segment` bytes each. The last packet may be shorter. Blocks
-        while the send buffer is full.
+        """Send a run of packets of `segment` bytes each; the last may be shorter. Blocks while the
+        send buffer is full.
 
         Raises:
             ConfigError: The packets are too long for the path to `to`.
@@ -134,11 +128,11 @@ class DatagramSocket:
         """Receive the next run of packets.
 
         Args:
-            into: The buffer. Has at least 64 KiB (RECEIVE_NBYTES).
+            into: The buffer. Has at least 64 KiB.
 
         Returns:
             (number of bytes of the run, bytes per packet, sender), or None after `timeout_s`
-            seconds. The last packet may be shorter.
+            seconds.
 
         Raises:
             LostError: The socket is closed.
@@ -160,8 +154,9 @@ class DatagramSocket:
                         raise
 
     def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
-        """Wait until this socket or one of the others is readable, or `timeout_s` seconds have
-        passed. Raises LostError if one of these sockets is closed."""
+        """Wait until this socket or one of the others is readable, at most `timeout_s` seconds.
+        Raises LostError if one of them is closed.
+        """
         sockets = (self, *others)
         with contextlib.ExitStack() as used:
             poll = select.poll()
@@ -175,16 +170,16 @@ class DatagramSocket:
 
     def fileno(self) -> int:
         """Return the descriptor, for select and epoll. Only the thread that closes the socket may
-        call this method, because the descriptor is invalid after `close`."""
+        call this method.
+        """
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
-        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError if the
-        address cannot be resolved."""
+        """Resolve an address to the numeric address that `receive` returns. Raises ConfigError."""
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
-        """Return whether the send buffer has room, so that `send` would not block."""
+        """Return whether `send` would not block."""
         with self._using():
             return self._wait(select.POLLOUT, 0.0)
 
@@ -216,7 +211,8 @@ class DatagramSocket:
 
     def _wait(self, event: int, timeout_s: float) -> bool:
         """Wait for a poll event. Returns False after the timeout. Raises LostError if the socket is
-        closed."""
+        closed.
+        """
         poll = select.poll()
         poll.register(self._socket, event)
         poll.register(self._awake, select.POLLIN)
@@ -246,9 +242,9 @@ class DatagramSocket:
                 at += step
 
     def _send_part(self, part: memoryview, segment: int, to: Address) -> bool:
-        """Send a part of a run. If the peer or the network cannot be reached, the packets of the
-        part are counted in `unsent`. Returns False if the kernel cannot split the part; then the
-        caller must send the part packet by packet."""
+        """Send some packets of a run. Returns False if the kernel cannot split them, so the caller
+        must send them one by one.
+        """
         joined = len(part) > segment
         control = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
         deadline = time.monotonic() + SEND_S
@@ -325,9 +321,9 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Set the size of a kernel buffer. Without CAP_NET_ADMIN, the kernel may set a smaller size
-        than `nbytes`. Then a warning is reported. Returns the size that the kernel has set. `name`:
-        The name of the buffer in the warning. `forced`: SO_RCVBUFFORCE or SO_SNDBUFFORCE."""
+        """Set the size of a kernel buffer, and return the size that the kernel allows. If it is
+        smaller, a warning is reported.
+        """
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, forced, nbytes)
@@ -359,8 +355,7 @@ class DatagramSocket:
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
-    """Resolve an address to (family, numeric address). Raises ConfigError if the address cannot be
-    resolved."""
+    """Resolve an address to (family, numeric address). Raises ConfigError if that is impossible."""
     try:
         if not 0 <= address[1] <= 65535:  # getaddrinfo would take it modulo 65536
             raise OverflowError
@@ -373,8 +368,9 @@ def _resolved(address: Address, family: int) -> tuple[int, Address]:
 
 
 def _named(raw: Sequence[object]) -> Address:
-    """Convert a socket address to (host, port). For a link-local IPv6 address, the host is
-    HOST%INDEX, where INDEX is the index of the network interface."""
+    """Convert a socket address to (host, port), with the network interface of a link-local
+    address.
+    """
     host, port = str(raw[0]), int(str(raw[1]))
     if len(raw) == 4 and raw[3] and "%" not in host:
         host = f"{host}%{raw[3]}"

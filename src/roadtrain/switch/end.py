@@ -1,20 +1,13 @@
-"""FanInEnd: the part of a server's process that receives the sums of a job's switches, and sends
-parameters to all participants of the job (Sun et al., LuWu, section 3). A participant is a worker,
-or the relay of a host for its workers.
+"""The fan-in end: it receives the sums of a job's switches in a server's process, and sends
+parameters to all participants. A participant is a worker, or the relay of a host for its workers.
 
     participants --TCP--> FanInEnd --local link--> ServerSession       all frames but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
-To the server, all participants together look like one relay that pushes sums in fp32. The state
-machine in switch/protocol/fan_in.py makes the decisions. First the job is registered at the
-switches (Registration). Then each participant gets a FAN_IN frame, with the UDP port of the job at
-the participant's switch and the participant's sender number. The FanInEnd and its ServerSession end
-together.
-
-Links have their own threads. Besides these, one thread sends packets, one thread receives packets
-and runs timers, and one thread keeps the links to the switches. Does NOT restart switches, and
-stores nothing on disk.
+To the server, all participants together look like one relay that pushes sums in fp32.
+switch/protocol/fan_in.py makes the decisions. Does NOT restart switches, and stores nothing on
+disk.
 """
 
 from __future__ import annotations
@@ -88,8 +81,7 @@ DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
-    """The connection of a participant. The participant announces gradients on this connection, and
-    sends the packets of the gradients over UDP."""
+    """The connection of a participant, which announces gradients and sends them over UDP."""
 
     session: FanInEnd
 
@@ -119,11 +111,9 @@ class FanInConnection(ParameterConnection):
 
 
 class FanInEnd(IntermediarySession):
-    """The fan-in end of a job. The constructor raises ConfigError if the job's FanIn is invalid,
-    and LostError if there is no route to the root switch.
-
-    Invariants, while `lock` is held: `_ports` has the ports of all switches or is empty; `_maxima`
-    has the rounds whose exponents have arrived, but whose gradient packets have no numbers yet."""
+    """The fan-in end of a job. Raises ConfigError if the job's FanIn is invalid, and LostError if
+    there is no route to the root switch.
+    """
 
     name = "fan-in"
     connection_class = FanInConnection
@@ -139,6 +129,7 @@ class FanInEnd(IntermediarySession):
         self._chunks: list[Chunk] = []
         self._sums: list[Buffer] = []  # sum buffers, by number
         self._tickets = itertools.count(1)  # identify the pushed buffers to the server
+        # `lock` guards `_maxima` and `_ports`
         self._maxima: dict[tuple[int, int], np.ndarray] = {}  # (chunk, round) -> uint8 [blocks]
         self._ports: dict[str, int] = {}  # UDP ports of the switches, once all are ready
         self._lateness = Lateness(self.workers, self.plan.root.address)
@@ -193,8 +184,7 @@ class FanInEnd(IntermediarySession):
 
     @staticmethod
     def greeting(rest: bytes) -> switch_frames.FanInHello:
-        """Decode a participant's greeting. Raises WireError if the greeting is malformed. `rest`:
-        The bytes of the greeting after the name of the route."""
+        """Decode a participant's greeting. Raises WireError if it is malformed."""
         return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
@@ -213,8 +203,9 @@ class FanInEnd(IntermediarySession):
         )
 
     def accept(self, link: Link, greeting: switch_frames.FanInHello) -> ParameterConnection:
-        """Add a participant. For the first participant, also connect to the server. Raises
-        ForeignError if the greeting contradicts the greeting of the first participant."""
+        """Add a participant. Raises ForeignError if its greeting contradicts that of the first
+        participant.
+        """
         check_same(self.first, greeting)
         with self.lock:
             worker = self.join(greeting.hello.rank, link)
@@ -253,9 +244,9 @@ class FanInEnd(IntermediarySession):
     # memory
 
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
-        """Allocate the buffers. Called when the layout of the store is known. Returns how many
-        bytes of the server's budget, `nbytes`, this fan-in end uses. `number`: The number of the
-        server."""
+        """Allocate the buffers, and return how many of the server's `nbytes` this fan-in end
+        uses.
+        """
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
@@ -298,7 +289,9 @@ class FanInEnd(IntermediarySession):
         )
 
     def _send_fan_in(self, worker: ParameterConnection) -> None:
-        """Send a participant its FAN_IN frame. The caller holds `lock`."""
+        """Send a participant the job's UDP port at its switch, and its sender number. The caller
+        holds `lock`.
+        """
         rank, group = worker.rank, "" if self._trial is None else "{}:{}".format(*self._group or ())
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
@@ -315,9 +308,9 @@ class FanInEnd(IntermediarySession):
                 self._trial.answered(rank, reached)
 
     def _try_group(self, now: float) -> None:
-        """Send trial packets to the multicast group. Once the result of the trial is known, begin
-        to send parameters: to the group if multicast reaches all participants, otherwise to the
-        root switch."""
+        """Test whether multicast reaches all participants. Then begin to send parameters, to the
+        multicast group or to the root switch.
+        """
         with self.lock:
             trying, group = self._trial, self._group
             if trying is None or group is None or not self._ports:
@@ -350,9 +343,9 @@ class FanInEnd(IntermediarySession):
     # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """Select the packets that the root switch sent. If somebody records a packet that is sent
-        to a switch, and replays the packet to this host, the packet has a valid tag, but its header
-        names another sender."""
+        """Select the packets that the root switch sent. Replayed packets may have a valid tag, but
+        another sender.
+        """
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
@@ -420,8 +413,9 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: {line}")
 
     def _send_silent(self) -> None:
-        """Send each participant the names of the stragglers: the switches or other participants for
-        which all wait. The participant then names the stragglers in its error messages."""
+        """Send each participant the names of the stragglers for which all wait, for its error
+        messages.
+        """
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()
@@ -438,9 +432,9 @@ class FanInEnd(IntermediarySession):
         self._sent_silent = bool(absent or late)
 
     def _group_is_lost(self) -> bool:
-        """Check whether multicast has stopped working, for example because network switches forgot
-        the members of the group. If multicast has stopped working, send parameters to the root
-        switch from now on, and return True. The caller holds `lock`."""
+        """Return whether multicast has stopped working. If so, send parameters to the root switch
+        from now on. The caller holds `lock`.
+        """
         sender = self._sender
         if sender is None or sender.to != self._group or not sender.stuck:
             return False
@@ -501,8 +495,9 @@ class FanInEnd(IntermediarySession):
     # status
 
     def status(self) -> m.Status:
-        """Return the server's status, with the counters of this fan-in end. For each participant,
-        the status also says for what and how long the participant waits."""
+        """Return the server's status, with this fan-in end's counters and the waits of each
+        participant.
+        """
         text, waits, stages = self.server.status()
         now, waits = time.monotonic(), dict(waits)
         with self.lock:
@@ -542,8 +537,6 @@ class FanInEnd(IntermediarySession):
     # the end
 
     def _failed(self, error: BaseException) -> None:
-        """End this fan-in end, after an error in a thread that handles packets or the links to
-        switches."""
         if isinstance(error, RoadtrainError):
             self.end(error)
         else:
@@ -557,8 +550,7 @@ class FanInEnd(IntermediarySession):
         self.server.end(error)
 
     def _close(self) -> None:
-        """Close the UDP socket and the link to the server. The attribute `over` is already set, so
-        `_send_to` starts no more threads."""
+        """Close the UDP socket and the link to the server, after the session has ended."""
         with self.lock:
             sender = self._sender
         if sender is not None:
@@ -570,8 +562,9 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """End this fan-in end, and release all memory. Called by a thread of the server, after this
-        thread has torn down the ServerSession."""
+        """End this fan-in end, and release all memory. Called by a thread of the server, after the
+        ServerSession.
+        """
         self.end(error)
         self.wait_for_the_end(END_S)
         for buffer in [*self._sums, *(self._copies if self._chunks else [])]:

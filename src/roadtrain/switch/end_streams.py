@@ -1,19 +1,15 @@
 """The two streams at the fan-in end, which map packet numbers to bytes. No threads, no I/O.
 
-Incoming: the summed gradients, and the maxima of the workers' exponents. Sums are converted to fp32
-in their destination buffers.
+Incoming has the summed gradients and the maxima of the workers' exponents. The same thread must
+make all calls of `take`:
 
     expect (numbers were granted) -> take (packets) -> take -> ... -> the complete run
 
-The same thread must make all calls of `take`. Does NOT decide which participant sends, or when.
-
-Outgoing: parameters, and the maxima, for all workers. A run is kept until all workers have received
-the run.
+Outgoing has parameters and maxima for all workers:
 
     add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
-Each time the packets of a run are made, the bytes of the run are read. So these bytes must not
-change until the run's callback `done` is called. Does NOT send.
+The bytes of a run must not change until the run's callback `done` is called.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ MODULUS = 1 << 32  # of versions and rounds in a packet
 
 @dataclass(frozen=True)
 class FanInBudgets:
-    """Sizes of the buffers of a fan-in end. The fan-in end is in the server's process, between the
-    switches and the server."""
+    """Sizes of the buffers of a fan-in end."""
 
     buffers: int  # buffers for parameters, and as many for sums
     piece_bytes: int  # size of a buffer for parameters
@@ -62,11 +57,11 @@ LEAST_BUFFERS, MOST_BUFFERS = 2, 6
 def derive_fan_in(
     table: ChunkTable, records: Mapping[int, Record], host_bytes: int
 ) -> FanInBudgets:
-    """Derive the sizes of the buffers. In total, the buffers take at most a quarter of the server's
-    budget, `host_bytes`. If this is less than the minimum that a fan-in end needs, the buffers take
-    this minimum. The server gets the rest of the budget, and `derive_server` checks that the rest
-    suffices. `records`: Maps the number of each chunk of the server to the chunk's record in the
-    store."""
+    """Derive the sizes of the buffers: together at most a quarter of the server's budget
+    `host_bytes`, but at least the minimum that a fan-in end needs.
+
+    `records` has the server's chunks by number.
+    """
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -77,7 +72,7 @@ def derive_fan_in(
 
 @dataclass(slots=True)
 class ExpectedRun(NumberRun):
-    """A run of packets that carries the exponents or the gradient of a round."""
+    """A run of packets that carries the exponents or the gradient of one sum."""
 
     kind: Kind  # EXPONENTS or GRADIENT
     chunk: int
@@ -88,8 +83,7 @@ class ExpectedRun(NumberRun):
 
 
 class Incoming:
-    """The stream of exponents and sums to the fan-in end. Invariants: `_runs` are sorted by packet
-    numbers, and no run is complete. `_lock` guards `_runs`."""
+    """The stream of exponents and sums to the fan-in end."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
         """
@@ -102,7 +96,7 @@ class Incoming:
         self._width, self._workers = width, workers
         self._runs: list[ExpectedRun] = []
         self._end = 0  # the number after the last granted one
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards `_runs`
         self.packets = 0  # received, including duplicates
         self.repeated = 0  # duplicates
 
@@ -132,8 +126,9 @@ class Incoming:
             self._runs.append(run)
 
     def take(self, batch: Batch) -> list[ExpectedRun]:
-        """Process received packets. Returns the runs that are complete now. Raises WireError for
-        packets with numbers that were not granted."""
+        """Process received packets, and return the runs that are complete now. Raises WireError for
+        packets with numbers that were not granted.
+        """
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
             raise WireError(
@@ -162,8 +157,9 @@ class Incoming:
             return [run for run, _, _ in overlapping(self._runs, low, high + 1)]
 
     def _put(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
-        """Write the payloads of packets to the destination of their run. If the run is complete
-        now, remove the run. Returns whether the run is complete."""
+        """Write the payloads of a run's packets to its destination. If it is complete, remove it
+        and return True.
+        """
         ours = new & (numbers >= run.first) & (numbers < run.end)
         count = int(np.count_nonzero(ours))
         if not count:
@@ -195,8 +191,9 @@ class Incoming:
         return True
 
     def heartbeat(self) -> Heartbeat:
-        """Make a heartbeat that acknowledges the packets received so far. Must be called by the
-        thread that calls `take`."""
+        """Make a heartbeat that acknowledges the received packets. For the thread that calls
+        `take`.
+        """
         return self._receiver.heartbeat()
 
     def check(self) -> None:
@@ -225,21 +222,19 @@ class OutgoingRun(NumberRun):
 
 
 class Outgoing:
-    """The stream of parameters and maxima from the fan-in end. Invariant: `_runs` are sorted by
-    packet numbers, without gaps, and the last run ends at `end`. `_lock` guards `_runs`. The lock
-    is also held while bytes are copied into packets, so that no run is acknowledged during the
-    copy."""
+    """The stream of parameters and maxima from the fan-in end."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key
         self._runs: list[OutgoingRun] = []
         self.end = 0  # the number after the last run
+        # guards `_runs`; held while bytes are copied, so no run is acknowledged meanwhile
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
-        """Append a run of packets. Returns the number after the last packet of the run: all packets
-        with smaller numbers may now be sent. `done` is called when all workers have received the
-        run."""
+        """Append a run of packets, and return the number after its last packet. `done` is called
+        when all workers have received the run.
+        """
         with self._lock:
             count = -(-carried.bytes.size // PAYLOAD_NBYTES)
             self._runs.append(OutgoingRun(self.end, count, carried, done))
@@ -247,8 +242,9 @@ class Outgoing:
             return self.end
 
     def acknowledged(self, below: int) -> None:
-        """Note that all workers have received all packets with numbers less than `below`. Removes
-        the runs that consist only of such packets."""
+        """Remove the runs whose packets all have numbers less than `below`, and call their
+        `done`.
+        """
         with self._lock:
             whole = 0
             while whole < len(self._runs) and self._runs[whole].end <= below:
@@ -258,8 +254,9 @@ class Outgoing:
             run.done()
 
     def fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make packets, with their tags, for the numbers in [first, first + count) that are not
-        acknowledged. Writes the packets to `staging`. Returns the number of packets."""
+        """Write the packets with unacknowledged numbers in [first, first + count) to `staging`,
+        with tags. Returns their number.
+        """
         made = 0
         with self._lock:
             for run, packet, number in overlapping(self._runs, first, first + count):

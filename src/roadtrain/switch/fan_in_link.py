@@ -1,5 +1,5 @@
-"""FanInLink: a participant's link to the server of a job that sums in the network. A participant is
-a worker, or the relay of a host for its workers.
+"""A participant's link to the server of a job that sums in the network. A participant is a worker,
+or the relay of a host for its workers.
 
     owner (RemoteServer, a relay's ServerChannel)
       |  Link, Receiver
@@ -8,16 +8,9 @@ a worker, or the relay of a host for its workers.
      UDP  UDP  the participant's switch                  integers and exponents up, parameters down
 
 The owner uses a FanInLink like any other link. When the callback `sent` of a push is called, the
-memory of the gradient may be reused. Parameters arrive as PULLED frames. The push is announced on
-the TCP link. Frames that the owner sends after the push follow the announcement, and the fan-in end
-holds these frames back until the sum is complete.
-
-The TCP link has its own threads. A FanInLink adds three threads: the first sends packets, the
-second receives packets, and the third calls the owner. So if the owner is busy, or waits for memory
-that a sum will free, packets and grants are not blocked. The destination of a pull is determined
-when the pull is sent, so the thread that receives packets need not call the owner. An exception in
-a thread ends the link. The owner's `lost` is then called with an error that names the server and
-the switch.
+memory of the gradient may be reused. A thread of its own calls the owner, so packets are not
+blocked while the owner is busy. An exception in any thread ends the link and calls the owner's
+`lost`.
 """
 
 from __future__ import annotations
@@ -68,7 +61,7 @@ MAX_NONCE = 64
 
 @dataclass
 class _Member:
-    """The UDP sockets of the link and their threads. Created when the FAN_IN frame arrives."""
+    """The UDP sockets of the link and their threads. Created when the switches are ready."""
 
     job: int
     child: int
@@ -92,13 +85,14 @@ class FanInLink:
     """A participant's link to a server's fan-in end. Implements Link for the owner, and Receiver
     for the TCP link.
 
-    Invariants: `_lock` guards `_pulls`, `_granted` and `_member`. `_lock` is never held while the
-    owner is called. The callback `sent` of each pushed gradient is called exactly once."""
+    The callback `sent` of each pushed gradient is called exactly once.
+    """
 
     def __init__(self, owner: Receiver, participant: Participant, token: bytes | None) -> None:
         self.peer = f"the server of switch {participant.switch}"
         self._owner, self._own, self._token = owner, participant, token
         self._plan = participant.plan
+        # guards `_pulls`, `_granted` and `_member`; never held while the owner is called
         self._lock = threading.Lock()
         self._pulls = Pulls()
         self._granted = Granted(participant.chunks, self._plan.width)
@@ -123,8 +117,7 @@ class FanInLink:
 
     @property
     def strangers(self) -> int:
-        """Number of packets that were dropped because they did not have the job's authentication
-        tag."""
+        """Number of packets that were dropped because they lacked the job's authentication tag."""
         return self._member.port.strangers if self._member is not None else 0
 
     # the Link
@@ -175,8 +168,9 @@ class FanInLink:
                 raise
 
     def close(self) -> None:
-        """Close the link, and release the gradients that are not summed yet. If the last step is
-        committed, all gradients are already summed, so no gradient is lost."""
+        """Close the link, and release the gradients that are not summed yet. No gradient is lost if
+        the last step is committed.
+        """
         self._closed = True
         if threading.current_thread() is self._caller:  # a thread cannot join itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
@@ -192,7 +186,6 @@ class FanInLink:
             self._caller.join(END_S)
 
     def _leave(self) -> None:
-        """Close the UDP sockets and release all gradients."""
         with self._lock:
             self._over = True
             member, self._member = self._member, None
@@ -246,8 +239,7 @@ class FanInLink:
         self._calls.put(partial(self._owner.arrived, kind, header, payload))
 
     def _call_owner(self) -> None:
-        """Call the owner's methods in the order of the queue, until the link is lost or closed.
-        Runs in a thread of its own."""
+        """Call the owner's methods in order, until the link is lost or closed."""
         while (call := self._calls.get()) is not None and not self._closed:
             try:
                 call()
@@ -317,8 +309,6 @@ class FanInLink:
         )
 
     def _failed(self, error: BaseException) -> None:
-        """End the link, after an error in a thread that handles packets, or in a call of the
-        owner."""
         if self._over:
             return
         if isinstance(error, PeerError):
@@ -354,7 +344,8 @@ class FanInLink:
 
     def _new(self, batch: Batch) -> np.ndarray:
         """Return a mask of the packets that are not duplicates. Raises WireError for a wrong packet
-        length."""
+        length.
+        """
         if batch.segment != PACKET_NBYTES:
             raise WireError(
                 f"this participant received bulk packets of {batch.segment} bytes, but bulk"
@@ -401,8 +392,7 @@ class FanInLink:
         self._settle_trial(True)
 
     def _settle_trial(self, reached: bool) -> None:
-        """Send the result of the multicast trial to the server. If the result was sent earlier, do
-        nothing."""
+        """Send the result of the multicast trial to the server, once."""
         with self._lock:
             member = self._member
             if member is None or member.trial_until is None:
@@ -430,9 +420,9 @@ class FanInLink:
             member.sockets[0].send(packet, packet.size, member.sender.to)
 
     def _take_progress(self, doing: str, header: bytes) -> None:
-        """Forward the server's report of stragglers to the owner. Such a report takes precedence
-        over a report of `_check_silent`. An empty report is forwarded only if the server's last
-        report named stragglers."""
+        """Forward the server's report of stragglers to the owner. An empty report cancels an
+        earlier one.
+        """
         with self._lock:
             if not doing and not self._server_names:
                 return
@@ -442,9 +432,7 @@ class FanInLink:
             self._deliver(m.PROGRESS, header, memoryview(b""))
 
     def _check_silent(self, member: _Member) -> None:
-        """Notify the owner if the switch is silent. The owner's errors then name the switch. A
-        switch normally forwards at least two heartbeats per second. If the server has reported
-        stragglers, the server's report takes precedence."""
+        """Notify the owner if the switch is silent, unless the server has reported stragglers."""
         received, now = member.port.packets - member.port.strangers, time.monotonic()
         if received != member.received:
             member.received, member.last = received, now
@@ -461,9 +449,9 @@ class FanInLink:
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Make the unacknowledged packets of gradients with numbers from `first` to `first` +
-        `count` - 1, and write the packets to `staging`. Returns the number of packets. Called by
-        the thread that sends packets."""
+        """Write the packets with unacknowledged numbers in [first, first + count) to `staging`,
+        with tags. Returns their number.
+        """
         with self._lock:
             if (member := self._member) is None:
                 return 0

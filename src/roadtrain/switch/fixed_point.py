@@ -3,25 +3,21 @@
     each worker: exponents -> switches: maximum -> each worker: quantize -> switches: sum
     -> server: dequantize
 
-Each block of 352 elements (BLOCK) has an exponent byte. This byte is 0 if all elements are zero,
-and 255 if an element is NaN or infinite. Otherwise the byte is e + 126 (1 to 254), where e is the
-least integer with |x| < 2^e for all elements. Let E be the maximum e of W workers, L = ceil(log2
-W), and let integers have `bits` bits:
+Each block of 352 elements has an exponent byte: 0 if all elements are zero, and 255 if an element
+is NaN or infinite. Otherwise it is e + 126 (1 to 254), for the least integer e with |x| < 2^e for
+all elements. Let E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits`
+bits:
 
     q = rint(x 2^(bits - 1 - L - E)), clamped to a magnitude of 2^(bits - 1 - L) - 1
     sum = (q of worker 0 + q of worker 1 + ...) 2^(E + L + 1 - bits)
 
 Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
-the tree of switches (Rule 1). A block with exponent byte 255 becomes NaN at the server, so a NaN
-never turns into a number (Rule 6). Fixed point is lossy, so fixed point is used only if the user
-chooses it (Rule 2). `error_bound` bounds the error. SwitchML (Sapio et al., NSDI 2021) had the idea
-that workers first agree on a scale per block; fixed point in the network is from LuWu (section
-3.2.2).
+the tree of switches (Rule 1). A block with a NaN or an infinite element becomes NaN (Rule 6). Fixed
+point is lossy, so the user must choose it (Rule 2). Sources: SwitchML (Sapio et al., NSDI 2021) for
+the scale per block, LuWu (section 3.2.2) for sums in the network.
 
-Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
-gradient packet p has elements [p n, (p + 1) n), n = 1408 / width (a payload has 1408 bytes).
-Computed in float64. Arrays must be contiguous: float32, or uint16 for bf16 and fp16.
-Single-threaded.
+Integers are little-endian, `width` bytes each, in payloads of 1408 bytes. Arrays must be
+contiguous: float32, or uint16 for bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -65,9 +61,9 @@ def exponent_packets_of(elements: int) -> int:
 
 
 def _spare_bits(workers: int, width: int) -> int:
-    """Return how many bits the magnitude of one worker's integers may have, so that the sum of all
-    workers does not overflow. The result is 8 width - 1 - L, where L = ceil(log2 workers). Raises
-    ConfigError if `width` is not supported, or is too small for so many workers."""
+    """Return how many bits each worker's magnitudes may have so that the sum does not overflow.
+    Raises ConfigError if `width` is not supported or too small.
+    """
     if width not in INTEGER:
         raise ConfigError(
             f"integers of {width} bytes are not supported", hint="use 1, 2 or 4 bytes"
@@ -83,14 +79,11 @@ def _spare_bits(workers: int, width: int) -> int:
 
 
 def error_bound(maximum: int, workers: int, width: int) -> float:
-    """Return a bound of the absolute error of an element of the sum. `maximum` is the largest
-    exponent byte of the element's block.
+    """Return a bound of the absolute error of an element of the sum: one integer unit per worker.
 
-    A unit is the value by which an element changes if its integer changes by 1. The bound is one
-    unit for each worker. (If no integer was clamped, half a unit for each worker is a bound too.)
-    For a block that becomes NaN, the bound is infinite. Rounding the sum to float32 adds at most
-    2^-24 of the sum's magnitude, or at most 2^-150 if 2^-150 is larger. Raises ConfigError if
-    `width` is not supported, or is too small for so many workers.
+    `maximum` is the largest exponent byte of the element's block. For a block that becomes NaN, the
+    bound is infinite. Rounding the sum to float32 adds at most 2^-24 of its magnitude. Raises
+    ConfigError if `width` is not supported, or is too small for so many workers.
     """
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
@@ -123,8 +116,9 @@ def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
 
 @kernel
 def _scale(exponent: Any, bits: Any) -> Any:
-    """Return 2^(bits - E) in float64, where E is `exponent` - 126 (see the top of this file).
-    Returns 0 if the elements of the block are all zeros, or if an element is not finite."""
+    """Return 2^(bits - E) in float64, where E is `exponent` - 126, or 0 if the block is zero or not
+    finite.
+    """
     power = np.int64(1023 + BIAS) + np.int64(bits) - np.int64(exponent)
     scale = np.uint64(power << np.int64(52)).view(np.float64)
     return np.float64(0) if exponent in (ZERO, NOT_FINITE) else scale
@@ -168,9 +162,8 @@ def quantize(
     packet: int,
     run: np.ndarray,
 ) -> None:
-    """Quantize the elements of the gradient packets `packet`, `packet` + 1, ..., and write the
-    integers into the payloads of `run`, a run of packets. After the last element of the gradient,
-    the payloads are padded with zeros.
+    """Quantize the elements of the gradient packets `packet`, `packet` + 1, ..., into the payloads
+    of `run`, padded with zeros.
 
     Args:
         values: [N] of `dtype`; N = 0 stands for all zeros.
@@ -223,9 +216,8 @@ def dequantize(
     maxima: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Convert the integers of the valid packets of a run to float32, and write the results to
-    `out`. Sums beyond the range of float32 become infinite. Raises ConfigError if `width` cannot
-    hold the sum of so many workers.
+    """Convert the integers of the valid packets of a run to float32. Sums beyond the range of
+    float32 become infinite. Raises ConfigError if `width` cannot hold the sum of so many workers.
 
     Args:
         ok: bool, one per packet of the run: whether the packet is valid.
@@ -240,9 +232,7 @@ def dequantize(
 
 
 def load_kernels(width: int) -> None:
-    """Load the compiled kernels of a fan-in. On a busy host, the first use of the kernels takes a
-    second, so this function is called before other processes wait for packets of this process.
-    `width`: Number of bytes of an element on the wire."""
+    """Load the compiled kernels, which takes a second, before other processes wait for packets."""
     packet, ok = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
     key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
     maximum = np.zeros(1, np.uint8)

@@ -1,7 +1,5 @@
-"""The greeting that a fan-in participant sends to the fan-in end, and the checks that the fan-in
-end makes.
-
-Participant --> hello_of --> (the TCP link) --> plan_of, check_same
+"""The greeting that a fan-in participant sends to the fan-in end, and the checks of the
+fan-in end.
 """
 
 from __future__ import annotations
@@ -40,8 +38,9 @@ def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
 
 
 def plan_of(hello: switch_frames.FanInHello) -> FanIn:
-    """Build the FanIn that a participant's greeting describes. Raises ConfigError if the greeting
-    is invalid."""
+    """Build the FanIn that a participant's greeting describes. Raises ConfigError if it is
+    invalid.
+    """
     nodes = tuple(SwitchNode(*fields) for fields in hello.switches)
     plan = FanIn(nodes, hello.wire, hello.window, hello.multicast)  # type: ignore[arg-type]
     plan.check(hello.hello.workers)
@@ -49,8 +48,7 @@ def plan_of(hello: switch_frames.FanInHello) -> FanIn:
 
 
 def check_same(first: switch_frames.FanInHello, hello: switch_frames.FanInHello) -> None:
-    """Compare a greeting with the greeting of the first participant. Raises ForeignError if the two
-    greetings differ."""
+    """Raise ForeignError if a greeting differs from the greeting of the first participant."""
     rank = hello.hello.rank
     for name in ("switches", "wire", "window", "multicast"):
         if getattr(hello, name) != getattr(first, name):

@@ -1,7 +1,5 @@
-"""Detection of stragglers: the participant or switch of a fan-in that all others wait for.
-
-One line is reported when a straggler begins to be late, and one line when it has caught up (Rule 5:
-a straggler is named within two seconds). Has no threads and no clock.
+"""Detection of stragglers: the participant or switch of a fan-in that all others wait for. A
+straggler is named within two seconds (Rule 5). Has no threads and no clock.
 
     heartbeats of the root     name the participant that has been silent for longest; this
                                participant is late after 1 s of silence (at the start: 5 s)
@@ -28,7 +26,8 @@ UNKNOWN = -2  # a worker that has not sent any packet, so that its rank is unkno
 
 class Lateness:
     """Names the stragglers. `root` is the address of the root switch. `named` maps the rank of each
-    straggler to a description of the action for which the others wait."""
+    straggler to a text that says why the others wait.
+    """
 
     def __init__(self, participants: int, root: str) -> None:
         self._participants, self._root = participants, root
@@ -37,15 +36,16 @@ class Lateness:
         self._root_beat = 0.0  # time of the root's last heartbeat
 
     def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
-        """Note a heartbeat of the root switch. The heartbeat reports that, of all workers, worker
-        `rank` has been silent for the longest time: `silent_ms` milliseconds."""
+        """Note a heartbeat of the root switch: worker `rank` has been silent for longest,
+        `silent_ms` ms.
+        """
         silent = rank if rank < self._participants else UNKNOWN
         self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 
     def update(
         self, late: Sequence[LateWorker], now: float, left: Set[int], here: bool
     ) -> list[str]:
-        """Find the stragglers. Returns messages about what has changed since the last call.
+        """Find the stragglers. Returns messages about changes since the last call.
 
         Args:
             late: The workers that are behind with frames about a chunk.
@@ -87,8 +87,7 @@ class Lateness:
 
 
 def since(seconds: float) -> str:
-    """Format a duration that ends now, with the time at which it began: "for 1.5 s (since 12:00:00
-    UTC)"."""
+    """Format a duration that ends now: "for 1.5 s (since 12:00:00 UTC)"."""
     return f"for {seconds:.1f} s (since {ago(seconds)})"
 
 

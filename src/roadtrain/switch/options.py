@@ -1,11 +1,11 @@
-"""FanIn: the tree of switches that sums a job's gradients inside the network.
+"""The tree of switches that sums a job's gradients inside the network (Sun et al., LuWu, section
+3.2 and appendix A).
 
     workers --> switch of the rack --> root switch --> server        (sums go up)
     workers <-- switch of the rack <-- root switch <-- server        (parameters go down)
 
-See Sun et al. (LuWu), section 3.2 and appendix A. Gradients are sent as integers (`wire`), so a sum
-does not depend on the order of packets. Gradients and parameters are sent as UDP datagrams,
-and all other data over TCP.
+Gradients are sent as integers, so a sum does not depend on the order of packets. Gradients and
+parameters are sent as UDP datagrams, and all other data over TCP.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FanIn:
 
     @cached_property
     def from_root(self) -> tuple[SwitchNode, ...]:
-        """The switches that are reachable from the root. Each switch comes after its parent."""
+        """The switches that are reachable from the root, each after its parent."""
         found = [self.root]
         for above in found:  # `found` grows during this loop
             found += [node for node in self.switches if node.parent == above.address]
@@ -128,13 +128,13 @@ class FanIn:
         return WIDTH[self.wire]
 
     def below(self, switch: SwitchNode) -> tuple[SwitchNode, ...]:
-        """Return the switches directly below `switch`. These switches are the children 0, 1, ... of
-        `switch`."""
+        """Return the switches directly below `switch`, which are its children 0, 1, ..."""
         return tuple(node for node in self.switches if node.parent == switch.address)
 
     def workers_of(self, switch: SwitchNode, workers: int) -> tuple[int, ...]:
-        """Return the ranks of the workers directly below `switch`. As children of `switch`, these
-        workers are numbered after the switches directly below `switch`."""
+        """Return the ranks of the workers directly below `switch`. They are its children after the
+        switches.
+        """
         if len(self.switches) == 1 and not switch.workers:
             return tuple(range(workers))
         return switch.workers
@@ -143,16 +143,19 @@ class FanIn:
         return len(self.below(switch)) + len(self.workers_of(switch, workers))
 
     def first_child(self, switch: SwitchNode, workers: int) -> int:
-        """Return the sender number of child 0 of `switch`. The other children have the following
-        numbers. Each packet carries the sender number of its sender. Sender numbers are unique in
-        the tree. So if a packet is recorded on its way to one switch and replayed to another
-        switch, the other switch does not accept the packet."""
+        """Return the sender number of child 0 of `switch`; the other children have the following
+        numbers.
+
+        Sender numbers are unique in the tree, so a packet replayed to another switch is not
+        accepted.
+        """
         before = self.from_root[: self.from_root.index(switch)]
         return sum(self.children(node, workers) for node in before)
 
     def place_of(self, rank: int, workers: int) -> tuple[SwitchNode, int]:
-        """Return the switch to which worker `rank` sends, and the number of the worker among the
-        children of the switch."""
+        """Return the switch to which worker `rank` sends, and the worker's number among its
+        children.
+        """
         for switch in self.switches:
             ranks = self.workers_of(switch, workers)
             if rank in ranks:
@@ -183,7 +186,9 @@ class FanIn:
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Build a FanIn of `switches`. A string in `switches` is the address of a switch without a
-    parent. `options`: The other arguments of FanIn."""
+    """Build a FanIn of `switches`; a string is the address of a switch without a parent.
+
+    `options` are the other arguments of FanIn.
+    """
     nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

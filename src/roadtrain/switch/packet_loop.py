@@ -1,11 +1,7 @@
-"""PacketLoop: the thread of a switch that serves the sockets of all jobs in turn.
+"""The thread of a switch that serves the sockets of all jobs in turn, without blocking.
 
-    epoll: jobs with datagrams to read --> read at most about 200 packets of each job --> epoll ...
-
-Serving a job takes a short time and never blocks, so a busy job does not starve other jobs. If the
-send buffer of a job is full, the packets of the job are not read until the buffer has room again.
-If an exception is raised while a job is served, only this job ends. Jobs may be added and removed
-from any thread.
+If the send buffer of a job is full, its packets are not read until the buffer has room. An
+exception while a job is served ends only this job. Jobs may be added and removed from any thread.
 """
 
 from __future__ import annotations
@@ -32,9 +28,9 @@ class PacketLoop:
     """Serves jobs in a thread of its own.
 
     Args:
-        ended: Function that the thread calls as ended(job, error) after a job was closed. `error`
-            is None if the job was closed by `remove`.
-        failed: Function that the thread calls with the error if the packet loop itself fails.
+        ended: Called by the thread as ended(job, error) after a job was closed. `error` is None if
+            the job was closed by `remove`.
+        failed: Called by the thread with the error if the packet loop itself fails.
     """
 
     def __init__(self, ended: Ended, failed: Callable[[BaseException], None]) -> None:
@@ -53,8 +49,7 @@ class PacketLoop:
         self._request(job, None)
 
     def remove(self, job: SwitchJob, wait: bool) -> None:
-        """Close a job. If `wait`, block until the job is closed. Raises DeadlineError if the job is
-        not closed within 5 s."""
+        """Close a job. If `wait`, block until it is closed. Raises DeadlineError after 5 s."""
         closed = threading.Event()
         self._request(job, closed)
         if wait and not closed.wait(END_S):
@@ -73,8 +68,7 @@ class PacketLoop:
             self._close_unhandled()
 
     def _close_unhandled(self) -> None:
-        """Close the jobs of requests that the thread has not handled. Called after the thread has
-        ended."""
+        """Close the jobs of requests that the ended thread has not handled."""
         with suppress(queue.Empty):
             while True:
                 job, closed = self._requests.get_nowait()
@@ -131,8 +125,9 @@ class PacketLoop:
         self._select_for(job)
 
     def _select_for(self, job: SwitchJob) -> None:
-        """Set the event for which epoll waits at the job's socket: room in the send buffer if the
-        job has unsent packets, otherwise arriving packets."""
+        """Wait for room in the job's send buffer if it has unsent packets, otherwise for arriving
+        packets.
+        """
         events = selectors.EVENT_WRITE if job.out.waits else selectors.EVENT_READ
         if self._selector.get_key(job.socket).events != events:
             self._selector.modify(job.socket, events, job)

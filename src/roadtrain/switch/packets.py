@@ -1,21 +1,16 @@
-"""Packets of the fan-in: their layout and their authentication tag.
+"""Packets of the fan-in: their layout and their authentication tag. Does NOT encrypt or send.
 
 A bulk packet (gradient, exponents, parameters, maxima) is always 1456 bytes long, padded with
-zeros, so that the kernel can segment and coalesce runs of packets (GSO, GRO). A heartbeat is a
-header and a bitmap. Integers are little-endian.
+zeros. A heartbeat is a header and a bitmap. Integers are little-endian, and the header has 48
+bytes, of which the last 8 are the tag.
 
-    HEADER (48 bytes, the last 8 are the tag), payload
+The tag covers all other bytes of the packet. First the packet's 32-bit words are hashed with NH
+(Black et al., UMAC, 1999), under each of two keys. The tag is SipHash-2-4 (Aumasson and Bernstein,
+2012) of both hashes and the packet's length. The probability that two different packets have the
+same hashes is 2^-64. Replayed packets are recognized by their old numbers.
 
-`Kind` documents the fields `a`, `b`, `c` and `credit` for each kind. The tag covers all other bytes
-of the packet. First the packet's 32-bit words are hashed with NH (Black et al., UMAC, 1999), under
-each of two keys. The tag is then SipHash-2-4 (Aumasson and Bernstein, 2012) of both hashes and the
-packet's length. All keys are derived from the job's token. The probability that two different
-packets have the same hashes is 2^-64. Forged packets fail verification. Replayed packets are
-recognized by their old numbers.
-
-Packet i of a run of packets is the bytes [i * segment, (i + 1) * segment) of a buffer. A run of
-bulk packets is an array that contains only bulk packets. Assumes a little-endian host and
-contiguous uint8 arrays. Single-threaded. Does NOT encrypt or send.
+Packet i of a run of packets is the bytes [i * segment, (i + 1) * segment) of a buffer. Arrays are
+contiguous uint8 arrays on a little-endian host.
 """
 
 from __future__ import annotations
@@ -56,10 +51,9 @@ assert HEADER_NBYTES == 48
 
 
 class Kind(IntEnum):
-    """Kinds of packets. "Up" means from a worker towards the server, and "down" means from the
-    server towards the workers. Each direction has one sequence of packet numbers. GRADIENT and
-    EXPONENTS packets share the numbers going up. PARAMETERS and MAXIMA packets share the numbers
-    going down."""
+    """Kinds of packets. "Up" means from a worker towards the server, and "down" means the opposite.
+    Each direction has one sequence of packet numbers.
+    """
 
     GRADIENT = 1  # up: integers of `width` bytes, which are added
     EXPONENTS = 2  # up: one byte per block of BLOCK elements; combined by maximum
@@ -94,7 +88,7 @@ _HEAD_MASK = np.uint64(0xFFFFFF)
 
 @dataclass(frozen=True, eq=False)
 class PacketKey:
-    """The secret keys of one session's packets. `repr` does not show the keys."""
+    """The secret keys of one session's packets. `repr` does not show them."""
 
     # uint64 [words of a packet + 1]: the first NH key is words[:-1], the second is words[1:] (a
     # Toeplitz construction, as in UMAC)
@@ -143,7 +137,7 @@ def _sip_round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
 
 @kernel
 def siphash(key: Any, message: Any) -> Any:
-    """Compute SipHash-2-4 of 64-bit words. key: two uint64; message: a tuple of uint64."""
+    """Compute SipHash-2-4 of a tuple of uint64. `key` has two uint64."""
     v0 = key[0] ^ np.uint64(0x736F6D6570736575)
     v1 = key[1] ^ np.uint64(0x646F72616E646F6D)
     v2 = key[0] ^ np.uint64(0x6C7967656E657261)
@@ -174,7 +168,7 @@ def _product(word: Any, key: Any) -> Any:
 
 @kernel
 def _tag(packet: Any, words: Any, sip: Any) -> Any:
-    """Compute the tag of `packet`, an array of 48 to 1456 bytes (uint8): a header and a payload."""
+    """Compute the tag of a packet: uint8, 48 to 1456 bytes of header and payload."""
     whole = packet.size // 8
     body = packet[: whole * 8].view(np.uint64)
     first, second = np.uint64(0), np.uint64(0)
@@ -224,10 +218,8 @@ def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
-    """Check the magic, version, job, tag and length of each packet.
-
-    Returns:
-        For each packet, whether all five are right: bool [count].
+    """Return for each packet whether its magic, version, job, tag and length are right: bool
+    [count].
     """
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
@@ -237,9 +229,9 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """Return a copy of the headers, as an array of the dtype HEADER with `count` elements. The
-    packets need not be verified. If the packets are shorter than a header, the headers are
-    zeros."""
+    """Return a copy of the headers of `count` packets, verified or not. If the packets are shorter
+    than a header, the headers are zeros.
+    """
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
@@ -296,9 +288,9 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
-    """Fill the payload of each packet i from `source` (uint8), beginning at byte (packet + i) *
-    1408. A payload has 1408 bytes (PAYLOAD_NBYTES). After the end of `source`, payloads are padded
-    with zeros."""
+    """Fill the payload of each packet i from `source` (uint8), from byte (packet + i) * 1408 on,
+    padded with zeros.
+    """
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -314,10 +306,9 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
-    """Copy the payloads of packets into `into` (uint8). If ok[i] is set, the payload of packet i is
-    copied to the place that begins at byte index[i] * 1408. A payload has 1408 bytes
-    (PAYLOAD_NBYTES). Payload bytes beyond the end of `into` are left out. `ok` and `index` have one
-    element per packet."""
+    """Copy the payload of each packet i for which ok[i] is set to `into` (uint8), from byte
+    index[i] * 1408 on. Bytes beyond the end of `into` are left out.
+    """
     check_bulk(run)
     _copy_out(run, ok, index, into)
 

@@ -1,26 +1,19 @@
 """State of a fan-in participant: gradients to send and parameters to receive. No threads, no I/O.
 
-Granted: the announced gradients, and the packet numbers that the fan-in end has granted for these
-gradients.
+Granted has the announced gradients, and the packet numbers that the fan-in end has granted for
+them. The memory of a gradient is released when all its packets are acknowledged:
 
     announce -> wait for the grant of a round -> packet numbers for the exponents
     maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
-If a participant has no gradient for a round, the participant sends zeros. Packets are made from the
-memory of the gradient each time they are sent. So this memory is released only when all packets are
-acknowledged and no packet is being made.
+Pulls has the requests for parameters that have not arrived yet. Requested parameters are broadcast
+in datagrams, or sent over TCP if the other participants do not request them.
 
-Pulls: requests to the server for parameters that have not arrived yet. Requested parameters are
-broadcast to all participants in datagrams. Parameters that the other participants do not request
-are sent over TCP, only to the participant that requested these parameters.
-
-NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. Several pulls of this
-chunk and version may be pending. The broadcast fills the oldest pull that no other broadcast has
-begun to fill. The packets of a broadcast have consecutive numbers, so `number - index` identifies
-the broadcast. An answer over TCP names a ticket, but a broadcast may already have begun to fill the
-pull with this ticket. So the answer over TCP always fills the newest pull of the same chunk and
-version that no broadcast has begun to fill. Such a pull exists, because each pull gets exactly one
-answer, a broadcast or an answer over TCP.
+NOTE matching pulls. A broadcast names a chunk and a version, but no ticket. It fills the oldest
+pull of this chunk and version that no other broadcast has begun to fill. A packet's number minus
+its index in the chunk identifies the broadcast. An answer over TCP fills the newest pull of the
+same chunk and version that no broadcast has begun to fill. Such a pull exists, because each pull
+gets exactly one answer.
 """
 
 from __future__ import annotations
@@ -47,7 +40,7 @@ Key = tuple[int, int]  # chunk, version modulo VERSIONS
 
 @dataclass(frozen=True)
 class Gradient:
-    """An announced gradient. `values`: [numel], fp32 or the bits of `dtype` as uint16."""
+    """An announced gradient: [numel], fp32 or the bits of `dtype` as uint16."""
 
     values: np.ndarray
     dtype: str
@@ -59,7 +52,7 @@ NOTHING = Gradient(np.empty(0, np.float32), "fp32", lambda: None)  # stands for 
 
 @dataclass
 class Round:
-    """The state of one round at a participant. A round is one sum of a chunk's gradients."""
+    """A participant's state of one sum of a chunk's gradients."""
 
     chunk: int
     round: int
@@ -74,8 +67,7 @@ class Round:
         return fixed_point.blocks_of(self.elements)
 
     def exponents(self) -> np.ndarray:
-        """Return the exponents of this participant's gradient (`own`). The first call computes the
-        exponents. Not thread-safe."""
+        """Return the exponents of this participant's gradient. Not thread-safe."""
         if self.own is None:
             self.own = np.zeros(self.blocks, np.uint8)
             if len(self.gradient.values):
@@ -92,11 +84,7 @@ class Numbers(NumberRun):
 
 
 class Granted:
-    """The announced gradients of one link, and the packet numbers that were granted for these
-    gradients.
-
-    Invariants: `_runs` are sorted and do not overlap; each number below `ready` is acknowledged or
-    is in a run; the gradients of the rounds in `_making` are not released."""
+    """The announced gradients of one link, and the packet numbers that were granted for them."""
 
     def __init__(self, chunks: Sequence[Chunk], width: int) -> None:
         self._chunks, self._width = chunks, width
@@ -115,8 +103,9 @@ class Granted:
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
-        """Process a grant: the packet numbers for the exponents of a round. Raises WireError if the
-        grant is invalid."""
+        """Process a grant of packet numbers for a round's exponents. Raises WireError if it is
+        invalid.
+        """
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(
                 f"the fan-in end granted packet {grant.first} for chunk {grant.chunk}, but packets"
@@ -140,9 +129,9 @@ class Granted:
         self._add(Numbers(grant.first, count, Kind.EXPONENTS, round))
 
     def maxima(self, chunk: int, number: int, index: int, first: int, payload: np.ndarray) -> None:
-        """Process a packet with maxima of a round. When all packets of maxima have arrived, the
-        packets of the round's gradient get the numbers from `first` on. Raises WireError for an
-        unexpected packet."""
+        """Process a packet with maxima of a round. After the last of them, the round's gradient
+        packets get the numbers from `first` on. Raises WireError for an unexpected packet.
+        """
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
             raise WireError(
@@ -164,8 +153,8 @@ class Granted:
                 self.ready = granted.end
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
-        """Find the unacknowledged numbers in [first, first + count). Until `made` is called, the
-        gradients of these packets are not released.
+        """Find the unacknowledged numbers in [first, first + count). Their gradients are not
+        released until `made` is called.
 
         Returns:
             For each run: (run, first packet in the run, number of packets).
@@ -179,8 +168,9 @@ class Granted:
         return self._free()
 
     def acked(self, below: int) -> list[Sent]:
-        """Note that all packets with numbers less than `below` have been summed. Returns the `sent`
-        callbacks to call."""
+        """Note that all packets with numbers less than `below` were summed. Returns the callbacks
+        to call.
+        """
         self._acked = max(self._acked, below)
         return self._free()
 
@@ -195,8 +185,9 @@ class Granted:
         return out
 
     def give_up(self) -> list[Sent]:
-        """Release all gradients. Called after the link has ended, while no packets are being made.
-        Returns the `sent` callbacks to call."""
+        """Release all gradients after the link has ended, and return the callbacks to call. No
+        packets may be in the making.
+        """
         waiting = [g.sent for chunk in self._announced.values() for g in chunk]
         under_way = [round.gradient.sent for round in self._rounds.values()]
         granted = [r.round.gradient.sent for r in self._runs if r.kind is Kind.GRADIENT]
@@ -213,8 +204,7 @@ class Granted:
 
 @dataclass
 class PendingPull:
-    """A pull whose answer is incomplete. Invariant: `missing` is the number of elements of `here`
-    that are False: the packets that have not arrived."""
+    """A pull whose answer is incomplete."""
 
     ticket: int
     key: Key
@@ -228,8 +218,9 @@ class PendingPull:
         return m.encode((self.ticket, self.key[0]))
 
     def take(self, index: np.ndarray) -> None:
-        """Note that the packets `index` of the answer have arrived. Raises WireError if the answer
-        has no such packet."""
+        """Note that the packets `index` of the answer have arrived. Raises WireError if there is no
+        such packet.
+        """
         if len(index) and int(index.max()) >= len(self.here):
             raise WireError(
                 f"the fan-in end sent packet {int(index.max())} of chunk {self.key[0]}, but the"
@@ -240,9 +231,7 @@ class PendingPull:
 
 
 class Pulls:
-    """The pending pulls of one link. Invariants: each pull is either in `_waiting` or in `_begun`;
-    a key (chunk, version) is among the values of `_keys` if and only if a pull of this key is in
-    `_waiting` or `_begun`."""
+    """The pending pulls of one link."""
 
     def __init__(self) -> None:
         self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first
@@ -250,7 +239,7 @@ class Pulls:
         self._keys: dict[int, Key] = {}  # by ticket
 
     def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
-        """Add a pull. `into`: The memory for the answer, uint8, as long as the answer."""
+        """Add a pull. `into` is the memory for the answer, uint8."""
         key = (pull.chunk, pull.version % VERSIONS)
         count = -(-into.size // PAYLOAD_NBYTES)
         pending = PendingPull(pull.ticket, key, into, np.zeros(count, bool), count)
@@ -258,8 +247,11 @@ class Pulls:
         self._keys[pull.ticket] = key
 
     def broadcast(self, key: Key, base: int) -> PendingPull:
-        """Return the pull that is filled by the broadcast of `key` whose first packet has the
-        number `base`. Raises WireError if there is no such pull."""
+        """Return the pull that a broadcast of `key` fills. Raises WireError if there is no such
+        pull.
+
+        `base` is the number of the broadcast's first packet.
+        """
         found = self._begun.get((key, base))
         if found is None:
             if not (waiting := self._waiting.get(key)):
@@ -275,8 +267,9 @@ class Pulls:
         self._answered(pull.key)
 
     def over_tcp(self, ticket: int, chunk: int) -> PendingPull:
-        """Remove and return the pull that an answer over TCP fills. Raises WireError if there is no
-        such pull."""
+        """Remove and return the pull that an answer over TCP fills. Raises WireError if there is
+        none.
+        """
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:

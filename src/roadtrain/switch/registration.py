@@ -2,10 +2,9 @@
 
     Registration --TCP--> root, then the switches below: SwitchHello --> SwitchReady(port, slots)
 
-The links stay open, because a switch forgets a job when the job's link ends. If a switch is lost,
-the fan-in end registers at the switch again. The fan-in end then asks for the same port, because
-the other switches and the workers keep sending to this port. Every wait has a deadline (Rule 5).
-Does NOT send datagrams.
+The links stay open, because a switch forgets a job when the job's link ends. After the loss of a
+switch, the fan-in end registers there again and asks for the same port. Every wait has a deadline
+(Rule 5).
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class JobTree:
         """Encode the greeting to the switch `node`.
 
         Args:
-            port: The UDP port that the job had at this switch before the switch was lost; 0 if the
-                switch was not lost.
+            port: The UDP port that the job had at this switch before the switch was lost, else 0.
             ready: UDP ports of the switches above this switch, by address.
         """
         parent, child = self.root_parent, ROOT
@@ -77,7 +75,7 @@ class JobTree:
 
 
 class SwitchLink:
-    """The job's link to one switch. The object also handles the frames of the switch (Receiver)."""
+    """The job's link to one switch, and the Receiver of the link."""
 
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
         self.name, self._lost = name, lost  # name: the switch's address
@@ -87,8 +85,9 @@ class SwitchLink:
         self.ended = 0.0  # time of `error`
 
     def ready(self) -> switch_frames.SwitchReadyHeader:
-        """Wait for the switch's answer. Raises DeadlineError if no answer arrives within 10 s, or
-        the error that the switch has sent."""
+        """Wait for the switch's answer. Raises DeadlineError after 10 s, or the error that the
+        switch has sent.
+        """
         try:
             answer = self._answer.get(timeout=ANSWER_S)
         except queue.Empty:
@@ -125,9 +124,9 @@ class Registration:
     """Keeps a job registered at all switches of its tree, in a thread.
 
     Args:
-        ready: Function that is called once, when all switches have accepted the job. The argument
-            is a dict: address of each switch -> UDP port of the job at this switch.
-        failed: Function that is called with the error if a switch cannot be reached in time.
+        ready: Called once, when all switches have accepted the job, with a dict: address of each
+            switch -> UDP port of the job at this switch.
+        failed: Called with the error if a switch cannot be reached in time.
     """
 
     def __init__(
@@ -160,9 +159,9 @@ class Registration:
 
     @property
     def absent(self) -> dict[str, float]:
-        """The switches that do not answer: address -> the number of seconds for which the switch
-        has not answered. Switches are contacted in the order of the tree. Until a switch has
-        answered once, the switches after it are neither contacted nor listed."""
+        """The switches that do not answer: address -> seconds without an answer. Switches below one
+        that has never answered are not listed.
+        """
         now, found = time.monotonic(), dict[str, float]()
         for node in self.tree.plan.from_root:
             link = self._links.get(node.address)
@@ -198,8 +197,7 @@ class Registration:
             self._report(f"fan-in: switch {lost.name} is connected again")
 
     def _register(self, node: SwitchNode) -> None:
-        """Register at a switch, with retries until the deadline. Raises PeerError if the
-        registration fails."""
+        """Register at a switch, with retries until the deadline. Raises PeerError if that fails."""
         begin = time.monotonic()
         while not self._over.is_set():
             try:

@@ -1,8 +1,5 @@
 """The route to the servers through switches, which sum gradients and copy parameters.
-
-`Servers(fan_in=...)` selects this route. A participant is a worker, or the relay of a host for the
-host's workers. The participant's end of the route is a FanInLink (fan_in_link.py), the server's end
-is a FanInEnd (end.py).
+`Servers(fan_in=...)` selects this route for workers and for relays.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ EXPONENT = BIAS  # exponent byte of a block whose largest magnitude is in [0.5, 
 
 @dataclass(frozen=True)
 class SwitchRoute:
-    """The route to the servers through switches. Implements the interface Route.
+    """The route to the servers through switches (a Route).
 
     Args:
         fan_in: A FanIn, or a FanIn as JSON, or a list of switches as in `Servers`, each HOST:PORT
@@ -107,7 +104,8 @@ def dial(
     report: Report,
 ) -> FanInLink:
     """Connect a participant to the fan-in end of server `number`. Raises the errors of tcp.connect,
-    and ConfigError if no switch lists the participant."""
+    and ConfigError if no switch lists the participant.
+    """
     load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
     greeting = hello_of(participant.plan, hello)
@@ -118,8 +116,7 @@ def dial(
 
 
 class OpenSwitchRoute:
-    """The open route of a participant in one session: a FanInLink to each server. Implements the
-    interface OpenRoute."""
+    """The open route of a participant in one session: a FanInLink to each server (an OpenRoute)."""
 
     def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
         group = ends.group

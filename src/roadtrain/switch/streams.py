@@ -1,11 +1,9 @@
-"""Streams of numbered packets over sockets: the threads around switch/protocol/numbered.py.
+"""Streams of numbered packets over sockets: the threads around switch/protocol/numbered.py. Does
+NOT look into payloads.
 
     PacketSender   thread: machine.next_numbers -> fill -> seal -> socket
     PacketPort     thread: sockets -> read_runs -> verify -> take[kind]; calls `tick` in between
     beat_packet    encodes a heartbeat as a packet; beats_of decodes it
-
-No lock is held while bytes are copied, tags are computed or packets are sent. Does NOT look into
-payloads.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ Fill = Callable[[int, int, np.ndarray], int]
 
 @dataclass(frozen=True, slots=True)
 class DatagramRun:
-    """A run of packets of equal length, read by one call of `read_runs`. The next call overwrites
-    `buffer`."""
+    """A run of packets of equal length. The next call of `read_runs` overwrites `buffer`."""
 
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
@@ -79,19 +76,16 @@ class Batch(DatagramRun):
 
 
 def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[DatagramRun], bool]:
-    """Read datagrams without blocking.
-
-    Bulk packets of all senders are gathered into one run. (The kernel coalesces only packets of the
-    same sender, and only on some devices.) After a packet that is no bulk packet, such as a
-    heartbeat, reading stops.
+    """Read datagrams without blocking, up to a packet that is no bulk packet, such as a heartbeat.
+    Bulk packets of all senders form one run.
 
     Args:
-        memory: The memory for the runs, uint8. Must have 64 KiB (RECEIVE_NBYTES), and in addition
-            room for the bulk packets.
+        memory: The memory for the runs, uint8. Must have 64 KiB, and in addition room for the bulk
+            packets.
 
     Returns:
-        A list with the run of bulk packets and the runs of other packets (empty runs are left out);
-        and whether all packets of the socket were read.
+        A list with the run of bulk packets and the runs of other packets (without empty runs); and
+        whether all packets of the socket were read.
     """
     bulk, other = list[Address](), list[DatagramRun]()
     most, found = (memory.size - RECEIVE_NBYTES) // PACKET_NBYTES, None
@@ -110,8 +104,7 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """Divide received bytes into runs. The kernel may coalesce packets of equal length and a last
-    packet that is shorter. The shorter packet gets a run of its own."""
+    """Divide received bytes into runs. A shorter last packet gets a run of its own."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
@@ -121,8 +114,7 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
 
 
 class PacketSender:
-    """Sends a stream of numbered packets to one address, in a thread. `_changed` guards
-    `machine`."""
+    """Sends a stream of numbered packets to one address, in a thread."""
 
     def __init__(
         self,
@@ -136,13 +128,14 @@ class PacketSender:
     ) -> None:
         """
         Args:
-            delay_s: Seconds added to the retransmission timeout. If several senders send the same
-                numbers, different delays keep the senders from resending at the same time.
+            delay_s: Seconds added to the retransmission timeout. Different delays keep several
+                senders of the same numbers from resending at the same time.
         """
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
         self._moved = time.monotonic()  # time of the last progress or retransmission
+        # `_changed` guards `machine`
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -158,8 +151,9 @@ class PacketSender:
             self._changed.notify_all()
 
     def heartbeat(self, beat: Heartbeat) -> int:
-        """Process a heartbeat of the receivers. Returns the sequence number below which all packets
-        are acknowledged."""
+        """Process a heartbeat of the receivers. Returns the number below which all packets are
+        acknowledged.
+        """
         with self._changed:
             before = self.machine.beat
             self.machine.heartbeat(beat)
@@ -175,8 +169,7 @@ class PacketSender:
         return self._patience_s >= MOST_LOSS_S and not self.machine.idle
 
     def close(self) -> None:
-        """End the thread. If another thread calls `close`, wait until the thread has ended.
-        Idempotent."""
+        """End the thread. Idempotent."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -192,7 +185,7 @@ class PacketSender:
                 self._failed(error)
 
     def _next(self) -> range | None:
-        """Wait until there are numbers to send. Returns these numbers, or None after `close`."""
+        """Wait for numbers to send, and return them, or None after `close`."""
         with self._changed:
             while not self._over:
                 if numbers := self.machine.next_numbers(RUN):
@@ -218,9 +211,10 @@ class PacketSender:
 class PacketPort:
     """Receives the packets of one job from its sockets, in one thread.
 
-    `strangers` counts packets that failed verification and were dropped. The thread calls the
-    functions in `take` with received packets, and calls `tick` in between. If an exception is
-    raised, the thread ends and calls `failed` with the exception."""
+    The thread calls the functions in `take` with received packets, and `tick` in between. An
+    exception ends the thread and is passed to `failed`. `strangers` counts packets that failed
+    verification and were dropped.
+    """
 
     def __init__(
         self,
@@ -272,8 +266,7 @@ class PacketPort:
             first.wait(BUSY_S, *others)
 
     def _drain(self, socket: DatagramSocket) -> bool:
-        """Handle packets that have arrived at a socket. Returns whether all packets of the socket
-        were read."""
+        """Handle packets that have arrived at a socket. Returns whether all of them were read."""
         runs, drained = read_runs(socket, self._buffer)
         for run in runs:
             self._take_run(run)
@@ -293,8 +286,9 @@ class PacketPort:
 
 
 class Moderation:
-    """Interrupt moderation: decides how long the receiving thread sleeps. A thread that sleeps
-    handles many packets each time it wakes up. At low packet rates the thread does not sleep."""
+    """Decides how long the receiving thread sleeps, so that it handles many packets each time it
+    wakes up.
+    """
 
     def __init__(self) -> None:
         self._last = 0.0  # when the last batch was handled
@@ -308,10 +302,9 @@ class Moderation:
 
 
 class BeatClock:
-    """Decides when a receiver sends a heartbeat (Sun et al., appendix B). A heartbeat is due when a
-    quarter of a window has arrived since the last heartbeat. If fewer packets have arrived, a
-    heartbeat is due 10 ms after the last heartbeat. If no packet has arrived, a heartbeat is due
-    0.5 s after the last heartbeat."""
+    """Decides when a receiver sends a heartbeat (Sun et al., appendix B): after a quarter of a
+    window, otherwise 10 ms after the last heartbeat, or 0.5 s if no packet has arrived.
+    """
 
     def __init__(self, window: int) -> None:
         self._quarter = max(window // 4, 1)
@@ -322,8 +315,7 @@ class BeatClock:
         self._received += count
 
     def due(self) -> bool:
-        """Return whether to send a heartbeat now. If the result is True, the heartbeat counts as
-        sent."""
+        """Return whether to send a heartbeat now. If so, the heartbeat counts as sent."""
         since = time.monotonic() - self._last
         if self._received < self._quarter and since < (BUSY_S if self._received else IDLE_S):
             return False
@@ -333,7 +325,9 @@ class BeatClock:
 
 def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
     """Make a heartbeat packet, with its tag: uint8 [48 bytes of header + bytes of the bitmap].
-    `fields`: Values of the header fields that `beat` does not determine."""
+
+    `fields` are the header fields that `beat` does not determine.
+    """
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)

@@ -1,12 +1,10 @@
-"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time. Each
-job is served until the job's link ends.
+"""The server behind `roadtrain serve --switch`. It serves several jobs at a time, each until the
+job's link ends.
 
     TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); status requests
     UDP  PORT+1 ...    one port for each job --> PacketLoop --> SwitchJob
 
-Each job has its own table, bounded by SlotQuota, and its own socket, so no job blocks another. No
-state survives a restart: the table is empty, the fan-in ends of the jobs reconnect, and lost
-packets are sent again. The listener authenticates links with the token.
+No state survives a restart: the jobs reconnect, and lost packets are sent again.
 """
 
 from __future__ import annotations
@@ -31,14 +29,11 @@ from roadtrain.units import show_bytes
 
 
 class SwitchHost:
-    """A running switch. The switch listens until the `with` statement ends.
+    """A running switch, which listens until the `with` statement ends.
 
-    The constructor raises ConfigError if the switch cannot listen at the address, or if the memory
-    is too small for the smallest job.
-
-    Invariant, while `_lock` is held: `_links` has the jobs that are in the packet loop or are about
-    to be added to the loop. Each job holds slots of `quota`. The slots are returned when the job's
-    socket is closed."""
+    Raises ConfigError if it cannot listen at the address, or if the memory is too small for the
+    smallest job.
+    """
 
     def __init__(
         self,
@@ -59,7 +54,8 @@ class SwitchHost:
         self._links: dict[bytes, _JobLink] = {}  # by nonce
         self._closing: list[threading.Thread] = []  # closing the links of jobs that have ended
         self._over: BaseException | None = None
-        self._lock = threading.Condition()  # notified when `_over` is set
+        # guards `_links`; notified when `_over` is set
+        self._lock = threading.Condition()
         self._registering = threading.Lock()  # jobs are registered one at a time
         self._loop = PacketLoop(self._job_ended, self._end)
         with undone_on_error(self._loop.close):
@@ -70,8 +66,7 @@ class SwitchHost:
         self.where = f"{self._host}:{self.port}"
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept an authenticated link from a job, or answer a status request. Called by the
-        listener."""
+        """Accept an authenticated link from a job, or answer a status request."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if not hello.startswith(switch_frames.SWITCH_GREETING):
@@ -91,9 +86,9 @@ class SwitchHost:
         return receiver
 
     def _register(self, hello: switch_frames.SwitchHello, link: Link) -> _JobLink:
-        """Admit a job. If the job reconnects before this switch has noticed the loss of the job's
-        old link, the old link is ended first. Raises ConfigError if the parent's host name does not
-        resolve."""
+        """Admit a job, and end its old link if it reconnects. Raises ConfigError if the parent's
+        host name does not resolve.
+        """
         with self._lock:
             earlier = self._links.get(hello.nonce)
         if earlier is not None:
@@ -125,13 +120,14 @@ class SwitchHost:
         return receiver
 
     def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
-        """End a job whose link has ended. If `wait`, block until the slots and the port of the job
-        are free."""
+        """End a job whose link has ended. If `wait`, block until its slots and its port are
+        free.
+        """
         if self._forget(link, error):
             self._loop.remove(link.job, wait)
 
     def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
-        """Give back the slots of a job whose socket was closed. Called by the packet loop."""
+        """Give back the slots of a job whose socket was closed."""
         self.quota.give_back(job.hello.slots, job.hello.children)
         with self._lock:
             link = self._links.get(job.hello.nonce)
@@ -139,9 +135,9 @@ class SwitchHost:
             self._forget(link, error)
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
-        """Report why a job has ended, both to the user and to the job's fan-in end. The report to
-        the fan-in end is sent in a new thread, because the caller may be the link's own thread.
-        Returns False if the job had already ended."""
+        """Report to the user and to the job's fan-in end why the job has ended. Returns False if it
+        had already ended.
+        """
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False
@@ -199,8 +195,7 @@ class SwitchHost:
 
 
 class _JobLink:
-    """The handler of a job's link (Receiver). After the greeting, no frame may arrive on this
-    link."""
+    """The Receiver of a job's link, on which no frame may arrive after the greeting."""
 
     def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
         self.host, self.job, self.link = host, job, link
@@ -218,7 +213,6 @@ class _JobLink:
 
 
 def _close(link: Link, error: BaseException) -> None:
-    """Send the error to a job's fan-in end and close the link."""
     sent = error if isinstance(error, RoadtrainError) else LostError(_message(error))
     with suppress(PeerError):
         link.send(m.FAILED, m.encode((type(sent).__name__, str(sent))), urgent=True)

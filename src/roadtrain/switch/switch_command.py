@@ -29,8 +29,8 @@ def serve_switch(
 
     Args:
         memory: Memory for the tables and sockets of all jobs, such as "1GiB"; default 256MiB.
-        xdp: The network device whose driver sums the packets (XDP). If the device cannot sum, the
-            reason is reported, and this process sums.
+        xdp: The network device whose driver sums the packets (XDP). If it cannot, the reason is
+            reported, and this process sums.
     """
     nbytes = MEMORY if memory is None else parse_bytes(memory)
     device = None if xdp is None else _opened(xdp)
@@ -53,9 +53,9 @@ def serve_switch(
 
 
 def _opened(device: str) -> TableDevice | str:
-    """Attach the kernel program to the network device, and return the TableDevice that uses this
-    program. If the program cannot be attached, returns the reason as a string. Raises ConfigError
-    if the plugin is not installed."""
+    """Return the network device that sums in the kernel, or the reason why it cannot. Raises
+    ConfigError if the plugin is not installed.
+    """
     if "xdp" not in plugin_names(TABLES):
         raise ConfigError(
             f"--xdp {device}: summing in the kernel needs a plugin that is not installed",

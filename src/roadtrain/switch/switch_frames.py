@@ -1,5 +1,4 @@
-"""TCP frames of a job whose gradients are summed in the network. The job's UDP packets are in
-packets.py.
+"""TCP frames of a job whose gradients are summed in the network. The UDP packets are in packets.py.
 
     worker -> fan-in end: Announce, TrialResult    fan-in end -> worker: FanIn, Grant
     switch -> fan-in end: SwitchReady
@@ -29,8 +28,9 @@ SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """Header of ANNOUNCE: a worker announces its next gradient of a chunk. The gradient is to be
-    summed."""
+    """Header of the Announce frame: a worker announces its next gradient of a chunk, which is to be
+    summed.
+    """
 
     chunk: int
     fresh: bool  # whether this is the step's first gradient, which replaces the server's sum
@@ -41,9 +41,9 @@ class TrialResultHeader(NamedTuple):
 
 
 class FanInHeader(NamedTuple):
-    """Header of FAN_IN, which is sent when the switches are ready: everything that a worker needs
-    to take part. The payload of the frame is the nonce from which the keys of packets are
-    derived."""
+    """Header of the FanIn frame, which a worker gets when the switches are ready. The payload is
+    the nonce from which the keys of packets are derived.
+    """
 
     job: int  # job number in the packets
     child: int  # sender number of this worker in packets to its switch
@@ -53,9 +53,9 @@ class FanInHeader(NamedTuple):
 
 
 class GrantHeader(NamedTuple):
-    """Header of GRANT: the fan-in end asks a worker to send the exponents of the worker's gradient
-    of a chunk. GRANT is sent when each worker has either announced a gradient of the chunk or
-    closed the chunk."""
+    """Header of the Grant frame: the fan-in end requests the exponents of a worker's gradient of a
+    chunk. Each worker has announced a gradient of the chunk, or closed it.
+    """
 
     chunk: int
     round: int  # counts the sums of this chunk, from 1
@@ -99,7 +99,8 @@ SWITCH_GREETING = b"roadtrain switch "
 
 class SwitchHello(NamedTuple):
     """A request of a fan-in end to a switch: sum and copy the packets of this job until the link
-    ends."""
+    ends.
+    """
 
     session: str  # shown to users
     job: Annotated[int, Meta(ge=0, lt=1 << 32)]  # job number in the packets

@@ -1,15 +1,12 @@
-"""SwitchJob: the work of a switch for one job. A SwitchJob handles whole runs of packets, and
-executes no Python code for single packets.
+"""The work of a switch for one job. It handles whole runs of packets, and does not block.
 
     from children   GRADIENT EXPONENTS          --> SwitchTable --> sums, sealed --> parent
                     PARAMETER_BEAT              --> Children    --> merged        --> parent
     from the parent PARAMETERS MAXIMA           --> unchanged   --> every child
                     GRADIENT_BEAT               --> ack is read --> unchanged, every child
 
-See Sun et al. (LuWu), section 3.2.3 and appendix A. The protocol is defined by the state machine in
-switch/protocol/switch.py. That state machine handles the heartbeats here. For sums, SwitchTable is
-a compiled version of the state machine. A packet without the job's tag is counted and dropped. All
-methods except `rows` run in the thread of the packet loop. Does NOT block.
+See Sun et al. (LuWu), section 3.2.3 and appendix A, and switch/protocol/switch.py for the protocol.
+All methods except `rows` run in the thread of the packet loop.
 """
 
 from __future__ import annotations
@@ -63,8 +60,9 @@ class Buffers:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of packets since the job began. The job's table counts the packets that are summed,
-    and SwitchOutgoing counts the packets that are sent."""
+    """Numbers of packets since the job began. Summed packets and sent packets are counted
+    elsewhere.
+    """
 
     received: int = 0  # with the job's tag
     strangers: int = 0  # without the job's tag
@@ -84,7 +82,8 @@ class Child:
 
     def silent_ms(self, now: float) -> int:
         """Return the milliseconds for which the most silent worker below this child has been
-        silent. The time since the child's own last heartbeat is included."""
+        silent.
+        """
         return min(int((now - self.last_beat) * 1000) + self.below_ms, MOST_MS)
 
     def __str__(self) -> str:
@@ -96,14 +95,10 @@ class Child:
 class Children:
     """The addresses, heartbeats and silences of a switch's children.
 
-    A child is a worker, or a switch with all workers below it. The address of a child is learned
-    from its verified heartbeats. A heartbeat from another address may have been recorded and
-    replayed. So such a heartbeat changes the child's address only if the heartbeat acknowledges
-    more packets than before, or if the child has been silent.
-
-    Invariants: `addresses` has the known addresses of all children without duplicates; `merged` is
-    the merged heartbeat of all children, or the empty heartbeat NOTHING if a child has not sent a
-    heartbeat yet."""
+    A child's address is learned from its verified heartbeats. Because heartbeats may be replayed,
+    the address changes only if a heartbeat acknowledges more packets, or if the child has been
+    silent.
+    """
 
     def __init__(self, machine: SwitchStateMachine, now: float) -> None:
         self._machine = machine
@@ -117,8 +112,7 @@ class Children:
         """Process a heartbeat of a child. Returns False if the heartbeat was ignored.
 
         Args:
-            below: The most silent worker below the child: (milliseconds of silence, rank of the
-                worker).
+            below: The most silent worker below the child: (milliseconds of silence, rank).
         """
         child, before = self.all[number], self._machine.beats.get(number)
         if source != child.address:
@@ -133,14 +127,14 @@ class Children:
         return True
 
     def most_silent(self, now: float) -> tuple[int, int]:
-        """Return the most silent worker of all children, as (milliseconds of silence, rank of the
-        worker)."""
+        """Return the most silent worker of all children, as (milliseconds of silence, rank)."""
         child = max(self.all, key=lambda child: child.silent_ms(now))
         return child.silent_ms(now), child.rank
 
     def silent(self, now: float) -> list[tuple[Child, float]]:
-        """List each child whose most silent worker has been silent for more than 1 s. Returns
-        (child, seconds of silence) for each of these children."""
+        """List (child, seconds of silence) for each child with a worker that was silent for more
+        than 1 s.
+        """
         found = [(child, child.silent_ms(now) / 1000) for child in self.all]
         return [(child, seconds) for child, seconds in found if seconds > SILENT_S]
 
@@ -148,12 +142,8 @@ class Children:
 class SwitchOutgoing:
     """Sends packets of one job without blocking. Not thread-safe.
 
-    While the send buffer is full, unsent packets are kept here, and no packets of the job are read.
-    So only the receive buffer of this job fills up. Packets that are unsent for more than 1 s are
-    dropped, as in a full queue of a network device.
-
-    Invariant: `_unsent` is in the order of the calls to `send`; each run in `_unsent` must still be
-    sent to at least one address.
+    While the send buffer is full, unsent packets are kept, and no packets of the job are read.
+    After 1 s, unsent packets are dropped.
     """
 
     def __init__(self, socket: DatagramSocket) -> None:
@@ -168,8 +158,9 @@ class SwitchOutgoing:
         return bool(self._unsent)
 
     def send(self, packets: np.ndarray, segment: int, to: Sequence[Address]) -> None:
-        """Send a run of packets of `segment` bytes to each address in `to`. packets: uint8; the
-        caller may reuse the memory after the call."""
+        """Send a run of packets of `segment` bytes to each address in `to`. The caller may reuse
+        the memory of `packets` (uint8).
+        """
         sent = 0 if self._unsent else self._send(packets, segment, to)
         if sent == len(to):
             return
@@ -191,8 +182,9 @@ class SwitchOutgoing:
             self._unsent.clear()
 
     def _send(self, packets: np.ndarray, segment: int, to: Sequence[Address]) -> int:
-        """Send a run to the addresses in `to`, until the send buffer is full. Returns the number of
-        addresses to which the whole run was sent."""
+        """Send a run until the send buffer is full. Returns the number of addresses that got the
+        whole run.
+        """
         for i, address in enumerate(to):
             if not self._socket.has_room():
                 return i
@@ -273,8 +265,7 @@ class SwitchJob:
             self.out.send(whole, PACKET_NBYTES, (self._parent,))
 
     def _copy(self, run: DatagramRun, headers: np.ndarray, there: np.ndarray) -> None:
-        """Copy packets from the parent's host to the children. The tags of the packets stay
-        valid."""
+        """Copy packets from the parent's host to the children. Their tags stay valid."""
         host = self._parent[0]
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
         accepted = there & above
@@ -294,9 +285,7 @@ class SwitchJob:
             self.out.send(copied, run.segment, self.children.addresses)
 
     def _refuse(self, run: DatagramRun, there: np.ndarray) -> None:
-        """Drop packets going down that are not from the parent's host. The first such drop is
-        reported, because a parent with several addresses may send from an address that is not in
-        the job's FanIn."""
+        """Drop packets going down that are not from the parent's host, and report the first."""
         at = np.flatnonzero(there)
         self.counters.refused += at.size
         if at.size and not self._warned:
@@ -316,8 +305,9 @@ class SwitchJob:
                 self.counters.refused += 1
 
     def tick(self, now: float) -> None:
-        """Send unsent packets. Also send heartbeats and check for silent children, each at its own
-        interval."""
+        """Send unsent packets and heartbeats, and check for silent children, each at its own
+        interval.
+        """
         self.table.now = int(now * 1000)
         if self.out.waits:
             self.out.resume()
@@ -329,7 +319,6 @@ class SwitchJob:
             self._check(now)
 
     def _send_beat(self, beat: Heartbeat, now: float) -> None:
-        """Send the merged heartbeat to the parent."""
         self._sent, self._sent_at = beat, now
         silent_ms, rank = self.children.most_silent(now)
         packet = beat_packet(

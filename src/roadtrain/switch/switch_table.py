@@ -1,17 +1,14 @@
-"""The table of a switch, which sums the packets of its children within a window.
+"""The table of a switch, which sums the packets of its children within a window (Sun et al., LuWu,
+section 3.2.3).
 
     number, seen (bitmap of children in the sum), done, payload     slot index: number % slots
 
-See Sun et al. (LuWu), section 3.2.3, with the fix for resends described in
-switch/protocol/switch.py. A slot keeps its number and sum until a packet with a greater number
-takes the slot. If the number of a packet is below the acknowledged number, or below the slot's
-number, the packet is dropped. If the sum of a packet is already complete, the packet is answered
-with the sum. So each sum has exactly one packet of each child, even if packets are lost, duplicated
-or late.
+A slot keeps its number and sum until a packet with a greater number takes the slot. Late packets
+are dropped, and packets of a complete sum are answered with the sum. So each sum has exactly one
+packet of each child, even if packets are lost, duplicated or late.
 
 GRADIENT payloads are added as integers of the packet's width; EXPONENTS payloads are combined by a
-bytewise maximum. Memory use is constant. The packets must have been verified. Does NOT compute
-tags. Not thread-safe.
+bytewise maximum. The packets must have been verified. Does NOT compute tags. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ class TableDevice(Protocol):
     mode: str  # how its driver runs the program; shown to users
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
-        """Make a job's table. Raises RoadtrainError or OSError if the device cannot make the table.
+        """Make a job's table. Raises RoadtrainError or OSError if that is impossible.
 
         Args:
             port: UDP port of the job at this switch.
@@ -134,8 +131,7 @@ def _possible(header: Any, child: Any, children: Any) -> Any:
 def _take(
     slots: Any, sums: Any, header: Any, bit: Any, payload: Any, acked: Any, now: Any, all_bits: Any
 ) -> Any:
-    """Add a packet to the sum of its slot, if the packet is new. Returns the counter to increment.
-    If the counter is _ADDED or _COMPLETED, the payload was added to the sum."""
+    """Add a new packet to the sum of its slot. Returns the index of the counter to increment."""
     number = np.int64(header.number)
     at = number % slots.size
     slot = slots[at]
@@ -199,18 +195,12 @@ def _add_packets(
 
 
 class SwitchTable:
-    """The table of one job at one switch.
-
-    Invariants (`check`): the number in a slot, modulo `slots`, is the index of the slot; `done` is
-    set if and only if the bits of all children are set; a used slot has at least one bit set;
-    `acked` never decreases.
-    """
+    """The table of one job at one switch."""
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
         """
         Args:
-            first: The sender number of child 0, as in the headers of packets. The other children
-                have the following numbers.
+            first: The sender number of child 0. The other children have the following numbers.
         """
         assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
@@ -236,18 +226,17 @@ class SwitchTable:
 
         added: added to a sum that is still incomplete.
         completed: added to a sum as its last packet.
-        dropped_old: dropped, because the packet's number is below the acknowledged packet number,
-            or below the packet number that the slot holds.
+        dropped_old: dropped, because its number is below the acknowledged number, or below the
+            slot's number.
         repeated: dropped, because the sum already contains the packet.
         answered: answered with the sum, because the sum was already complete.
-        mismatched: dropped, because the packet cannot be summed, or because its kind or width
-            differs from the kind or width of the slot's sum.
+        mismatched: dropped, because its kind or width cannot be summed or differs from the sum's.
         """
         return dict(zip(COUNTERS, self._counters.tolist()))
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Sum GRADIENT and EXPONENTS packets. Sums that become complete, and complete sums that
-        answer resent packets, are written to `out`, as whole packets without tags.
+        """Sum GRADIENT and EXPONENTS packets. Complete sums are written to `out`, as whole packets
+        without tags.
 
         Args:
             run: uint8, bulk packets.
@@ -280,8 +269,9 @@ class SwitchTable:
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """List the incomplete sums, sorted by packet number, whose first packet arrived at least
-        `older_than` ago. `older_than` and the attribute `now` have the same unit."""
+        """List the incomplete sums whose first packet is at least `older_than` old (in the unit of
+        the attribute `now`), sorted by packet number.
+        """
         slots = self._slots
         partial = (slots["number"] >= self.acked) & (slots["seen"] != 0) & (slots["done"] == 0)
         found = slots[partial & (self.now - slots["began"] >= older_than)]

@@ -1,12 +1,8 @@
-"""Trial of IP multicast. The trial finds out whether the network itself can copy packets to all
+"""Trial of IP multicast, to find out whether the network itself can copy packets to all
 participants.
 
-Dummy packets are sent to a multicast group of the job. Each participant joins the group, and
-reports over TCP whether it has received a dummy packet within a second.
-
-    invite (a participant is sent the group's address) -> answered -> all have answered: `verdict`
-
-If any participant receives nothing, the switches copy instead. Has no threads and no clock.
+Trial packets are sent to a multicast group of the job. Each participant reports over TCP whether it
+has received one within a second. If any participant has not, the switches copy instead.
 """
 
 from __future__ import annotations
@@ -25,9 +21,11 @@ PORTS = range(20000, 32000)  # below the ephemeral ports of hosts
 
 
 def group_of(job: int, home: str) -> Address | None:
-    """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365). `home` is
-    this host's address towards the switch. If `home` is an IPv6 address, returns None; then the
-    switches copy the packets."""
+    """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365), or None if
+    `home` is an IPv6 address.
+
+    `home` is this host's address towards the switch.
+    """
     if ipaddress.ip_address(home.partition("%")[0]).version != 4:
         return None
     host = ipaddress.ip_address("239.192.0.0") + job % (1 << 18)
@@ -35,8 +33,7 @@ def group_of(job: int, home: str) -> Address | None:
 
 
 def packet_of(job: int, key: PacketKey) -> np.ndarray:
-    """Make a trial packet, with its tag, that is as long as a packet of parameters: uint8
-    [1456]."""
+    """Make a trial packet, with its tag, as long as a packet of parameters: uint8 [1456]."""
     packet = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=job, first=0)
     packets.seal(packet, PACKET_NBYTES, 1, key)
@@ -44,7 +41,7 @@ def packet_of(job: int, key: PacketKey) -> np.ndarray:
 
 
 class MulticastTrial:
-    """The state of one trial. Invariant: `_answers` has only ranks in `_invited`."""
+    """The state of one trial."""
 
     def __init__(self, participants: int) -> None:
         self._participants = participants

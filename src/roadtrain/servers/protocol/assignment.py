@@ -1,8 +1,5 @@
-"""The assignment of chunks to servers.
-
-The chunks of a block are distributed over all servers, so they are read from all devices at the
-same time. With equal weights, the numbers of trainable elements on any two servers differ by at
-most one chunk, and so do the numbers of frozen elements.
+"""The assignment of chunks to servers. The chunks of a block are distributed over all servers, so
+all servers read them at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +12,9 @@ from roadtrain.chunks import ChunkTable
 def assign(table: ChunkTable, weights: Sequence[float]) -> tuple[int, ...]:
     """Return the owner (a server number) of each chunk.
 
-    `weights` are the relative rates of the servers. The load of a server is the number of its
-    elements divided by its weight. Each chunk goes to the server that has the smallest load after
-    getting the chunk. If several servers have this load, the chunk goes to the server with the
-    lowest number. Trainable and frozen chunks are distributed separately, because only trainable
-    chunks are written in every step.
+    `weights` are the relative rates of the servers, which get elements in this proportion.
+    Trainable and frozen chunks are distributed separately, because only trainable chunks are
+    written in every step.
     """
     owners = [0] * len(table.chunks)
     for kind in (True, False):

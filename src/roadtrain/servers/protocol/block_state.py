@@ -40,7 +40,7 @@ CLOSED = frozenset({GradPhase.EMPTY_CLOSED, GradPhase.HELD_CLOSED})
 
 @dataclass
 class SquareSums:
-    """The sums of squares of a block's gradients in one step, as far as the sums have arrived."""
+    """The sums of squares of a block's gradients in one step that have arrived."""
 
     # chunk -> number of GradAccumulated messages that have not arrived yet. The messages about a
     # chunk arrive in the order of the pushes, also across steps.

@@ -13,7 +13,7 @@ from roadtrain.servers.protocol import messages as m
 
 
 class Resident(Enum):
-    """The part of a chunk's record that stays in memory."""
+    """The contents of a chunk's record that stay in memory."""
 
     NOTHING = "nothing"
     WEIGHTS = "weights"  # the weights part, so pulls need no file
@@ -21,9 +21,8 @@ class Resident(Enum):
 
 
 class ChunkPhase(Enum):
-    """The phase of a chunk's update.
-
-    In all phases except IDLE, a chunk whose record is not resident has a record buffer.
+    """The phase of a chunk's update. In all phases except IDLE, a chunk whose record does not stay
+    in memory has a record buffer.
     """
 
     IDLE = "idle"  # no update is in progress, and no record buffer is used
@@ -91,22 +90,22 @@ class ChunkState:
 
     @property
     def in_memory(self) -> bool:
-        """Whether pulls are answered from resident memory."""
+        """Return whether pulls are answered without a file."""
         return self.resident_part is not Resident.NOTHING
 
     @property
     def update_due(self) -> bool:
-        """Whether an update is queued or running, but not applied yet."""
+        """Return whether an update is queued or running, but not applied yet."""
         return self.queued is not None or self.phase in BEFORE_UPDATE
 
     @property
     def changing(self) -> bool:
-        """Whether an update is changing the memory from which pulls are answered."""
+        """Return whether an update is changing the memory from which pulls are answered."""
         return self.phase is ChunkPhase.UPDATING and self.in_memory
 
     @property
     def in_step(self) -> bool:
-        """Whether a message has arrived about a step whose update is not applied yet."""
+        """Return whether a message has arrived about a step whose update is not applied yet."""
         return bool(self.closed or self.updates or self.holds or self.early)
 
     def enter(self, phase: ChunkPhase) -> None:
@@ -114,19 +113,18 @@ class ChunkState:
         self.phase = phase
 
     def is_ahead(self, worker: int) -> bool:
-        """Whether the worker has requested an update that is not applied yet.
-
-        If so, further messages of this worker about the chunk belong to the worker's next step.
+        """Return whether the worker has requested an update that is not applied yet. Its further
+        messages belong to its next step.
         """
         return any(worker == event.worker for event in self.early) or any(
             worker in updates for updates in self.updates.values()
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
-        """Remove and return the pushes of a worker whose memory was in use until the update, as
-        (worker, ticket) pairs.
+        """Remove and return the pushes whose memory was in use until the update, as (worker,
+        ticket) pairs.
 
-        If `worker` is None, the pushes of all workers are removed and returned.
+        If `worker` is None, these are the pushes of all workers.
         """
         freed = [push for push in self.kept if worker in (None, push[0])]
         self.kept = [push for push in self.kept if push not in freed]
@@ -164,7 +162,7 @@ class ChunkState:
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
 
     def open_steps(self) -> set[int]:
-        """Return the steps with updates that were requested but are not written yet."""
+        """Return the steps whose updates were requested but are not written yet."""
         updates = [update for update in (self.queued, self.active) if update is not None]
         updates += [event for event in self.early if isinstance(event, m.ApplyUpdate)]
         return {update.step for update in updates} | set(self.updates)

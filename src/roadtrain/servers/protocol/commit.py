@@ -1,26 +1,20 @@
 """The commit of steps: the part of a worker's state machine that decides when a step is committed.
 
-The first server commits a step. Before that, all other servers must have prepared the step, and the
-job state after the step must be known:
-
     end_step(s)  EndStep goes to all servers; all servers except the first answer Prepared(s).
     blob(s)      The job state after step s, which is captured when the next step begins.
     after both   Commit(s, blob) goes to the first server, which answers CommitDone(s). CommitDone
                  is then sent to the other servers.
 
-With replicas (`everywhere`) all servers get Commit(s, blob) and prepare the step with the blob, so
-every server has the job state. Before that, each server reports checksums of the records that the
-server wrote (Written). The two servers of a chunk apply the same pushes in the same order to the
-same bytes, so they must write the same bytes. If the bytes differ, no server prepares the step.
-storage/history.py describes what can be recovered when a server was lost.
+With replicas, all servers get Commit(s, blob). Before that, each server reports checksums of the
+records that it wrote (Written). If the two servers of a chunk wrote different bytes, no server
+prepares the step.
 
 Note "two sums": for the chunks of each owner, both servers report two sums modulo 2^64: the sum of
 the checksums, and the sum of the products checksum * (chunk number + 1). If only one chunk differs,
-the differences of the two sums have the quotient (chunk number + 1), which identifies the chunk.
+the quotient of the two differences is (chunk number + 1), which identifies the chunk.
 
-The residuals of this worker are on a separate server (`own`, servers/residuals.py). A commit is
-sent only after the separate server has prepared the step. Therefore, the separate server has every
-step from which the job may resume.
+A separate server has the residuals of this worker. It prepares each step before the commit is sent,
+so it has every step from which the job may resume.
 """
 
 from __future__ import annotations
@@ -53,8 +47,8 @@ class Diverged:
     def error(self, first: str, second: str, owned: Mapping[int, int]) -> DivergedError:
         """Return the error for the user.
 
-        `first` and `second` are the names of the servers. `owned` maps each chunk of `owner` to the
-        block of the chunk.
+        `first` and `second` are the names of the servers. `owned` maps each chunk of `owner` to its
+        block.
         """
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
@@ -98,9 +92,8 @@ class CommitStateMachine:
         self.diverged: Diverged | None = None
 
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
-        """End the step. No further updates can be requested in this step.
-
-        `word`: Bytes that the servers pass on to all workers.
+        """End the step, after which it has no further updates. The servers pass `word` on to all
+        workers.
         """
         assert step == self.ended + 1
         self.ended = step
@@ -112,7 +105,7 @@ class CommitStateMachine:
         ]
 
     def blob(self, step: int, blob: Any) -> list[Addressed]:
-        """Record this worker's part of the job state after the step."""
+        """Record this worker's job state after the step."""
         assert step <= self.ended
         if step <= self.committed or step in self.blobs:
             return []  # an interrupted worker may report the same blob twice
@@ -142,10 +135,7 @@ class CommitStateMachine:
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
-        """Return the servers that have not sent Written for `step` yet.
-
-        Without replicas, returns an empty list.
-        """
+        """Return the servers that have not sent Written for `step` (empty without replicas)."""
         servers = [
             server
             for server in (self.first, *self.others)
@@ -170,8 +160,9 @@ class CommitStateMachine:
         return out
 
     def missing(self) -> str:
-        """Return a text that names the oldest uncommitted step, and the servers that have not
-        answered for this step yet."""
+        """Return a text that names the oldest uncommitted step and the servers that have not
+        answered for it.
+        """
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late

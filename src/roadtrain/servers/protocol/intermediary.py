@@ -1,5 +1,5 @@
 """The state machine of an intermediary (a relay or a fan-in), a process between several workers and
-one server. Messages of workers are handled as follows, without I/O and without a clock:
+one server:
 
     Pull            A version of a chunk is pulled once. The copy stays in a buffer until the buffer
                     is needed (least recently used first).
@@ -30,7 +30,7 @@ StepEvent: TypeAlias = m.EndStep | m.Commit | m.CommitDone | m.PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """Send a message to the server. If the message is a Pull, `into` is the number of a buffer."""
+    """Send a message to the server. In a Pull, `into` is the number of a buffer."""
 
     message: m.WorkerMessage
 
@@ -40,7 +40,7 @@ D = TypeVar("D")  # the action that delivers a copy to workers
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest(Generic[D]):
-    """A request for a copy of a chunk. `pull` names the chunk and its version."""
+    """A worker's request for a copy of a chunk."""
 
     pull: m.Pull
     deliver: Callable[[int], D]  # makes the action from the number of the buffer
@@ -101,9 +101,8 @@ class Intermediary(Generic[D]):
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """Return the buffer for the answer to the pull `ticket`, which this process has sent.
-
-        Returns None if this process has not sent such a pull.
+        """Return the buffer for the answer to the pull `ticket`, or None if there is no such
+        pull.
         """
         key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
@@ -115,10 +114,7 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Deliver the requested copy if the copy has arrived, else queue the request.
-
-        If the copy was not requested from the server yet, pull the copy.
-        """
+        """Deliver the requested copy if it has arrived. Otherwise pull it, or wait for it."""
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []
         if copy is None:
@@ -137,10 +133,7 @@ class Intermediary(Generic[D]):
         return out
 
     def _room(self) -> int | None:
-        """Return a free buffer, or the buffer of the least recently used copy that nothing reads.
-
-        Returns None if all copies are being read.
-        """
+        """Return a free buffer, or the least recently used one that nothing reads, else None."""
         if self.free:
             return self.free.pop()
         for key, copy in self.copies.items():
@@ -157,7 +150,7 @@ class Intermediary(Generic[D]):
         return [request.deliver(copy.buffer) for request in requests]
 
     def _delivered(self, pull: m.Pull) -> list[Up | D]:
-        """Record that the worker of `pull` has got the copy, and serve waiting requests."""
+        """Record that the worker has got its copy, and serve waiting requests."""
         self.copies[pull.chunk, pull.version].readers -= 1
         out: list[Up | D] = []
         while self.queue:
@@ -208,14 +201,12 @@ class Intermediary(Generic[D]):
     # lost workers
 
     def in_step(self) -> bool:
-        """Whether any chunk is in the middle of a step."""
+        """Return whether any chunk is in the middle of a step."""
         raise NotImplementedError
 
     def _peer_lost(self, event: m.PeerLost) -> None:
-        """Record a lost worker. Raises LostError if a step is open.
-
-        Between steps, a lost worker is no error, because all workers may be about to leave. If
-        another worker begins a step later, `_nobody_lost` raises.
+        """Record a lost worker. Raises LostError only if a step is open, because between steps all
+        workers may be leaving.
         """
         self.lost = f"worker {event.worker}{self.OF_WORKERS} was lost: {event.why}"
         if self.ending or self.commits or self.in_step():

@@ -1,16 +1,13 @@
-"""Messages between worker and server, and the events and actions of the state machines.
+"""Messages between worker and server, and the events and actions of the state machines. All are
+frozen values; in a simulated run, their tensors are None.
 
-Messages are sent over a link. Actions are carried out by threads of the server, which report events
-when actions are done. Messages, events and actions are frozen values, so a schedule of these values
-can be recorded, compared and simulated. Tensors are opaque here: memoryviews or arrays in a real
-run, None in a simulated run. `worker` is the sender of a message, set by the server's end of the
-link. A `ticket` is a number that the sender chooses; the answer contains the same ticket.
+The server's threads carry out actions, and report events when actions are done. `worker` is the
+sender of a message, which the server sets. A `ticket` is a number that the sender chooses; the
+answer has the same ticket.
 
-With one worker, the server reports the sums of squares of each push (GradAccumulated), and carries
-out each ApplyUpdate. With several workers, the server waits until every worker has closed the
-gradient of a chunk (with Close or ApplyUpdate). The server then sums the gradients in worker order
-and reports to all workers. An update begins when every worker has sent ApplyUpdate, so a trainable
-chunk gets one version per step, with or without a gradient.
+With several workers, every worker must close its gradient of a chunk (Close or ApplyUpdate). The
+server then sums the gradients in worker order, and sends GradAccumulated to all workers. An update
+begins when every worker has sent ApplyUpdate.
 """
 
 from __future__ import annotations
@@ -53,16 +50,15 @@ class Push(msgspec.Struct, frozen=True):
 
     @property
     def sent(self) -> Any:
-        """The part of the memory `grad` to send: all of `grad`, or the first half if the gradient
-        was downcast. Only for dense gradients.
+        """The bytes to send: all of `grad`, or its first half after a downcast. Only for dense
+        gradients.
         """
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The sender's gradient of the chunk is complete, or the sender has no gradient of the chunk.
-
-    Sent only with several workers.
+    """The sender's gradient of the chunk is complete, or there is none. Sent only with several
+    workers.
     """
 
     chunk: int
@@ -92,9 +88,8 @@ class DiscardGrad(msgspec.Struct, frozen=True):
 class EndStep(msgspec.Struct, frozen=True):
     """The sender requests no more updates in this step.
 
-    `word`: Bytes that the first server passes on to all workers, in StepWords, when all workers
-    have ended the step. For the other servers, `word` is empty. A relay sends a list of the bytes
-    of its workers.
+    The first server passes `word` on to all workers (StepWords) when all have ended the step. A
+    relay sends a list of its workers' words.
     """
 
     step: int
@@ -105,19 +100,16 @@ class EndStep(msgspec.Struct, frozen=True):
 class Commit(msgspec.Struct, frozen=True):
     """Commit a step. Sent to the first server when all other servers have prepared the step.
 
-    With replicas, the message is also sent to the other servers, after all servers have reported
-    equal checksums. The other servers then prepare the step.
+    With replicas, the other servers get this message first, and then prepare the step.
     """
 
     step: int
-    blob: Any  # this worker's part of the job state after the step
+    blob: Any  # this worker's job state after the step
     worker: int = 0
 
 
 class CommitDone(msgspec.Struct, frozen=True):
-    """The step is committed.
-
-    The first server sends this message to the workers, and the workers send it to all other
+    """The step is committed. The first server tells the workers, and they tell the other
     servers.
     """
 
@@ -128,8 +120,8 @@ class CommitDone(msgspec.Struct, frozen=True):
 
 
 class StepWords(msgspec.Struct, frozen=True):
-    """All workers have ended the step. The first server sends this message if the `word` of any
-    worker's EndStep was not empty.
+    """All workers have ended the step. Sent only if the `word` of any worker's EndStep was not
+    empty.
     """
 
     step: int
@@ -194,7 +186,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write a pushed gradient to the spill file, because the gradient belongs to a later step."""
+    """Write a pushed gradient to the spill file, because it belongs to a later step."""
 
     push: Push
     spill_slot: int  # at least the number of workers, since lower slots are for held gradients
@@ -209,7 +201,7 @@ class Spill(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop held gradients of a chunk. The threads report no Done event for this action."""
+    """Drop held gradients of a chunk. No Done event follows."""
 
     chunk: int
     worker: int | None  # the worker whose gradient is dropped; None for all workers
@@ -243,7 +235,7 @@ class Read(msgspec.Struct, frozen=True):
 class Update(msgspec.Struct, frozen=True):
     """Run the update rule on a record in memory.
 
-    Result: (checksum of the new record,). The checksum is only computed with replicas.
+    Result: (checksum of the new record,), computed only with replicas.
     """
 
     chunk: int
@@ -264,7 +256,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message to a worker. The threads report no Done event for this action."""
+    """Send a message to a worker. No Done event follows."""
 
     message: ServerMessage
     to: int | None = None  # the worker; None for all workers

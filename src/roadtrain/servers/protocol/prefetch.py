@@ -1,12 +1,7 @@
-"""Prefetcher: decides which blocks a worker keeps, fetches and drops.
+"""The Prefetcher decides which blocks a worker keeps, fetches and drops. The order of blocks in the
+last step predicts this step. The block whose next use is latest is dropped first (Belady's rule).
 
-The order of blocks in the last step predicts the order in this step. The block whose next use is
-latest is dropped first (Belady's rule). Backward visits the blocks in reverse order, so the last
-blocks of the forward are used again without a fetch. If the slots can hold the whole model, no
-block is fetched twice in a step.
-
-The Prefetcher does no I/O: calls return the pulls to send. All slots have the same size and hold
-one block each.
+The Prefetcher does no I/O: calls return the pulls to send.
 """
 
 from __future__ import annotations
@@ -72,7 +67,7 @@ class Prefetcher:
         self.needed: int | None = None
 
     def shrink(self, slots: int) -> None:
-        """Reduce the number of slots. Call this method only before the first pull."""
+        """Reduce the number of slots. Allowed only before the first pull."""
         assert not self.where and slots >= 2
         del self.slots[slots:]
 
@@ -90,7 +85,7 @@ class Prefetcher:
         return self._plan()
 
     def here(self, block: int) -> int | None:
-        """Return the slot of `block` if the block's parameters have arrived, else None."""
+        """Return the slot of `block` if its parameters have arrived, else None."""
         slot = self.where.get(block)
         return slot if slot is not None and self.slots[slot].phase in IN_PLACE else None
 
@@ -119,7 +114,7 @@ class Prefetcher:
                 self._free_stale(self.slots[slot])
 
     def stepped(self) -> list[PullBlock]:
-        """End a step. The order of blocks in this step predicts the order in the next step."""
+        """End a step. Its order of blocks predicts the next step."""
         if self.now:
             self.past, self.now = self.now, []
             self.used = {*self.past}
@@ -140,10 +135,8 @@ class Prefetcher:
             self.cursor = (follows or matches)[0] + 1
 
     def _upcoming(self) -> list[int]:
-        """Return distinct blocks in the order of their next use. The requested block is the first.
-
-        The prediction continues into the next step, so blocks that backward has updated are fetched
-        again while backward is still running.
+        """Return distinct blocks in the order of their next use, also of the next step. The
+        requested block is the first.
         """
         seen: dict[int, None] = {} if self.needed is None else {self.needed: None}
         enough = min(
@@ -175,11 +168,8 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """Return a free slot, or the slot whose block is needed last. `rank` has the positions at
-        which blocks are needed.
-
-        Returns None if there is no free slot, and no block that could be dropped is needed after
-        position `needed_at`.
+        """Return a free slot, or the slot whose block is needed last, if that is after `needed_at`,
+        else None.
         """
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):

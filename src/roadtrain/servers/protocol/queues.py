@@ -1,12 +1,9 @@
-"""DeviceQueue chooses the next operation of a storage device. Turns chooses the next pull that a
-server answers.
+"""The order of operations at a server: DeviceQueue chooses the next operation of a storage device,
+and Turns chooses the next pull to answer. The caller must hold a lock.
 
-Reads of parameters have priority over reads of state, which have priority over writes of state. In
-mixed mode, reads and writes of state run concurrently. In burst mode, only one direction runs at a
-time; the direction changes after `burst_ops` operations, or when no operation of this direction is
-waiting. Some devices are faster in bursts. `Trial` measures both modes and chooses the faster.
-
-The classes do no I/O and use no locks: the caller must hold a lock.
+Parameters are read first, then state is read, then state is written. In mixed mode, reads and
+writes of state run concurrently. In burst mode, only one direction runs at a time, which makes some
+devices faster.
 """
 
 from __future__ import annotations
@@ -23,10 +20,11 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """The waiting operations of a device. At most `limit` operations of each priority run at once.
+    """The waiting operations of a storage device. At most `limit` operations of each priority run
+    at once.
 
-    Invariants: `running` counts the operations that `next` has returned and for which `done` was
-    not called yet. In burst mode, reads and writes of state never run at the same time.
+    Call `done` once for each operation that `next` returned. In burst mode, reads and writes of
+    state never run at the same time.
     """
 
     burst: bool = False
@@ -41,11 +39,7 @@ class DeviceQueue:
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """Add an operation.
-
-        Within a priority, the operation with the smallest `order` is next. If several operations
-        have the same `order`, the earliest is next.
-        """
+        """Add an operation. Within a priority, the smallest `order` is next, then the earliest."""
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 
@@ -82,10 +76,7 @@ class DeviceQueue:
 
 @dataclass
 class Trial:
-    """The choice between mixed mode and burst mode, based on rates measured in the first steps.
-
-    After one step to warm up, the modes alternate until each mode was measured in two steps.
-    """
+    """The choice between mixed mode and burst mode, based on rates measured in the first steps."""
 
     TRIED = 2
     MARGIN = 1.1  # bursts must be faster by this factor, because they delay parameter reads
@@ -96,9 +87,8 @@ class Trial:
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     def stepped(self, burst: bool, nbytes: int, busy_s: float) -> bool:
-        """Record a step and return the mode of the next step (True for burst mode).
-
-        In the step, the device has moved `nbytes` in `busy_s` seconds, in the mode `burst`.
+        """Record a step, in which the storage device moved `nbytes` in `busy_s` seconds. Returns
+        the mode of the next step (True for burst mode).
         """
         if self.chosen or nbytes < self.LEAST or busy_s <= 0:
             return burst
@@ -114,13 +104,10 @@ class Trial:
 
 
 class Turns(Generic[T]):
-    """The order in which a server answers pulls.
+    """The order in which a server answers pulls, so that fast workers do not delay the slowest.
 
-    A worker has at most `most` answers in progress. Among workers that wait at the same time, a
-    worker gets at most `most` answers more than the slowest worker. Without this limit, fast
-    workers would delay the slowest worker, and the step ends only when the slowest worker ends. If
-    a worker begins to wait again, its count of answers starts at the count of the slowest waiting
-    worker.
+    A worker has at most `most` answers in progress. It gets at most `most` answers more than any
+    other worker that waits at the same time.
     """
 
     def __init__(self, most: int | None) -> None:

@@ -8,17 +8,16 @@ The messages and actions of a chunk in one step (servers/protocol/chunk_state.py
     Write -> Done             skipped if there are no files
 When a step has ended and all its updates are written, the step is prepared and committed
 (servers/protocol/server_steps.py). With several workers, ApplyUpdate, EndStep and Commit take
-effect once all workers have sent them (`_meet`), and the gradients are summed before the update:
+effect once all workers have sent them, and the gradients are summed before the update:
     Close or ApplyUpdate of all -> Total -> Done      all get the norm of the sum (GradAccumulated)
 
 With staleness 1, the weights part of a record is one update behind its master. A pull gets the
-weights part or the master, whichever has the requested version. Therefore the next step can compute
-while this step's updates run. Messages about the next step wait in `early` until this step's update
-is done. Meanwhile gradients that cannot stay in their receive buffers are spilled (Push -> Spill ->
-Done), because messages that this step needs may be queued behind them.
+weights part or the master, whichever has the requested version. Messages about the next step wait
+until this step's update is done. Gradients among them that cannot stay in their receive buffers are
+spilled.
 
 Rule 3: a chunk is written for step s only after step s-1 is committed, so the committed record is
-never overwritten. Rule 4: apart from resident records, at most `buffers` records are in memory.
+never overwritten. Rule 4: only resident records and a fixed number of other records are in memory.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ class ServerStateMachine:
     def handle(self, event: m.Event) -> list[m.Action]:
         """Handle a message or an event, and return the next actions.
 
-        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if the
-        requests of several workers to update a chunk contradict each other.
+        Raises LostError if a step needs a worker whose link was lost. Raises LoopError if workers
+        request contradictory updates of a chunk.
         """
         match event:
             case m.Pull():
@@ -109,10 +108,8 @@ class ServerStateMachine:
     # lost workers
 
     def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
-        """Record a lost worker. Raises LostError if a step is open.
-
-        Between steps, a lost worker is no error, because all workers may be about to leave. If
-        another worker begins a step later, `_nobody_lost` raises.
+        """Record a lost worker. Raises LostError only if a step is open, because between steps all
+        workers may be leaving.
         """
         step = self.committed + 1
         self.lost = f"worker {event.worker} was lost before step {step} was committed: {event.why}"
@@ -135,7 +132,7 @@ class ServerStateMachine:
         return self._answers()
 
     def _answers(self) -> list[m.Action]:
-        """Return the answers to the pulls that `Turns` allows to be answered now."""
+        """Return the answers to the pulls that may be answered now."""
         out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
@@ -198,9 +195,7 @@ class ServerStateMachine:
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """Keep a message about the chunk's next step until the current update of the chunk is
-        done.
-        """
+        """Keep a message about the chunk's next step until its current update is done."""
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
@@ -209,7 +204,7 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether a push must be spilled, because its receive buffer must become free."""
+        """Return whether a push must be spilled, because its receive buffer must become free."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
@@ -221,8 +216,8 @@ class ServerStateMachine:
         return [m.Send(m.BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
 
     def _in_turn(self, chunk: ChunkState) -> list[m.Action]:
-        """Handle the kept messages about the chunk's next step, up to the first push that is still
-        being spilled.
+        """Handle the kept messages about the chunk's next step, up to a push that is still being
+        spilled.
         """
         out: list[m.Action] = []
         early: deque[Early] = deque(chunk.early)
@@ -285,11 +280,10 @@ class ServerStateMachine:
         return self.spec.committed + chunk.version + 1
 
     def _meet(self, number: int) -> list[m.Action]:
-        """Sum the gradients of a chunk once all workers have closed their gradients, and queue the
-        update once all workers have requested the update. Only the chunk's next step is handled.
+        """Sum a chunk's gradients once all workers have closed them, and queue its update once all
+        have requested it.
 
-        Does nothing with a single worker. Messages about later steps wait until the update of the
-        next step is done, so no gradient is used in the wrong step.
+        Only the chunk's next step is handled, so no gradient is used in the wrong step.
         """
         chunk = self.chunks[number]
         if chunk.holds or self.spec.alone:
@@ -355,7 +349,7 @@ class ServerStateMachine:
         return self.steps.prepare() + self._advance()
 
     def _finish_write(self, chunk: ChunkState) -> None:
-        """Free the buffer of a written chunk once no pull copies from it any more."""
+        """Free the buffer of a written chunk once no pull copies from it."""
         if chunk.phase is not ChunkPhase.WRITTEN or chunk.answering:
             return
         chunk.enter(ChunkPhase.IDLE)
@@ -374,10 +368,8 @@ class ServerStateMachine:
         return self._advance() + self.steps.prepare()
 
     def _advance(self) -> list[m.Action]:
-        """Start all writes, updates and reads that can start.
-
-        A write can start when the previous step is committed. Updates and reads start in the order
-        in which they were queued.
+        """Start all updates and reads that can start, and all writes whose previous step is
+        committed.
         """
         return [
             *self._start_writes(),
@@ -427,10 +419,8 @@ class ServerStateMachine:
     # status and checks
 
     def waits(self) -> tuple[list[m.Pull], list[tuple[int, str]]]:
-        """Return the waiting pulls, and the messages that some workers have not sent yet.
-
-        Pulls wait for a version or for their turn. Each message is a pair: the worker that has not
-        sent the message, and a description of the message.
+        """Return the waiting pulls, and for each missing message a pair: the worker that has not
+        sent it, and its description.
         """
         ending = self.steps.ending.items()
         owed = [(step, ended, f"the end of step {step}") for step, ended in ending]
@@ -471,8 +461,8 @@ class ServerStateMachine:
 def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
     """Merge the requests of all workers (in worker order) to update a chunk into one request.
 
-    If only some workers have a gradient of a parameter, the scale of these workers is used. Raises
-    LoopError if requests contradict each other because the models or loops of workers differ.
+    If only some workers have a gradient of a parameter, their scale is used. Raises LoopError if
+    requests contradict each other, because the models or loops of workers differ.
     """
     scales: list[float | None] = list(updates[0].scales)
     for other in updates[1:]:
@@ -496,6 +486,7 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
 
 
 def _same_scale(a: float, b: float) -> bool:
-    """Whether two scales are equal. NaN counts as equal to NaN, because all workers have the scale
-    NaN in a run that has diverged."""
+    """Return whether two scales are equal. NaN equals NaN, which all workers have after
+    divergence.
+    """
     return a == b or (a != a and b != b)

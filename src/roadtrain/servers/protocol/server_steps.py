@@ -1,11 +1,9 @@
-"""ServerSteps: the end and the commit of steps at a server. This part of the state machine in
-servers/protocol/server.py does not handle chunks.
+"""The end and the commit of steps at a server. servers/protocol/server.py handles the chunks.
 
-A step has ended once all workers have sent EndStep. When all updates of the step are written, and
-the previous step is committed, a server with replicas reports checksums (Written). If the server
-keeps the job state, the server then waits for the job state (Commit). Finally, the server prepares
-the step. The first server commits a step by preparing the step. The other servers learn of the
-commit from CommitDone.
+When all workers have ended a step and its updates are written, a server with replicas reports
+checksums (Written). A server that keeps the job state then waits for it (Commit). Finally, the
+server prepares the step, and thereby the first server commits it. The others learn of the commit
+from CommitDone.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class ServerSpec:
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one worker, so gradients are not summed."""
+        """Return whether there is only one worker, so gradients are not summed."""
         return self.workers == 1 and not self.relays
 
     @property
@@ -68,7 +66,7 @@ class ServerSteps:
         # Steps that all workers have ended and that are not prepared, in order.
         self.ended: deque[int] = deque()
         self.preparing: int | None = None
-        # step -> worker -> its part of the job state, until the step is prepared
+        # step -> worker -> its job state, until the step is prepared
         self.blobs: dict[int, dict[int, Any]] = {}
         self.last_written = spec.committed  # the last step for which Written was sent
         # With replicas, step -> owner -> the two sums so far, until Written is sent.
@@ -76,7 +74,7 @@ class ServerSteps:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in progress."""
+        """Return whether a step is in progress."""
         under_way = self.ending or self.ended or self.blobs or self.open_updates
         return bool(under_way) or self.preparing is not None
 
@@ -84,15 +82,11 @@ class ServerSteps:
         self.open_updates.setdefault(step, set()).add(chunk)
 
     def update_over(self, step: int, chunk: int) -> None:
-        """Record that a chunk's update was written, or is not needed because no worker had a
-        gradient.
-        """
+        """Record that a chunk's update was written, or is not needed."""
         self.open_updates[step].discard(chunk)
 
     def updated(self, step: int, chunk: int, checksum: int) -> None:
-        """Add the checksum of an updated record to the sums of checksums of the step. Does nothing
-        without replicas.
-        """
+        """With replicas, add the checksum of an updated record to the sums of the step."""
         owner = self.spec.owners.get(chunk)
         if owner is not None:
             sums = self.sums.setdefault(step, {})
@@ -117,8 +111,10 @@ class ServerSteps:
         return self.prepare()
 
     def prepare(self) -> list[m.Action]:
-        """Prepare the oldest step that has ended, if its updates are written, the previous step is
-        committed, and the needed job state has arrived. Returns the actions to carry out.
+        """Return the actions that prepare the oldest ended step.
+
+        There are none until the step's updates are written, the previous step is committed, and the
+        needed job state has arrived.
         """
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
             return []

@@ -1,23 +1,20 @@
 """The state machine of a worker. Calls and messages in, actions out; no I/O, no threads, no clock.
 
-The state machine decides which versions of chunks are pulled into which buffers, which gradient
-buffers are free, which servers get messages about a gradient, and when a step may end and be
-committed. servers/worker.py carries out the actions. Many calls have a precondition.
-servers/worker.py waits for the precondition before the call, with `slot_of`, `is_coming`, `free`,
-`may_send`, `sums_here` and `may_end`.
+It decides what is pulled into which buffer, which servers get messages, and when a step may be
+committed. servers/worker.py carries out the actions, and waits for the precondition of each call.
 
-The phases of a block's gradient in a step (block_state.NEXT_PHASES has all transitions):
+The phases of a block's gradient in a step:
     grad_ready -> HELD      send_dense or send_packed follows; the block's servers hold the gradient
     close_grad -> *_CLOSED  (several workers) the servers know that the gradient is complete
     drop_grad  -> EMPTY     the servers drop the gradient
     begin_update, end_update -> UPDATED   the update has begun; pulls request the next version
     end_step -> EMPTY
 
-With one worker, the sums of squares of a gradient arrive for each push. With several workers, the
-sums arrive once, after all workers have closed the gradient.
+With one worker, the sums of squares of a gradient arrive for each push. With several workers, they
+arrive once, after all workers have closed the gradient.
 
-Rule 4: The number of steps that have ended but are not committed is at most the larger of 2 and
-`staleness`. Servers may keep all gradient buffers except two until the update.
+Memory is bounded (Rule 4): at most 2 steps, or as many as the staleness if larger, are uncommitted.
+Servers may keep all gradient buffers except two until the update.
 """
 
 from __future__ import annotations
@@ -59,9 +56,8 @@ class ChunkPull:
 
 @dataclass(frozen=True, slots=True)
 class StartPulls:
-    """Send the pulls as soon as the device no longer reads the buffer `target`.
-
-    An int as `target` is the number of a slot.
+    """Send the pulls as soon as the GPU no longer reads the buffer `target` (an int is a slot's
+    number).
     """
 
     target: Hashable
@@ -70,7 +66,7 @@ class StartPulls:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy the buffer `target` to the device, because all pulls into the buffer have arrived."""
+    """Copy the buffer `target` to the GPU, because all pulls into it have arrived."""
 
     target: Hashable
     block: int
@@ -105,9 +101,7 @@ class WorkerStateMachine:
     """The decisions of a worker. Blocks are indices of the table. The root block (0) has a buffer
     of its own instead of a slot.
 
-    Invariants (asserted by `check`): A buffer is free, in use, or read by servers. `_coming` counts
-    the pulls in flight into each target. A block is UPDATED if its last update belongs to the open
-    step.
+    A gradient buffer is either free, or in use, or read by servers.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -171,35 +165,31 @@ class WorkerStateMachine:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Return the slot of `block` if the block's parameters have arrived, else None."""
+        """Return the slot of `block` if its parameters have arrived, else None."""
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """Return the slot in which `block` is used. If `block` is used in several slots, return the
-        slot that was taken last.
-        """
+        """Return the slot in which `block` is used, the latest if there are several."""
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
-        """Whether a pull into `target` is in flight.
-
-        If `target` is None, whether any pull is in flight.
-        """
+        """Return whether a pull into `target` is in flight, or any pull if `target` is None."""
         return bool(self._coming) if target is None else target in self._coming
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the open step needs a newer version of the root block than was last requested."""
+        """Return whether the open step needs a newer version of the root block than was last
+        requested.
+        """
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers still read gradients from this buffer."""
+        """Return whether servers still read gradients from this buffer."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
-        """Whether no gradient is being copied from the device.
-
-        A message about a gradient must be sent after the gradient itself.
+        """Return whether a message about a gradient may be sent, because no gradient is being
+        copied from the GPU.
         """
         return not self.copying
 
@@ -208,7 +198,7 @@ class WorkerStateMachine:
         return 1 if block in self._residual_blocks else self.setup.workers
 
     def is_open(self, block: int) -> bool:
-        """Whether this worker has not closed its gradient of `block` yet."""
+        """Return whether this worker has not closed its gradient of `block` yet."""
         state = self.blocks[block]
         return self.workers_of(block) > 1 and not (state.closed or state.updated)
 
@@ -238,11 +228,7 @@ class WorkerStateMachine:
 
     @property
     def sums_behind(self) -> int:
-        """Largest number of ended steps whose sums of squares may still be missing for a block.
-
-        With replicas the number is 0, because otherwise a report of one server about this step
-        could arrive before a report of the other server about an earlier step.
-        """
+        """Largest number of ended steps whose sums of squares may still be missing for a block."""
         return 0 if self.commit.everywhere else self.setup.staleness
 
     def may_end(self, step: int) -> bool:
@@ -311,9 +297,8 @@ class WorkerStateMachine:
         return [CopyIn(target, block), *more]
 
     def _version_for(self, chunk: Chunk) -> int:
-        """Return the version of the chunk that the open step needs.
-
-        If the open step's update of the chunk has begun, return the version for the next step.
+        """Return the version of the chunk for the open step, or for the next step if its update has
+        begun.
         """
         version, staleness = self.chunk_version[chunk.id], self.setup.staleness
         if staleness > 1:  # any available version is recent enough, because of `may_end`
@@ -325,11 +310,11 @@ class WorkerStateMachine:
     # pushes
 
     def take_buffer(self) -> Hashable:
-        """Take a gradient buffer. Call this method only if `free` is not empty."""
+        """Take a gradient buffer. Allowed only if `free` is not empty."""
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
-        """Make a gradient buffer free, because no server reads the buffer any more."""
+        """Make a gradient buffer free, because no server reads it any more."""
         if buffer in self.pool:
             self.free.append(buffer)
 
@@ -346,19 +331,17 @@ class WorkerStateMachine:
         then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
-        """Send gradients from `buffer`. The copy of these gradients to the host must be complete.
-
-        The buffer becomes free when all servers have read all gradients in the buffer.
+        """Send gradients from `buffer`, which becomes free when all servers have read them. They
+        must have been copied to the host.
 
         Args:
             buffer: Key of the buffer.
             pieces: For each chunk, (chunk, gradient, dtype). `dtype` is the type to which the
                 gradient was downcast, or "" without a downcast.
-            fresh: If True, the gradients replace the gradients that the servers hold. If False, the
-                gradients are added.
+            fresh: Whether the gradients replace the servers' gradients, instead of being added.
             then: Chunk number -> the message to send directly after the gradient of the chunk.
-            keep_always: If True, servers may keep all gradient buffers until the update. Only
-                allowed if updates begin before step() is called.
+            keep_always: Whether servers may keep all gradient buffers until the update. Allowed
+                only if updates begin before step() is called.
         """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
@@ -389,7 +372,7 @@ class WorkerStateMachine:
     # a block's gradient
 
     def grad_ready(self, block: int, present: Sequence[int]) -> None:
-        """Record that `block` has a gradient. `present`: indices of parameters with a gradient."""
+        """Record that `block` has a gradient, for the parameters with the indices `present`."""
         self.check_takes_grad(block)
         state = self.blocks[block]
         state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
@@ -404,10 +387,7 @@ class WorkerStateMachine:
         return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
-        """Expect the GradAccumulated messages about a gradient of `block`.
-
-        Each server of each chunk sends one message.
-        """
+        """Expect one GradAccumulated message about `block` from each server of each chunk."""
         due = self.blocks[block].sums.due
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
@@ -438,11 +418,10 @@ class WorkerStateMachine:
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: Scales,
     ) -> list[Action]:
-        """Begin the update of `block` as part of `step`.
+        """Begin the update of `block` as part of `step`. Later pulls request the next version.
 
-        Parameters for which `scales(param)` is None are not updated. Later pulls request the next
-        version. A single worker skips chunks without a gradient. Several workers request the update
-        of every chunk, and the server merges these requests.
+        Parameters for which `scales(param)` is None are not updated. A single worker skips chunks
+        without a gradient. Several workers request the update of every chunk.
         """
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
@@ -469,8 +448,7 @@ class WorkerStateMachine:
     def end_update(self, block: int) -> list[Action]:
         """Finish an update after the actions of `begin_update` were carried out.
 
-        If some chunks are not updated (see `unchanged`), the method drops their gradients, and
-        requires `may_send` and `sums_here(block)`.
+        Drops the gradients of `unchanged` chunks. This requires `may_send` and `sums_here(block)`.
         """
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
@@ -484,7 +462,7 @@ class WorkerStateMachine:
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
         """End `step`. Requires `may_end`, and that all updates of the step have begun.
 
-        `word`: Bytes that the servers pass on to all workers.
+        The servers pass `word` on to all workers.
         """
         assert self.may_end(step)
         out = _sends(self.commit.end_step(step, word))
@@ -496,13 +474,12 @@ class WorkerStateMachine:
         return [*out, *self._plan(self.prefetch.stepped())]
 
     def job_state(self, step: int, blob: Any) -> list[Action]:
-        """Record `blob`, this worker's part of the job state after `step`."""
+        """Record this worker's job state after `step`."""
         return _sends(self.commit.blob(step, blob))
 
     def reset(self, step: int) -> None:
-        """Restart at `step`, after the contents of the servers were replaced.
-
-        No pulls may be in flight.
+        """Restart at `step`, after the contents of the servers were replaced. No pull may be in
+        flight.
         """
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)

@@ -1,2 +1,3 @@
-"""State machines of switches and of both ends of their streams: events in, actions out. The
-simulator runs the same state machine of the fan-in end (Rule 7)."""
+"""State machines of switches, and of senders and receivers of their streams: events in, actions
+out.
+"""

@@ -1,5 +1,6 @@
-"""The state of one chunk in fan_in.py: the queued messages of workers and the state of the chunk's
-sum. No clock, no I/O."""
+"""The state of one chunk at the fan-in end: the queued messages of workers and the state of the
+chunk's sum. No clock, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from roadtrain.servers.protocol.messages import ApplyUpdate, Close, DiscardGrad
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """An event: a worker announces a gradient of a chunk. The gradient is to be summed."""
+    """An event: a worker announces a gradient of a chunk, which is to be summed."""
 
     chunk: int
     fresh: bool  # whether it is the worker's first gradient of the step: it replaces the sum
@@ -41,7 +42,7 @@ AFTER = {
 
 @dataclass(slots=True)
 class SumRound:
-    """The state of one round at the fan-in end. A round is one sum of a chunk's gradients."""
+    """The fan-in end's state of one sum of a chunk's gradients."""
 
     chunk: int
     number: int  # counts the sums of this chunk, from 1
@@ -65,8 +66,9 @@ class QueuedMessage:
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """The state of one chunk. Invariant: `queues` has a queue for each worker, and at least one of
-    these queues is empty."""
+    """The state of one chunk. `queues` has a queue for each worker, and at least one of them is
+    empty.
+    """
 
     number: int
     # for each worker, its messages for which some other worker has not sent the matching message
@@ -87,7 +89,7 @@ class ChunkQueue:
 
     @property
     def lacking(self) -> set[int]:
-        """The workers with an empty queue. All other workers wait for these workers."""
+        """The workers with an empty queue, for which all other workers wait."""
         return {worker for worker, queue in enumerate(self.queues) if not queue}
 
     @property
@@ -103,15 +105,14 @@ class ChunkQueue:
 
     @property
     def dropped(self) -> bool:
-        """True if the sum is to be discarded: there is a worker whose first message is a
-        DiscardGrad, and the first message of each worker with a gradient in the sum is a
-        DiscardGrad."""
+        """True if the sum is to be discarded, because all workers with a gradient in it request
+        that.
+        """
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 
     def pop(self, kind: type[Any]) -> list[Any]:
-        """Remove and return those first messages that are instances of `kind`, in the order of the
-        workers."""
+        """Remove and return the first messages that are instances of `kind`, in worker order."""
         return [self.queues[worker].popleft().message for worker in sorted(self.at(kind))]
 
     def begin(self) -> None:

@@ -1,33 +1,26 @@
 """State machine of the fan-in end, which connects one server to workers whose gradients are summed
-in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, no I/O.
+in the network (LuWu, section 3). Events in, actions out; no clock, no I/O.
 
     Pull           once all workers have sent a Pull of a chunk, the chunk is requested from the
                    server once and sent to all workers (Broadcast). A worker that has waited for 1 s
-                   (ALONE_S) gets the chunk alone (Give)
+                   gets the chunk alone (Give)
     Announce       the r-th gradients of a chunk, one per worker, form one round. A worker that has
                    closed the chunk with fewer gradients adds zeros:
                        Grant -> exponents -> SendMaxima -> gradient packets -> PushRound
     Close, ApplyUpdate, DiscardGrad    once all workers have sent the message, the message is sent
                    to the server, after the earlier rounds of the chunk
 
-The packet numbers of the upward stream are assigned here in order, each once. Packets are sent in
-the order of their numbers, so a round gets its numbers only when all workers can send. SendMaxima
-are issued in the order of the grants, each when a sum buffer is free. So memory is bounded by
-`sums` (Rule 4), and a round never waits for a buffer that a later round of the same chunk holds.
-Every announced gradient is granted sooner or later, even a discarded gradient, because the sequence
-of packets may not have gaps.
+Packet numbers are assigned in order, each once. Each SendMaxima needs a free sum buffer, in the
+order of the grants. So memory is bounded (Rule 4), and a round never waits for a later round of the
+same chunk. Every announced gradient is granted, even a discarded gradient, because the sequence of
+packets may not have gaps.
 
-NOTE alone. If workers have gradients of different chunks (experts) and few buffers, the workers
-could deadlock: each worker has announced a gradient of a chunk that the others have not announced.
-To prevent a deadlock, a chunk is summed without the workers that have not announced a gradient of
-the chunk, if all of these workers have waited for 1 s (ALONE_S) with a gradient of another chunk.
-The gradients of these workers are added in a later round. Time is taken from `Tick` events. A sum
-in two rounds may be rounded differently than a sum in one round, so the bits of such a sum depend
-on timing. Gradients that are added in a later round are counted (`apart`). If another server must
-compute the same bytes, such gradients raise LoopError.
+NOTE alone. Workers with gradients of different chunks (experts) could wait for each other forever.
+After 1 s, a chunk is therefore summed without workers that wait with a gradient of another chunk.
+Their gradients are added in a later round, so the bits of the sum depend on timing. If another
+server must compute the same bytes, this raises LoopError.
 
-Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
-code shared with relays.
+Assumes that the messages of each worker arrive in order.
 """
 
 from __future__ import annotations
@@ -62,14 +55,14 @@ SAME_LOOP = "every worker must run the same loop with the same model"
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """An event that gives the current time, by any monotonic clock."""
+    """An event with the current time, by any monotonic clock."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExponentsArrived:
-    """An event: the maxima of a round's exponents have arrived for all blocks of elements."""
+    """An event: the maxima of a round's exponents have arrived."""
 
     chunk: int
     round: int
@@ -77,7 +70,7 @@ class ExponentsArrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """An event: the sum of a round is complete in the buffer of the round."""
+    """An event: the sum of a round is complete in its buffer."""
 
     chunk: int
     round: int
@@ -107,8 +100,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class SendMaxima:
-    """Send the maxima of a round's exponents to all workers. The workers then send their gradients
-    as integers."""
+    """Send the maxima of a round's exponents to all workers, which then send their gradients as
+    integers.
+    """
 
     chunk: int
     round: int
@@ -158,8 +152,8 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         Args:
             buffers: Number of buffers for parameters.
             sums: Number of buffers for sums of gradients.
-            packets: Function that takes the number of a chunk. Returns the number of packets for
-                the exponents of the chunk, and the number of packets for the gradient of the chunk.
+            packets: Takes the number of a chunk. Returns the numbers of packets for its exponents
+                and for its gradient.
             now_s: The current time, by the clock of the ticks.
             replicated: Whether another server has the same chunks and must compute the same bytes.
         """
@@ -254,10 +248,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _early(self, pull: m.Pull) -> bool:
-        """Return whether the worker that sent the pull has requested an update of the chunk, and
-        other workers have not requested this update yet. The server cannot answer such a pull until
-        all workers have requested the update. Until then, the pull would occupy a buffer that the
-        other workers may need."""
+        """Return whether the pull waits for an update that other workers have not requested yet. It
+        would occupy a buffer that they may need.
+        """
         chunk = self.chunks.get(pull.chunk)
         queue = () if chunk is None else chunk.queues[pull.worker]
         return any(isinstance(queued.message, m.ApplyUpdate) for queued in queue)
@@ -292,8 +285,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out + self._flush(chunk)
 
     def _grant(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Start a round with the gradients of the workers whose first message announces a
-        gradient."""
+        """Start a round with the gradients of the workers whose first message announces one."""
         messages: list[Announce] = chunk.pop(Announce)
         for message in messages:
             if message.fresh == (message.worker in chunk.announced):
@@ -317,9 +309,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [Grant(chunk.number, round.number, self._numbers(exponents), announced)]
 
     def _check_apart(self, chunk: ChunkQueue, announced: frozenset[int]) -> None:
-        """Count the announced gradients whose workers were left out of an earlier round (see NOTE
-        alone at the top of this file). Raises LoopError if another server must compute the same
-        bytes."""
+        """Count gradients whose workers were left out of an earlier round (see NOTE alone). Raises
+        LoopError if another server must compute the same bytes.
+        """
         late = announced & chunk.without
         self.apart += len(late)
         if late and self._replicated:
@@ -331,9 +323,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             )
 
     def _discard(self, chunk: ChunkQueue) -> None:
-        """Discard the sum of a chunk. All workers with a gradient in the sum must have asked to
-        discard the sum. If such a worker has sent a Close before its DiscardGrad, the Close is
-        ignored."""
+        """Discard the sum of a chunk. Raises LoopError unless all workers with a gradient in it
+        request that.
+        """
         if not chunk.dropped:
             keep = chunk.announced - chunk.at(m.DiscardGrad)
             if closed := keep & chunk.at(m.Close):
@@ -353,7 +345,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """Close a chunk after each worker has sent a Close or an ApplyUpdate of the chunk."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
@@ -370,8 +361,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """Return the step that the first messages of all workers name. Raises LoopError if these
-        messages name different steps."""
+        """Return the step that the first messages of all workers name. Raises LoopError if they
+        differ.
+        """
         steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
@@ -382,8 +374,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return steps[0]
 
     def _flush(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """Send messages and summed rounds of a chunk to the server, in order. Stops before the
-        first round whose sum has not arrived yet."""
+        """Send messages and summed rounds of a chunk to the server, in order, up to the first
+        missing sum.
+        """
         out: list[FanInAction] = []
         while chunk.up:
             first = chunk.up[0]
@@ -398,8 +391,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _behind_updates(self, messages: Sequence[Up]) -> list[Up]:
-        """Return the messages to send to the server now. The end of a step is held back until all
-        updates of the step are sent."""
+        """Return the messages to send to the server now. The end of a step waits for its
+        updates.
+        """
         out = []
         for up in messages:
             if isinstance(up.message, m.EndStep) and self.owed[up.message.step]:
@@ -409,8 +403,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _paid(self, message: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
-        """Count an update that is sent to the server. If this was the last update of its step,
-        return the EndStep message that was held back until then, if there is one."""
+        """Count an update that is sent to the server. After the last of its step, return the end of
+        the step.
+        """
         if not isinstance(message, m.ApplyUpdate):
             return []
         self.owed[message.step] -= 1
@@ -432,7 +427,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _numbers(self, count: int) -> int:
-        """Assign `count` packet numbers. Returns the first of these numbers."""
+        """Assign `count` packet numbers, and return the first."""
         first, self.next_number = self.next_number, self.next_number + count
         return first
 
@@ -440,12 +435,13 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
 
     @property
     def partly(self) -> list[ChunkQueue]:
-        """The chunks about which some workers have sent a message and other workers have not."""
+        """The chunks about which only some workers have sent a message."""
         return [chunk for chunk in self.chunks.values() if any(chunk.queues)]
 
     def _gradients_alone(self) -> list[FanInAction]:
-        """Start rounds without some workers, if the workers would deadlock otherwise (see NOTE
-        alone at the top of this file)."""
+        """Start rounds without some workers, if the workers would wait forever otherwise (see NOTE
+        alone).
+        """
         waits = {
             chunk.number: {
                 worker
@@ -465,8 +461,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """List the stragglers. Each straggler is listed with the chunk for which the other workers
-        have waited longest."""
+        """List the stragglers, each with the chunk for which the others have waited longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
             since = min(queue[0].since for queue in chunk.queues if queue)
@@ -476,8 +471,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Count the rounds that have waited more than `longer_s` seconds for packets of workers
-        (packets of exponents or of gradients)."""
+        """Count the rounds that have waited more than `longer_s` seconds for packets of workers."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s

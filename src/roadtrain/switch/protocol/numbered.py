@@ -1,10 +1,8 @@
-"""State machines for both ends of a stream of numbered packets. No clock, no I/O.
+"""State machines for the sender and the receiver of a stream of numbered packets. No clock, no I/O.
 
-See Sun et al. (LuWu), section 3.2.3: a sender sends the packets with numbers up to its credit. The
-heartbeats of the receiver carry the next number that the receiver expects (Ack), and the greatest
-number for which the receiver has room (Credit). Beyond the paper, a heartbeat has a bitmap of later
-numbers that have arrived (`have`). So the sender resends only the missing packets (selective
-repeat), and the receiver accepts packets in any order.
+The receiver's heartbeats carry the next number that it expects (Ack) and the greatest number for
+which it has room (Credit), as in LuWu (section 3.2.3). Beyond the paper, a heartbeat has a bitmap
+of later numbers that have arrived, so the sender resends only missing packets.
 
 NOTE sets. A set of numbers is an int. Bit i of the int stands for the number `ack + i`. All
 operations take time proportional to window / 64.
@@ -26,8 +24,7 @@ from roadtrain.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """An acknowledgement by a receiver. Invariants: credit >= ack - 1; bit 0 of `have` is never
-    set, because the packet with number `ack` has not arrived."""
+    """An acknowledgement by a receiver. Bit 0 of `have` is never set, and credit >= ack - 1."""
 
     ack: int  # all numbers below it have arrived
     credit: int  # the greatest number that there is room for
@@ -44,8 +41,9 @@ NOTHING = Heartbeat(0, -1)  # before the first heartbeat: nothing may be sent
 
 
 def merged(beats: list[Heartbeat]) -> Heartbeat:
-    """Merge the heartbeats of several receivers. The result has the minimum ack, the minimum credit
-    and the intersection of `have`."""
+    """Merge the heartbeats of several receivers: minimum ack, minimum credit, intersection of
+    `have`.
+    """
     ack = min(beat.ack for beat in beats)
     have = -1
     for beat in beats:
@@ -55,9 +53,9 @@ def merged(beats: list[Heartbeat]) -> Heartbeat:
 
 
 def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
-    """Combine two heartbeats of the same receiver. The result has the maximum ack, the maximum
-    credit and the union of `have`. A packet that has arrived cannot become missing, so the result
-    does not depend on the order of heartbeats or on duplicates."""
+    """Combine two heartbeats of the same receiver: maximum ack, maximum credit, union of `have`.
+    Their order does not matter.
+    """
     ack = max(last.ack, beat.ack)
     have = (last.have >> (ack - last.ack)) | (beat.have >> (ack - beat.ack))
     # A restarted switch may send older merged heartbeats than before. So number `ack` can be in the
@@ -68,8 +66,9 @@ def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
 
 @dataclass(slots=True)
 class NumberRun:
-    """A range of consecutive packet numbers. The packets with these numbers carry consecutive parts
-    of the same data."""
+    """A range of consecutive packet numbers, whose packets carry consecutive bytes of the same
+    data.
+    """
 
     first: int
     count: int
@@ -83,11 +82,10 @@ Run = TypeVar("Run", bound=NumberRun)
 
 
 def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Run, int, int]]:
-    """Find the parts of `runs` that are within [first, stop). `runs` must be sorted and must not
-    overlap.
+    """Find the packets of `runs` within [first, stop). `runs` must be sorted and must not overlap.
 
     Yields:
-        For each part: (run, first packet within the run, number of packets).
+        For each run: (run, first packet within the run, number of packets).
     """
     at = bisect_right(runs, first, key=lambda run: run.first) - 1
     for run in runs[max(at, 0) :]:
@@ -137,7 +135,7 @@ class NumberedSender:
         self.ready = max(self.ready, below)
 
     def next_numbers(self, most: int) -> range:
-        """Return at most `most` consecutive numbers to send now. These numbers count as sent."""
+        """Return at most `most` consecutive numbers to send now. They count as sent."""
         if self.lost and most > 0:
             numbers = self._take_lost(most)
             self.resends += len(numbers)
@@ -149,9 +147,9 @@ class NumberedSender:
         return numbers
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """Process a heartbeat. If a packet is missing, but a packet that was sent later has
-        arrived, the missing packet is considered lost and is sent again. Raises WireError for an
-        acknowledgement of unsent numbers."""
+        """Process a heartbeat. A missing packet counts as lost once a packet that was sent later
+        has arrived. Raises WireError for an acknowledgement of unsent numbers.
+        """
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
                 f"a heartbeat acknowledges packets below number {max(beat.ack, beat.end)}, but only"
@@ -167,10 +165,11 @@ class NumberedSender:
             self._find_lost()
 
     def silent(self) -> None:
-        """Handle a timeout without progress: resend the first `probe` missing packets. Each call
-        doubles `probe`. When a packet that was sent only once arrives, `probe` is reset to a small
-        number, so that few packets are resent if a receiver, or another sender of the same numbers,
-        is only slow."""
+        """Handle a timeout without progress: resend the first `probe` missing packets.
+
+        Each call doubles `probe`. It becomes small again when a packet that was sent only once
+        arrives.
+        """
         missing, count = self._missing(self.next), 0
         while missing and count < self.probe:
             low = missing & -missing
@@ -202,8 +201,7 @@ class NumberedSender:
         return before.bit_count() - missing.bit_count() > again
 
     def _missing(self, below: int) -> int:
-        """Return the numbers less than `below` that have not arrived, as an int (see NOTE sets at
-        the top of this file)."""
+        """Return the numbers less than `below` that have not arrived, as an int (see NOTE sets)."""
         return ~self.beat.have & ((1 << max(0, below - self.ack)) - 1)
 
     def _take_lost(self, most: int) -> range:
@@ -247,13 +245,15 @@ class NumberedReceiver:
         self.have = 0
 
     def accept(self, number: int) -> bool:
-        """Mark a number as arrived. Returns False if the packet must be dropped, because its number
-        has arrived before or is outside the window."""
+        """Mark a number as arrived. Returns False if it has arrived before or is outside the
+        window, so the packet must be dropped.
+        """
         return bool(self._accept_run(number, 1))
 
     def accept_many(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Call `accept` for each number in order, and return the results. Fast if the numbers form
-        few consecutive ranges."""
+        """Call `accept` for each number in order, and return the results. Fast for few consecutive
+        ranges.
+        """
         new = np.empty(len(numbers), np.bool_)
         if not len(numbers):
             return new
@@ -273,8 +273,7 @@ class NumberedReceiver:
         assert not self.have & 1 and self.have.bit_length() <= self.depth
 
     def _accept_run(self, first: int, count: int) -> int:
-        """Accept consecutive numbers one after the other, because the first numbers may move the
-        window. Returns a bitmap: bit i is set if first + i was accepted."""
+        """Accept consecutive numbers. Returns a bitmap: bit i is set if first + i was accepted."""
         new = 0
         done = max(0, min(count, self.ack - first))  # numbers of the run below the window
         while done < count:

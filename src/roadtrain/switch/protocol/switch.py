@@ -5,20 +5,15 @@
     child 0 <--copy------            <--packet----          down: parameters, unchanged
     child 1 <--copy------
 
-See Sun et al. (LuWu), section 3.2.3 and appendix A: the switch has a window of entries. An entry
-adds up the packets of all children that have the same number, and sends the sum to the parent. The
-heartbeats of the children are merged. A child is a worker or another switch; the parent is a switch
-or the server.
+An entry of the switch's window adds up the packets of all children with the same number, and sends
+the sum to the parent (LuWu, section 3.2.3 and appendix A). A child is a worker or another switch;
+the parent is a switch or the server.
 
-In the paper, an entry is cleared when its sum is complete, although the sum is needed to answer
-resent packets. Then a late resent packet can corrupt the sum of the next number in the same slot.
-Here an entry keeps its number and sum until a greater number takes the slot. The switch also reads
-the acknowledgements that it forwards. So late packets are recognized and dropped. A restarted
-switch begins with an empty table. The data of a number never change, so resent packets produce the
-same sums again.
+In the paper, a late resent packet can corrupt the sum of the next number in the same slot. So an
+entry keeps its number and sum until a greater number takes the slot, and late packets are dropped.
+The data of a number never change, so after a restart resent packets produce the same sums again.
 
-One state machine serves one job. It does NOT look into the data, but calls a packet's `op` to
-combine data. `switch/switch_table.py` is the compiled version of the table.
+One state machine serves one job. `switch/switch_table.py` is the compiled version of the table.
 """
 
 from __future__ import annotations
@@ -45,8 +40,7 @@ class Packet:
 
 @dataclass(slots=True)
 class Entry:
-    """The content of a slot. Invariants: `seen` is not empty; `done` is set if and only if all
-    children are in `seen`."""
+    """The content of a slot. `done` is set if and only if all children are in `seen`."""
 
     number: int
     op: Op
@@ -56,8 +50,9 @@ class Entry:
 
 
 class SwitchStateMachine:
-    """The state of a switch for one job. `child`: The number of this switch among the parent's
-    children."""
+    """The state of a switch for one job. `child` is the number of this switch among its parent's
+    children.
+    """
 
     def __init__(self, slots: int, children: int, child: int = 0) -> None:
         assert slots > 0 and children > 0
@@ -71,8 +66,9 @@ class SwitchStateMachine:
         self.beats: dict[int, Heartbeat] = {}
 
     def packet(self, packet: Packet) -> Packet | None:
-        """Process a packet of a child. If the packet completes a sum, or belongs to a sum that is
-        already complete, return a packet with this sum for the parent. Otherwise return None."""
+        """Process a packet of a child. Returns a packet for the parent if the sum is complete, else
+        None.
+        """
         entry = self._entry(packet)
         if entry is None or entry.op != packet.op:
             return None
@@ -89,14 +85,14 @@ class SwitchStateMachine:
         return dict.fromkeys(range(self.children), packet)
 
     def parent_beat(self, beat: Heartbeat) -> Mapping[int, Heartbeat]:
-        """Process the parent's acknowledgement of sums, and copy the acknowledgement to each
-        child."""
+        """Process the parent's acknowledgement of sums, and copy it to each child."""
         self.acked = max(self.acked, beat.ack)
         return self.down(beat)
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
-        """Process a child's acknowledgement of packets going down. Returns the merged heartbeat of
-        all children, for the parent. Returns None if a child has not sent a heartbeat yet."""
+        """Process a child's acknowledgement. Returns the merged heartbeat of all children for the
+        parent, or None until each has sent one.
+        """
         self.beats[child] = combined(self.beats.get(child, NOTHING), beat)
         return merged(list(self.beats.values())) if len(self.beats) == self.children else None
 
