@@ -88,7 +88,7 @@ def run_children(
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes, including shared and mapped pages."""
+    """Return the peak resident memory of this process in bytes, with shared and mapped pages."""
     return _memory("VmHWM")
 
 

@@ -195,7 +195,7 @@ def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def mixed_kinds(lab: Clusters) -> dict[str, RankEnd]:
-    """Run the preflight with a job that declares the fast networks of both clusters as one fabric."""
+    """Run the preflight with a job that declares both clusters' fast networks as one fabric."""
     return lab.run(PARALLELISM + ONE_FABRIC)
 
 

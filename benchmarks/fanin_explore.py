@@ -158,7 +158,7 @@ def _trace(model: Model, before: dict[State, State | None], last: State) -> tupl
 
 
 def _pairs(before: dict[State, State | None], last: State) -> Iterator[tuple[State, State]]:
-    """Yield the pairs (state, next state) on the path to `last`, from the last pair to the first."""
+    """Yield the pairs (state, next state) on the path to `last`, last pair first."""
     while (earlier := before[last]) is not None:
         yield earlier, last
         last = earlier
