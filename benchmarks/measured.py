@@ -102,9 +102,9 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 
 
 def terms(run: Run) -> list[float]:
-    """Compute the five terms of the closed form: the seconds to compute, the seconds of
-    tensor-parallel bytes and of data-parallel bytes, the blocks that a device runs in a step,
-    divided by 1000, and 1.
+    """Compute the five terms of the closed form: the seconds to compute, the seconds to transfer
+    tensor-parallel bytes, the seconds to transfer data-parallel bytes, a thousandth of the blocks
+    that a device runs in a step, and 1.
     """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices

@@ -1,9 +1,9 @@
 """Convert the rows of measured.json to plans on clusters.
 
 If a report lacks a detail, this module assumes a value for the whole family, with the reason beside
-it. Between devices of a host, collectives are assumed to reach 0.72 of NVLink's peak rate in one
-direction, as NCCL's published all-reduces of 268 MB do on A100 (217 of 300 GB/s). For LLM Foundry
-and vTrain, the rate was fitted to their runs instead.
+it. No assumption depends on the id of a run. Between devices of a host, collectives are assumed to
+reach 0.72 of NVLink's peak rate in one direction, as NCCL's published all-reduces of 268 MB do on
+A100 (217 of 300 GB/s). For LLM Foundry and vTrain, the rate was fitted to their runs instead.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ def _titan(row: dict[str, Any]) -> RunParts:
 
     With a pipeline, parameters stay gathered from forward to backward, and gradients accumulate
     unsharded in fp32. The loss is in fp32: the logits, their copy, the log-softmax and its gradient
-    take 2 + 4 + 4 + 4 bytes. With asynchronous tensor parallelism, a sum is divided by tp, and only
+    take 2 + 4 + 4 + 4 bytes, and with tensor parallelism 4 more. With
+    asynchronous tensor parallelism, a sum is divided by tp, and only
     the time of one share is not hidden. The reported memory is the allocator's reserved memory,
     without the CUDA context: 6 % more than the memory in use without compilation. Compiled kernels
     access memory half as often.
