@@ -34,11 +34,11 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """Emulated worker hosts and as many server hosts. The NIC of each host carries `rate` bytes/s
-    in each direction.
+    """Emulated worker hosts and as many server hosts, each with a NIC of `rate` bytes/s in each
+    direction.
 
-    `workers` is the number of worker hosts in use, and may be lowered later. If `placing_rate` is
-    given, NICs have this rate until all workers have placed their models.
+    `workers` is the number of worker hosts in use, and may be lowered later. `placing_rate`: rate
+    of the NICs until all workers have placed their models.
     """
 
     def __init__(
@@ -129,8 +129,7 @@ class Cluster:
 
     def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
         """Wait until every worker has placed its model, set the links to their full rate, and let
-        training begin. `gate`: directory in which each worker creates a file and then waits for the
-        file `open`.
+        training begin. `gate`: directory in which workers report and wait.
         """
         until = time.monotonic() + TIMEOUT_S
         while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:

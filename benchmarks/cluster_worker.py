@@ -42,8 +42,8 @@ def carried() -> tuple[int, int]:
 
 
 def wait_at(gate: Path, rank: int) -> None:
-    """Create a file in the directory `gate` to report that this worker has placed its model, and
-    wait for the file `open` in it. Raises DeadlineError after 300 seconds.
+    """Report in the directory `gate` that this worker has placed its model, and wait until training
+    may begin. Raises DeadlineError after 300 seconds.
     """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S

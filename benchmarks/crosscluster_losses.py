@@ -111,9 +111,8 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def composition(single: Sequence[float]) -> list[Row]:
-    """Compare the losses of three stages that keep their state in different ways with those of one
-    process. A server updates the first stage, the second is plain data parallel, and the third is
-    streamed from files.
+    """Compare the losses of three stages, updated by a server, plain data parallel, and streamed
+    from files, with those of one process.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
         stores = {

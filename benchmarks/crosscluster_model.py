@@ -57,9 +57,7 @@ class Batch:
         return self.rows // self.microbatches
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
-        """Return the tokens of a step, int64 [rows, sequence], in which a model can learn to
-        predict the next token.
-        """
+        """Return the learnable random tokens of a step, int64 [rows, sequence]."""
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
         stride = torch.randint(1, 8, (self.rows, 1), generator=generator)

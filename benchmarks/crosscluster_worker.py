@@ -208,8 +208,7 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 
 
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train, and return the seconds and the loss of each measured step, with further results of the
-    method.
+    """Train, and return the seconds and the loss of each measured step, with further results.
 
     Args:
         pause: called with "ready" before the first step, and with "done" after all work of the last

@@ -111,10 +111,8 @@ def alternate(
     store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
 ) -> dict[str, list[Run]]:
     """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each, and return the
-    results of each.
-
-    Each run begins with an empty directory `store`, which is removed afterwards. `limit`: throttle
-    of the disk, or None.
+    results of both. `store`: directory that is empty before each run and removed afterwards.
+    `limit`: throttle of the disk, or None.
     """
     runs: dict[str, list[Run]] = {"peer": [], "ours": []}
     for rep in range(reps):

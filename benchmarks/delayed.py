@@ -391,11 +391,11 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
-    """Run a server in a child process during the `with` block.
+    """Run a server in a child process during the `with` block. Yields (address of the server,
+    function, process id).
 
-    Yields (address of the server, function, process id). The function maps the name of each stage
-    of the server's work to its (seconds, bytes) since the previous call. Seconds are summed over
-    all threads.
+    The function maps the name of each stage of the server's work to its (seconds, bytes) since the
+    previous call. Seconds are summed over all threads.
     """
     command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
     with subprocess.Popen(

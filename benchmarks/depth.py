@@ -118,8 +118,8 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
 
 
 def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
-    """Measure each depth with `reps` processes. Returns the result with the median peak for each
-    depth, in ascending order of depth.
+    """Measure each depth with `reps` processes, and return the results with the median peak, in
+    ascending order of depth.
     """
     got: list[list[dict[str, Any]]] = [[] for _ in depths]
     for _ in range(reps):

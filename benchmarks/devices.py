@@ -254,7 +254,6 @@ class Ours:
         return time.perf_counter() - start
 
     def _release(self, block: Block) -> None:
-        """Start the update of the block and request the block's new parameters."""
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         worker.start_pull(block, self._hosts[block.index - 1])
@@ -267,9 +266,7 @@ class Ours:
 
 class HostUpdate:
     """The method that roadtrain is compared with: the host updates all state. `params`: the
-    parameters at the host.
-
-    With n devices, chunk i is on device i mod n. Reads, kernels and writes overlap.
+    parameters at the host. With n devices, chunk i is on device i mod n.
     """
 
     def __init__(

@@ -82,7 +82,6 @@ def _shares(beats: Mapping[str, Mapping[str, float]], scene: Scene) -> Iterator[
 
 
 def _stopped(lab: Lab, ranks: Sequence[FanInRank]) -> Iterator[Row]:
-    """Stop a worker's process (SIGSTOP), and wait for the first log line that names the worker."""
     logs = {name: lab.log(name) for name in lab.servers}
     logs |= {f"worker {r}": rank.errors for r, rank in enumerate(ranks) if r != STOPPED}
     before = {name: len(log.read_text()) for name, log in logs.items()}

@@ -111,7 +111,6 @@ class Downwards:
         return _with(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
-        """Return the heartbeat that each worker sends in its present state."""
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
 
     def _beyond(self, state: State, number: int) -> str:
@@ -120,7 +119,8 @@ class Downwards:
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
         """Return the error in a heartbeat that the switch sent up, "" if there is none. The switch
-        must not acknowledge or allow a packet that a worker has not acknowledged or does not allow.
+        must not acknowledge a packet that a worker has not acknowledged, or allow a packet that a
+        worker does not allow.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:

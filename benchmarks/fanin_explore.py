@@ -56,8 +56,8 @@ class Model(Protocol):
 
 
 class Parts(Generic[S, Out]):
-    """The numbered states and events of one kind of machine. The result of each (state, event) is
-    computed only once.
+    """Gives numbers to the states and events of one kind of machine, and computes the result of
+    each (state, event) only once.
     """
 
     def __init__(self, first: S, step: Callable[[S, Any], tuple[S, Out]]) -> None:
@@ -148,7 +148,6 @@ class _Leading:
 
 
 def _trace(model: Model, before: dict[State, State | None], last: State) -> tuple[str, ...]:
-    """Describe the steps that lead from the first state to `last`."""
     descriptions = list[str]()
     for earlier, state in _pairs(before, last):
         descriptions.append(

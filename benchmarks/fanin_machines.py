@@ -18,8 +18,8 @@ SEND, SILENT, RESTART = "send", "silent", "restart"
 
 
 def collected(first: Data, second: Data) -> Data:
-    """Combine two sums. A sum lists (worker, packet number) for each packet that was added, twice
-    if it was added twice.
+    """Combine two sums. A sum is a tuple of (worker, packet number) for each packet that
+    was added.
     """
     return tuple(sorted(first + second))
 
@@ -129,8 +129,8 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 class SwitchStep:
     """The step function of a switch. A step returns (new state, (output, lost)).
 
-    The output is the packet or heartbeat that the switch sends up, or None. `lost`: smaller packet
-    number whose slot a larger one took, or -1.
+    The output is the packet or heartbeat that the switch sends up, or None. `lost` is the number of
+    a packet whose slot a later packet took, or -1.
     """
 
     machine: type[SwitchStateMachine]

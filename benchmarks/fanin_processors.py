@@ -126,8 +126,8 @@ def _add() -> float:
 
 
 def lab_seconds(workers: int, racks: int, up: float, down: float, costs: PacketSeconds) -> float:
-    """Compute the processor seconds of a step for all hosts of the lab together. `up` and `down`:
-    number of packets of one worker towards the server, and of the server towards the workers.
+    """Compute the processor seconds of a step for all hosts of the lab together. `up`: packets that
+    a worker sends in a step. `down`: packets that each worker receives in a step.
     """
     switches = 1 if racks == 1 else racks + 1
     crossings = up * (workers + switches) + down * workers

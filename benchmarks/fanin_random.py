@@ -156,7 +156,7 @@ class Link:
 
 
 class Scene:
-    """The workers, a switch, and the server, whose receiver is `end`."""
+    """Workers, a switch, and a server."""
 
     def __init__(
         self,
@@ -242,9 +242,6 @@ class Scene:
         self.still = 0 if new.any() else self.still + 1
 
     def _beat(self) -> None:
-        """Send the server's heartbeat to the switch and to each worker; each copy may be late or
-        lost.
-        """
         self.beats = [*self.beats[-4:], self.end.heartbeat()]
         self._deliver_beat(lambda beat: self.table.snoop(beat.ack))
         for sender in self.senders:

@@ -105,9 +105,8 @@ def over_loopback(seconds: float, *, sums: bool) -> float:
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """Receive the packets of one child at the switch, and send sums or (if `ends` is None) the
-    packets themselves to `end`. Returns the number of packets sent. `ends`: has the table that adds
-    packets.
+    """Receive the packets of one child at the switch, and send their sums to `end`. If `ends` is
+    None, send the packets themselves. Returns the number of packets sent.
     """
     left, sent = RUN, 0
     while left:

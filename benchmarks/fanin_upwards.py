@@ -178,10 +178,8 @@ class Upwards:
 
     def _arrivals(self, source: int | Tree, part: int) -> list[tuple[int, Data]]:
         """List (packet number, data) of all packets that a child of a switch may have sent.
-
-        Args:
-            source: the child: a worker, or the tree below a switch
-            part: number of the child's state
+        `source`: the child, a worker or the tree below a switch. `part`: number of the child's
+        state.
         """
         if not isinstance(source, int):
             return sorted(self.sums.states[part])

@@ -104,7 +104,6 @@ class WorkerSpec:
 
 
 def _block_elements(spec: WorkerSpec) -> int:
-    """Count the parameters of one block of the model."""
     return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
 
 

@@ -50,8 +50,8 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure all switches and forwarders. Returns the packets a second of each by name, or the
-    reason why the measurement is not possible. `seconds`: duration of each measurement.
+    """Return the packets a second of each switch and forwarder by name, or the reason why they
+    cannot be measured. `seconds`: duration of each measurement.
     """
     if why := network_available():
         return f"no network: {why}"
@@ -68,8 +68,8 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Compare each switch with the forwarder of the same kind. If the measurement is not possible,
-    the only row has the reason.
+    """Compare each switch with the forwarder of the same kind, or return a single row with the
+    reason why they cannot be measured.
     """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):

@@ -64,9 +64,9 @@ Do = Callable[[FaultTarget], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A scripted fault. `restarts`: workers start again after the fault. `again`: training goes on
-    only after a command of the user. `fewer`: fewer workers than before train some steps until the
-    next fault.
+    """A scripted fault. `restarts`: the fault makes workers start again. `again`: training goes on
+    only after a command of the user. `fewer`: until the next fault, some steps are trained by fewer
+    workers.
     """
 
     what: str
@@ -82,8 +82,8 @@ class Outcome:
 
     Attributes:
         step: the last step that was done before the fault
-        seconds: time from the fault until the end of the first step that began after it. If workers
-            start again, this is their first step.
+        seconds: time from the fault until the first step ends that began after the fault. If
+            workers start again, it is the first step of these workers.
         repeated: number of steps that were done twice, without the step that the fault interrupted
     """
 
@@ -186,11 +186,8 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Return a fault that kills the Ray actor of a process of the run.
-
-    Args:
-        what: name of the process, for the name of the fault
-        words: words in the command line of the process
+    """Return a fault that kills the Ray actor of a process of the run. `what`: name of the process.
+    `words`: words in the command line of the process.
     """
 
     def do(target: FaultTarget) -> None:
@@ -210,7 +207,7 @@ def launcher_killed() -> Fault:
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Return a fault that kills the launcher of a run which stops with its launcher. The run is
+    """Return a fault that kills the launcher of a run that stops without its launcher. The run is
     then resumed.
     """
 

@@ -116,8 +116,8 @@ class LaunchedRun:
         return then
 
     def follow(self, *words: str) -> None:
-        """Start a launcher that stays attached to the run (`roadtrain WORDS`, or `roadtrain
-        launch`), and wait until the run has begun. Raises RoadtrainError if it does not begin.
+        """Start `roadtrain WORDS`, by default `roadtrain launch`, as a launcher attached to the
+        run, and wait until the run has begun. Raises RoadtrainError if the run does not begin.
         """
         self._let_go()
         self.launcher = subprocess.Popen(
@@ -141,7 +141,6 @@ class LaunchedRun:
         return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
 
     def _let_go(self) -> None:
-        """Kill the launcher that stays attached to the run."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
@@ -154,9 +153,6 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
-        """Remove the launch directory and the stores of an earlier run with the same name, unless
-        that run still has a supervisor.
-        """
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
         return self

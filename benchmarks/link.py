@@ -63,7 +63,7 @@ def _near_options(way: str) -> handshake.Common:
 
 
 class _Node:
-    """A process at one end of a link. It makes the transfers that the parent process requests."""
+    """A child process that makes the transfers that its parent process requests."""
 
     def __init__(self) -> None:
         self.buffers, self.out = ([Buffer(CHUNK).view for _ in range(WINDOW)] for _ in range(2))

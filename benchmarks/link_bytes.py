@@ -43,8 +43,8 @@ class BoundaryBytes:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes that a rank exchanges with the ranks of its stage that have the same tensor rank. All
-    are 0 with one replica, or if servers keep the optimizer state.
+    """Bytes that a rank exchanges with the ranks of its stage that have the same tensor rank; 0
+    with one replica, or if servers keep the optimizer state.
     """
 
     gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others

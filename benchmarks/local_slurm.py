@@ -107,7 +107,6 @@ class LocalSlurm:
         )
 
     def _devices(self) -> Iterator[str]:
-        """Yield the lines of gres.conf, with a different device file for each GPU."""
         first = 0
         for node, count in self.gpus.items():
             yield f"NodeName={node} Name=gpu File=/dev/tty[{first}-{first + count - 1}]\n"

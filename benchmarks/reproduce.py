@@ -97,14 +97,13 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate LuWu or a system that the paper compares with it. Returns (TFLOPS of a device,
+    """Simulate LuWu or a system that the paper compares with LuWu. Returns (TFLOPS of a device,
     result), or None if the plan does not fit.
-
-    TFLOPS do not count operations that activation checkpointing repeats. The paper counts in this
-    way: it calls 184 TFLOPS an MFU of 59 %. In Figure 15 at a micro-batch of 16, devices wait for
-    12 SSDs, which need 108 s a step; the devices need 94 s without repeated operations, but 125 s
-    with them.
     """
+    # TFLOPS count the model's operations without those that activation checkpointing repeats. Two
+    # facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59
+    # %. Second, in Figure 15 at a micro-batch of 16, devices wait for 12 SSDs, which need 108 s a
+    # step. The devices need 94 s if repeated operations do not count, but 125 s if they count.
     spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
         result = simulate(
@@ -160,10 +159,9 @@ def luwu() -> Values:
     peak = _peak("luwu", "OPT-1.3B")
 
     def bound(ssds: int, micro_batch: int) -> str:
-        """Return the resource that limits a step in Figure 15: "device" if the devices compute all
-        the time, "ssd" if the step time is flat and the SSDs are the busiest of the other
-        resources, else "neither".
-        """
+        """Return the resource that limits a step in Figure 15: "device", "ssd", or "neither"."""
+        # "device": the devices compute for the whole step. "ssd": the step time is flat, and the
+        # SSDs are the busiest resource besides the device.
         found, small = (
             _luwu("luwu", "OPT-175B", micro_batch, ssds),
             _luwu("luwu", "OPT-175B", 4, ssds),
@@ -422,9 +420,9 @@ def _exchange(name: str, hosts: int, spares: int) -> float:
 
 
 def _jobs() -> dict[str, tuple[ModelShape, int]]:
-    """Map the name of each job to (model, batch of a device). Printed batches of language models
-    count tokens, which would be too few; they are taken as samples of 128 tokens.
-    """
+    """Map the name of each job to (model, batch of a device)."""
+    # The printed batches of GPT-2 and other language models are too small if they count tokens (80
+    # tokens a device). They are taken as samples of 128 tokens.
     own = papers.fitted("byteps")
     return {
         "ResNet-50": (shape("ResNet-50"), 64),
@@ -459,10 +457,9 @@ def _scaling(job: str, name: str, spares: int) -> float:
 def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, float]:
     """Simulate the sum of m bytes inside a host with n devices below a switch. Returns (seconds,
     traffic of the switch's link, traffic of a device's link), with traffic in units of m.
-
-    A fraction x of each device's bytes is copied directly to the processor. The remaining bytes are
-    scattered over the devices, summed, copied to the processor and gathered.
     """
+    # A fraction x of each device's bytes is copied directly to the processor. The remaining bytes
+    # are scattered over the devices, summed there, copied to the processor and gathered.
     engine = Engine()
     link, device = (
         engine.resource("switch to processor", rate),
@@ -537,17 +534,18 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Simulate an exchange of a gradient of 1 GB, in chunks of 4 MiB, with network cards at full
-    goodput. Returns the fraction by which the exchange is slower than the optimum.
-
-    The sum of a chunk is returned when all workers have sent the chunk. A worker sends the chunks
-    for one summing host one after another, while chunks for different hosts share its card. The
-    paper does not print the size of the gradient.
+    """Simulate an exchange of a gradient with network cards at their full goodput. Returns the
+    fraction by which the exchange is slower than the optimum.
 
     Args:
         k: number of spare hosts
         n: number of workers
+        elements: number of elements of the gradient, 1 GB in fp32, which the paper does not print
     """
+    # The exchange is slower because a gradient is cut into parts of 4 MiB. The parts are assigned
+    # to sites and sent in the order of sums/protocol/shares.py. The sum of a part is returned when
+    # all workers have sent the part. A worker sends the parts for one site one after another. Parts
+    # for different sites share the worker's card in proportion to the shares of the sites.
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network
     out, into = (

@@ -188,9 +188,9 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the relay, which communicates for both workers, at a third of `fault.moment`, because
-    fewer bytes cross its links. Returns the errors of the processes.
-    """
+    """Kill the relay that communicates for both workers. Returns the errors of the processes."""
+    # The relay's links carry less than half of the bytes of the workers' own links, so the fault
+    # happens after a third of the bytes.
 
     def kill() -> None:
         for child in psutil.Process(scene.workers[0].process.pid).children():
@@ -220,8 +220,8 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Restart a killed server with the same store on another address, which the workers get.
-    Returns the errors of the processes.
+    """Restart a killed server with the same store on another address. Returns the errors of the
+    processes.
     """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
@@ -282,7 +282,7 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     """Stop a process with SIGSTOP until the other processes have ended, and then kill or continue
-    it. Returns the errors of the processes.
+    the process. Returns the errors of the processes.
     """
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)

@@ -183,9 +183,7 @@ def _strike(
 
 
 def _soon(rng: random.Random) -> Strike:
-    """Return a Strike that kills the trainer soon after a start, mostly while the next step is
-    committed.
-    """
+    """Return a Strike that kills the trainer soon after a start."""
     where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
     return Strike("sync", rng.randrange(most), "kill before", where)
 
@@ -224,8 +222,8 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and its sync. Soon after the next start, kill it again and
-    cut the power. Returns the trainer's errors.
+    """Kill the trainer between a write and the sync of the written data. Soon after the next start,
+    kill the trainer again and cut the power. Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
@@ -277,7 +275,7 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
 @kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Leave some directories of the store empty at the next start, as if a disk were not mounted.
-    The trainer must refuse to start. Returns its errors.
+    The trainer must refuse to start. Returns the trainer's errors.
     """
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     sentences = scene.wait_workers()
@@ -354,8 +352,8 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Replace the run's store by a copy that was trained in another run directory, to a step
-    behind, equal or ahead. The next start must be refused. Returns the trainer's errors.
+    """Replace the run's store by a copy that was trained in another run directory. The next start
+    must be refused. Returns the trainer's errors.
     """
     ahead = fault.choice % 3 - 1
     copies, apart = _trained_apart(scene, fault, ahead)
@@ -377,8 +375,8 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
-    """Train the run, copy its store, and train both apart, the copy to `ahead` steps after the run.
-    Returns (directories of the copy, True if the copy was trained at all).
+    """Train the run, copy its store, and train both apart; the copy ends `ahead` steps after the
+    run. Returns (directories of the copy, True if the copy was trained).
     """
     first = 1 + fault.choice % (STEPS - 3)
     last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)

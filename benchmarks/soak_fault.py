@@ -138,9 +138,9 @@ def kind(
 def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
-    """Arrange that `do` is called at `fault.moment`, in the thread of the link's relay. `first`:
-    share of the link's bytes that must pass before; the moment is then a share of the remaining
-    bytes.
+    """Arrange that the link's relay calls `do` in its thread at `fault.moment`. `first`: share of
+    the link's bytes that must pass before the fault; `fault.moment` is then a share of the
+    remaining bytes.
     """
 
     def strike() -> None:

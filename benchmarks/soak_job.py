@@ -67,8 +67,8 @@ class WorkerArgs:
         relay: True if all workers are on one host and a relay communicates for all of them
         change: what is wrong with this worker: "model", "dtype" or "token"; "" if nothing is wrong
         grows_at: first step that commits more state, which needs more room on the disk
-        stops_at: first step after which the worker asks to stop. With 0, workers do not agree after
-            each step whether to stop.
+        stops_at: first step after which the worker asks to stop; 0 if workers do not exchange
+            requests to stop
         run: run directory, which records the store; only worker 0 has one
     """
 

@@ -180,14 +180,14 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """Record that a sync of file `fd` fails, so that its lost content counts as clean."""
+        """Record that a sync of file `fd` fails."""
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
             self._keep(f"failed-{status.st_ino}", _content(fd))
             (self.shadow / f"again-{status.st_ino}").unlink(missing_ok=True)
 
     def _wrote(self, fd: int, offset: int, nbytes: int) -> None:
-        """Record a write. After a failed sync of the file, a later sync saves only such bytes."""
+        """Record a write to file `fd`."""
         number = os.fstat(fd).st_ino
         if nbytes and (self.shadow / f"failed-{number}").exists():
             with self._lock, open(self.shadow / f"again-{number}", "a") as file:
@@ -195,7 +195,7 @@ class Power:
 
     def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
         """Return the content of a file that can become durable after a failed sync. A 512-byte
-        sector that was not saved and not written again has its old durable content.
+        sector that was neither saved nor written again keeps its durable content.
 
         Args:
             number: inode of the file

@@ -224,8 +224,8 @@ class Scene:
             self.workers.append(self._started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Start server `number` on its directory, at its old address or (if `moved`) at a new one
-        that the workers get.
+        """Start server `number` on its directory, and give the workers its new address if `moved`.
+        Otherwise the server keeps its address.
         """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
@@ -295,8 +295,8 @@ class Scene:
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait until all workers have ended, and return the error messages of workers that failed.
-        A server that a Strike killed is marked as killed.
+        """Wait until all workers have ended, and return the error messages of workers that
+        failed.
         """
         sentences = self.wait_workers()
         for server in self.servers:

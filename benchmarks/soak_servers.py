@@ -34,7 +34,7 @@ def _run_directory(scene: Scene) -> None:
 
 def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
     """Train some steps, and then end all servers: after a step if `fault.prompt`, else by killing
-    them at `fault.moment`. Raises NothingToStrike if no step was committed.
+    the servers at `fault.moment`. Raises NothingToStrike if no step was committed.
     """
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
@@ -95,8 +95,8 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill one of two replicas, which then misses some steps. This replica must not train alone
-    until the other starts. Returns the errors of the processes.
+    """Kill one of two replicas, which then misses some steps and must not train alone later.
+    Returns the errors of the processes.
     """
     scene.replicas = 2
     _run_directory(scene)
@@ -236,9 +236,9 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
-    """Kill one server, or let its disk fail, at a sync or write. If `again`, restart and kill it
-    once more. Then cut the power of this server or (if `fault.prompt`) of both servers. Returns the
-    errors of the workers.
+    """Kill one server, or let its disk fail, at a sync or write, and then cut its power. Returns
+    the errors of the workers. `again`: before the power cut, restart the server and kill it once
+    more.
     """
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])

@@ -286,7 +286,6 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 
 def _without_cache(budgets: Budgets) -> Budgets:
-    """Return the same budgets without memory for state, so that all state is read and written."""
     records = replace(
         budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
     )

@@ -32,7 +32,6 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Return an array of n zeros in aligned memory with huge pages, as in a server."""
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
 
@@ -71,9 +70,6 @@ class _Ours:
 
 
 def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Callable[[], None]:
-    """Return a function that casts the gradient, runs torch's fused optimizer, and casts the
-    parameters.
-    """
     param = torch.nn.Parameter(torch.ones(grad.numel()))
     param.grad, copy = torch.zeros_like(param), torch.zeros_like(grad)
     optimizer = cls([param], fused=True, **options)
@@ -88,9 +84,6 @@ def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Call
 
 
 def _foreach_lion(grad: torch.Tensor) -> Callable[[], None]:
-    """Return a function that computes Lion with torch's foreach operators, because torch has no
-    fused Lion.
-    """
     flat = {name: torch.ones(grad.numel()) for name in ("p", "m", "g", "u")}
     p, m, g, u = (list(x.split(MAX_CHUNK)) for x in flat.values())
     copy = torch.zeros_like(grad)

@@ -172,8 +172,8 @@ def compare(
 
 
 def steps_of(blocks: int) -> int:
-    """Return the number of steps for a depth, so that a leak per block shows alike at every
-    depth.
+    """Return the number of steps for a depth. Steps times blocks is about the same for every depth,
+    so a leak per block shows at every depth.
     """
     return max(LEAST, VISITS // blocks)
 
