@@ -2,10 +2,10 @@
 of its servers, compared with FSDP2 over gloo.
 
 In placement `host`, a server runs on each worker's host. In placement `network`, there are as many
-servers as workers, each on a host of its own. Servers keep their state in memory (/dev/shm).
+servers as workers, each on a host of its own.
 
-The floor of a step is the bytes that must cross the busier direction of a link, divided by the
-rate B of that direction. With S bytes of bf16 parameters and four workers, the floor is 1.5 S/B in
+The floor of a step is the bytes that must cross the busier direction of a link, divided by the rate
+B of that direction. With S bytes of bf16 parameters and four workers, the floor is 1.5 S/B in
 `host` and S/B in `network`. Needs root. Does NOT emulate latency.
 """
 

@@ -1,4 +1,4 @@
-"""One worker of the benchmark `cluster`: trains a Llama with roadtrain or FSDP2 and writes its step
+"""Worker of the benchmark `cluster`: trains a Llama with roadtrain or FSDP2 and writes its step
 times and losses.
 
     roadtrain:

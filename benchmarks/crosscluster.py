@@ -1,12 +1,11 @@
 """Train in the lab over two clusters, and compare roadtrain with torch's DistributedDataParallel
 and torch's pipeline. The fast networks of the two clusters cannot reach each other.
 
-Each cluster has two hosts. Each host runs one process on 0.4 CPUs. One cluster has 800 Mbit/s
-"InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model
-is an fp32 decoder of 42 M parameters. A step has 32 rows of 128 tokens, in 8 micro-batches. As in
-Yang et al. (Holmes), a pipeline spans the clusters, and each stage is data parallel inside its
-cluster. The rates of links count whole Ethernet frames. Reported bytes are TCP payload. Needs
-root. Does NOT emulate latency.
+Each cluster has two hosts, which run one process each on 0.4 CPUs. One cluster has 800 Mbit/s
+"InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. As in Yang
+et al. (Holmes), a pipeline spans the clusters, and each stage is data parallel inside its cluster.
+The rates of links count whole Ethernet frames, and reported bytes are TCP payload. Needs root. Does
+NOT emulate latency.
 
     --only ITEM,..
     environments  the same layout with InfiniBand, RoCE or Ethernet alone, and with the two clusters

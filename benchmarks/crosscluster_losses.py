@@ -1,8 +1,5 @@
 """Item `losses` of `crosscluster`: the losses of many parallelisms, compared with the losses of one
-process.
-
-All processes run on this host and communicate over loopback. The processes of one world size train
-all parallelisms of that size, one after another.
+process. All processes run on this host.
 
     python -m benchmarks.crosscluster_losses SPECS.json RANK WORLD
 """
@@ -39,7 +36,7 @@ TOKEN = "only for this measurement"
 
 @dataclass(frozen=True)
 class Cell:
-    """One parallelism to compare. `world`: number of processes that it needs."""
+    """Parallelism to compare. `world`: number of processes that it needs."""
 
     name: str
     world: int

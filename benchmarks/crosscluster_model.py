@@ -57,7 +57,7 @@ class Batch:
         return self.rows // self.microbatches
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
-        """Return the learnable random tokens of a step, int64 [rows, sequence]."""
+        """Return learnable random tokens for a step, int64 [rows, sequence]."""
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
         stride = torch.randint(1, 8, (self.rows, 1), generator=generator)

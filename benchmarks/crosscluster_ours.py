@@ -1,4 +1,4 @@
-"""One process of `crosscluster` that trains with roadtrain.parallelize(), as a user would."""
+"""Process of `crosscluster` that trains with roadtrain.parallelize(), as a user would."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run, with everything that is needed to simulate it."""
+    """Measured run, with everything that is needed to simulate it."""
 
     case: str
     environment: Environment

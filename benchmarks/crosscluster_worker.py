@@ -1,5 +1,5 @@
-"""One process of a run of `crosscluster`: trains with roadtrain or a peer, and writes its step
-times and losses.
+"""Process of a run of `crosscluster`: trains with roadtrain or a peer, and writes its step times
+and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 

@@ -2,11 +2,10 @@
 NVMe offload. Both run on this machine's disk and on an emulated disk of 500 MB/s. Plain torch gives
 the reference losses.
 
-The step time of a run is the mean over all steps after the first two. The measured time begins
-when the store is idle, and ends when every write of the last step is durable. Peak memory is the
-peak of the resident memory of the process and its children, including pinned and shared pages.
-Needs the extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated disk needs
-root.
+The step time of a run is the mean over all steps after the first two. The measured time begins when
+the store is idle, and ends when every write of the last step is durable. Peak memory is the peak of
+the resident memory of the process and its children, including pinned and shared pages. Needs the
+extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated disk needs root.
 """
 
 from __future__ import annotations

@@ -2,19 +2,16 @@
 the time of the update hidden?
 
 Convergence: the small job (examples/stdlib.toml) trains for 300 steps with staleness 0, with
-staleness 1, and in plain torch, each time from the same initial values. The benchmark compares the
-mean of the last 20 training losses, and the held-out loss.
+staleness 1, and in plain torch. The mean of the last 20 training losses and the held-out loss are
+compared.
 
-Hiding: one worker trains with a server that has a throttled disk, which needs root. The same steps
-run without updates, at staleness 0 and at staleness 1. The disk's rate is chosen such that writing
-the state of one step takes 0.6 of a step without updates.
+Hiding: one worker trains with a server that has a throttled disk, which needs root. Writing the
+state of a step takes 0.6 of a step without updates. The hidden fraction of the update is (step at
+staleness 0 - step at staleness 1) / (step at staleness 0 - step without updates). Without updates,
+a worker fetches fewer parameters, so the true hidden fraction may be larger than the result, but
+not smaller.
 
-The hidden fraction of the update is (step at staleness 0 - step at staleness 1) / (step at
-staleness 0 - step without updates). Without updates, a worker fetches fewer parameters, so the
-true hidden fraction may be larger than the result, but not smaller.
-
-Does NOT run on a GPU. Does NOT emulate a server with slow processors: the server uses the cores of
-this machine.
+Does NOT run on a GPU. Does NOT emulate a server with slow processors.
 
     python -m benchmarks.delayed --child train --way late --steps 300 --json OUT
     python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8

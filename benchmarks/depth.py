@@ -1,8 +1,8 @@
 """Measure the peak memory of training for models with 8, 32 and 128 blocks of the same width. State
 is in files, and all models have the same budget.
 
-The inputs of all blocks (rows x seq x width, fp32) are saved for backward and grow with depth. The
-budget keeps only some of them in memory. Apart from these, memory should not grow with depth.
+The saved inputs of all blocks (rows x seq x width, fp32) grow with depth. Apart from these inputs,
+memory should not grow.
 
     python -m benchmarks.depth --child 8 --dir DIR --width 512 --json OUT
 """

@@ -1,18 +1,14 @@
 """Measure optimizer updates with 1 to 8 storage devices. Roadtrain updates parameters next to each
-device. It is compared with a host that reads and writes all state over one interconnect.
+device, and is compared with a host that reads and writes all state over one interconnect.
 
 Throttled loop devices emulate storage. The interconnect is one shared link in each direction, as
-fast as 4 devices. For M = 2 bytes per parameter, the fp32 state has 6M bytes, and gradients and new
-parameters have 2M bytes each.
+fast as 4 devices. If M is 2 bytes for each parameter, the fp32 state has 6M bytes, and gradients
+and new parameters have 2M bytes each. With roadtrain, only gradients and new parameters cross the
+interconnect. In the host update (the method of ZeRO-Infinity, overlapped), everything crosses it.
 
-With roadtrain, only gradients and new parameters cross the interconnect. In the host update (the
-method of ZeRO-Infinity, overlapped), gradients are first written to the devices, and then state and
-gradients are read, updated and written back over the interconnect.
-
-The update phase lasts from the first push of a gradient until everything is updated and durable and
-the new parameters are at the host. In the mode "norm first", no update begins before all gradients
-have arrived, as clipping and loss scaling require. Only rates are emulated, NOT latency or the
-compute power of a real device.
+The update phase lasts from the first push of a gradient until all updates are durable and the new
+parameters are at the host. In the mode "norm first", no update begins before all gradients have
+arrived. Only rates are emulated, NOT latency or the compute power of a real device.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ SLOW_CHUNK = 1 << 18  # elements: 0.2 s a turn
 
 
 class TokenLink:
-    """One direction of an interconnect that is emulated inside this process. `take(n)` returns when
+    """Direction of an interconnect that is emulated inside this process. `take(n)` returns when
     n bytes have crossed.
 
     Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits. `nbytes`: bytes
@@ -99,7 +95,7 @@ class TokenLink:
 
 
 class Wire:
-    """One direction of the interconnect. Delivers each message, in order, when all its bytes have
+    """Direction of the interconnect. Delivers each message, in order, when all its bytes have
     crossed.
     """
 

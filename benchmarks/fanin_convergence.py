@@ -1,15 +1,14 @@
 """Check whether training converges if the network adds gradients as integers.
 
-Trains the small job (examples/stdlib.toml) for 300 steps with two workers, which have different
-data. One run adds the workers' gradients in fp32; other runs add them as integers of 32, 16 and 8
-bits. All runs start from the same values. One process computes for all workers, and each integer
-sum is bit for bit the sum of a switch. The loss on 64 held-out batches after the last step is
-compared.
+Trains the small job (examples/stdlib.toml) for 300 steps with two workers, whose gradients are
+added in fp32 or as integers of 32, 16 and 8 bits. One process computes for all workers, and each
+integer sum is bit for bit the sum of a switch. The loss on 64 held-out batches after the last step
+is compared.
 
 Training is chaotic: any change of rounding leads to different losses. A control run therefore adds
-in fp32 and changes the last bit of one element of the first sum. The difference between the losses
-of the control run and of the fp32 run is pure chance. A smaller difference of an integer format
-says nothing about this format, and a smaller goal is met or missed by chance.
+in fp32 and changes the last bit of one element of the first sum. The difference between its loss
+and that of the fp32 run is pure chance. A smaller difference of an integer format says nothing
+about this format, and a smaller goal is met or missed by chance.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 of the workers' hosts and of host `node` have the same rate in each direction.
 
 The NIC of a switch's host is never the bottleneck. With `racks = 2`, each rack has a bridge for its
-hosts, and a link with the rate of a worker's link joins this bridge to the root switch and host
-`node`. Bytes are counted as whole frames. Does NOT train; fanin_worker.py does.
+hosts, whose link to the other bridges has the rate of a worker's link. Bytes are counted as whole
+frames. Does NOT train; fanin_worker.py does.
 """
 
 from __future__ import annotations

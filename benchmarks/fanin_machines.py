@@ -1,6 +1,5 @@
 """Step functions of the fan-in's state machines, for the exploration. A step builds a machine from
-a
-state, lets the machine process an event, and returns the machine's new state.
+a state, lets the machine process an event, and returns the machine's new state.
 
 A state is hashable and does NOT include the machine's counters.
 """

@@ -5,20 +5,20 @@ right, no sum may arrive twice, and all sums must finally arrive.
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The state machines are those of roadtrain. Packets have consecutive numbers. Three properties are
-checked in each state: the machines' own invariants hold, no packet number is accepted twice, and no
-slot of a switch is reused before the server has received the sum in the slot.
+Packets have consecutive numbers. In each state, the machines' own invariants must hold, no packet
+number may be accepted twice, and no slot of a switch may be reused before the server has received
+the sum in the slot.
 
 Note "Network": every packet ever sent may arrive at any time, any number of times, or never. A
 machine may receive any heartbeat that another machine may have sent to it before.
 
 Note "Restarts": a switch may lose its table at any time. If a worker restarts, a new job begins
-while packets of the old job are still in flight. The first state models this. Old packets are
-refused, because a packet carries a tag of its job. Variant.ANY_JOB shows that the tag is needed.
+while packets of the old job are still in flight, so the first state of the model has such packets.
+They are refused, because a packet carries a tag of its job. Variant.ANY_JOB shows that the tag is
+needed.
 
 Note "Termination": from every state, all packets in flight may be lost. After this, some rounds
-without loss, in which all machines send again, must lead to full delivery. No machine therefore
-waits for ever, provided that packets which are sent again and again finally arrive.
+without loss, in which all machines send again, must lead to full delivery.
 
 Note "At once": with the argument `eager`, a worker answers each heartbeat with all packets that it
 may send. A property that holds for eager workers also holds for slower workers, because a packet

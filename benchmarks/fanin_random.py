@@ -1,9 +1,5 @@
 """Send millions of packets through a switch whose links lose, repeat and reorder packets, and count
-wrong sums.
-
-The sender of each worker, the table of a switch and the receiver of the server run with real
-payloads. The switch restarts now and then. Every sum that the server accepts is compared with
-numpy's sum of the workers' payloads.
+wrong sums. The switch restarts now and then.
 
 Time is counted in ticks. In each tick, all senders that may send a packet send one, and some of the
 packets in flight arrive, in any order.

@@ -1,9 +1,9 @@
-"""Item `rate` of `fanin`: measurements that need no lab. They are the packets a second of a
-user-space switch on one core, in memory and over loopback, and the memory of a switch with 1,000
-stuck slots. In a stuck slot, the packet of one child is missing.
+"""Item `rate` of `fanin`: measure the packets a second of a user-space switch on one core, in
+memory and over loopback, and the memory of a switch with 1,000 stuck slots. In a stuck slot, the
+packet of one child is missing.
 
-Over loopback, the switch is compared with a plain forwarder. Only the work of the switch or the
-forwarder is timed: receive, verify, add, seal and send, including the system calls.
+Only the work of the switch is timed: receive, verify, add, seal and send. Over loopback, the switch
+is compared with a plain forwarder.
 """
 
 from __future__ import annotations

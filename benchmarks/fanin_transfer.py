@@ -28,7 +28,7 @@ TCP, DDP = "the same servers over TCP", "torch DDP over gloo"
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, with everything that is needed to simulate it."""
+    """Measurement with everything that is needed to simulate it."""
 
     name: str
     scene: Scene

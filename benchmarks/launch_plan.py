@@ -1,7 +1,6 @@
 """Item `plan` of `launch`: plan and launch from cluster.toml and job.toml, and compare the seconds
-of
-a step with the prediction. Also check that losses stay the same after all processes of a host were
-killed.
+of a step with the prediction. Also check that losses stay the same after all processes of a host
+were killed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Ray nodes on this machine for the items of `launch`, each with a raylet of its own. A dead node
-is
-detected after 2 s instead of Ray's 15 s. Does NOT launch a run.
+is detected after 2 s instead of Ray's 15 s. Does NOT launch a run.
 """
 
 from __future__ import annotations

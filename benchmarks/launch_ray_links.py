@@ -1,6 +1,5 @@
 """Two Ray nodes for item `plan` of `launch`, each with a network namespace and a NIC of its own.
-The
-emulated links between the nodes are the bottleneck. Does NOT launch a run.
+The emulated links between the nodes are the bottleneck. Does NOT launch a run.
 """
 
 from __future__ import annotations

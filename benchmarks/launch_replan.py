@@ -1,7 +1,6 @@
 """Item `replan` of `launch`: compare the prediction of every stage of a step with its measurement.
-Then
-slow a link to a quarter of its rate, run `launch --replan`, and compare steps under the old and the
-new plan.
+Then slow a link to a quarter of its rate, run `launch --replan`, and compare steps under the old
+and the new plan.
 """
 
 from __future__ import annotations

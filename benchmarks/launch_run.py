@@ -1,6 +1,5 @@
 """A run of `launch`, controlled by the commands of a user (`roadtrain plan`, `roadtrain launch`)
-and
-observed through its files. Does NOT compare results with goals.
+and observed through its files. Does NOT compare results with goals.
 """
 
 from __future__ import annotations

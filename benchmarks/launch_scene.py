@@ -1,10 +1,9 @@
-"""Clusters and jobs of the benchmark `launch`, written as the files that a user would write.
+"""Clusters and jobs of the benchmark `launch`, written as the files that a user would write. The
+model is a small Llama in fp32.
 
-The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors: while
-half of the hosts wait for a link, each of the others computes twice as fast. The speed in the
-cluster file is therefore measured with as many processes as hosts that compute at the same time.
-Does NOT start the processes of a run.
+Links have 12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's
+processors, so the speed in the cluster file is measured with as many processes as hosts that
+compute at the same time. Does NOT start the processes of a run.
 """
 
 from __future__ import annotations

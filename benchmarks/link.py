@@ -3,11 +3,10 @@ transfers the same chunks for comparison. If NIXL is installed, the RDMA link is
 TCP mode, which shows its overhead but not the speed of RDMA. With root, both directions are also
 measured at once over an emulated link of a given rate.
 
-Each transfer runs with and without checksums. The floor of TCP is a bare socket with the same
-calls, the floor of shared memory is one copy, and the floor of the emulated link is its rate
-without the headers of its packets. With one buffer on each side, the bytes stay in the cache. With
-several buffers, as in training, the memory bandwidth counts. CPU seconds are those of both
-processes together.
+The floor of TCP is a bare socket with the same calls, the floor of shared memory is one copy, and
+the floor of the emulated link is its rate without the headers of its packets. With one buffer on
+each side, the bytes stay in the cache; with several, the memory bandwidth counts. CPU seconds are
+those of both processes together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """A Slurm cluster on this machine, to test the files of `roadtrain launch --write slurm`. Needs
-root,
-and Debian's packages slurm-wlm and munge. Does NOT touch an installed Slurm that is running.
+root, and Debian's packages slurm-wlm and munge. Does NOT touch an installed Slurm that is running.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A model of 420 M parameters for the benchmarks that keep state on disk. Roadtrain, DeepSpeed and
 plain torch train this model with the same config, seed and data.
 
-The model is a Llama of transformers (32 layers of width 1024, byte vocabulary). Parameters and
-gradients are bf16, and AdamW updates fp32 masters. The text is the standard library's source, read
-as bytes. This module does NOT import DeepSpeed.
+The model is a Llama of transformers. Parameters and gradients are bf16, and AdamW updates fp32
+masters. The text is the standard library's source, read as bytes. This module does NOT import
+DeepSpeed.
 
     python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT   (roadtrain, state in D)
     python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
@@ -11,8 +11,8 @@ as bytes. This module does NOT import DeepSpeed.
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
 (measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
 the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
-rounded to bf16. As many bytes are read and written as in bf16. All three systems compute in the
-same way: results have `compute`, "fp32" or "bf16".
+rounded to bf16. All three systems compute in the same way: results have `compute`, "fp32" or
+"bf16".
 """
 
 from __future__ import annotations

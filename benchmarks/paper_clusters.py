@@ -1,5 +1,5 @@
 """Clusters and plans for the set-ups of five papers, for `roadtrain reproduce`. Fitted values are
-in fitted.toml. Values that a paper does not print are chosen here, with a comment.
+in fitted.toml. Values that a paper does not print are chosen in this file, with a comment.
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ def sgc(nodes: int) -> Cluster:
 
 def sgc_plan(which: str, nodes: int) -> Plan:
     """Build the plan of a variant of SGC. `gpu`: everything, including activations, is on the
-    devices (FSDP). `base`: the processors update, one step late. `sgc`: in addition, network cards
-    prefetch and buffer. The batch size is fitted.
+    devices (FSDP). `base`: the processors update. `sgc`: network cards prefetch and buffer. The
+    updates of `base` and `sgc` are one step late. The batch size is fitted.
     """
     own, parallelism = fitted("sgc"), Parallelism(dp=nodes)
     if which == "gpu":

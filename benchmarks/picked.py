@@ -1,12 +1,11 @@
-"""Check that the planner picks a fast way to run a job. On five small clusters, every way to run
-the job is measured and compared with the planner's pick. The clusters were chosen before any run.
+"""Check that the planner picks a fast way to run a job. On five small clusters, chosen before any
+run, every way to run the job is measured and compared with the planner's pick.
 
 Each cluster has one worker host with SSDs (throttled loop devices), and one host without SSDs
 behind an emulated link. The planner gets the rates of the SSDs and of the link, and the speed of
-this machine from one run in memory. The ways are: state in files; state on the server, with all
-blocks kept from forward to backward; and state on the server, with as few blocks as possible kept.
-The goal is that a step of the pick takes at most 1.10 times as long as a step of the fastest way.
-Needs root.
+this machine. The ways are: state in files; state on the server, with all blocks kept from forward
+to backward; and state on the server, with as few blocks as possible kept. The goal is that a step
+of the pick takes at most 1.10 times as long as a step of the fastest way. Needs root.
 """
 
 from __future__ import annotations

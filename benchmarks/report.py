@@ -92,8 +92,8 @@ def _show(x: float | None) -> str:
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
     """Time each function, and map its name to its median seconds.
 
-    All functions run once to warm up, and then once in each of `reps` rounds, in alternating order,
-    so that a slow minute of the machine affects all functions alike.
+    After a warm-up, all functions run once in each of `reps` rounds, so that a slow minute of the
+    machine affects all functions alike.
     """
     for fn in fns.values():
         fn()

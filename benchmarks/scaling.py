@@ -1,28 +1,23 @@
 """Compare the time of a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links.
 There are as many servers as workers, each on a host of its own.
 
-Links carry only 25 Mbit/s, so that the processors of this machine do not limit a step. State is in
-memory (/dev/shm).
-
-Floor: S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K
-bytes from forward, and pulls all other parameters again for backward. With buffering, K = S, and
-nothing is pulled twice:
+Links carry only 25 Mbit/s, so that the processors of this machine do not limit a step. S is the
+bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K bytes from
+forward, and pulls all other parameters again for backward:
 
     pulled = S + (S - K)        pushed = S
 
-With as many servers as workers, every link carries `pulled` in one direction and `pushed` in the
-other. Links are full-duplex, and pulled >= pushed. At staleness 1, `pulled` is therefore the floor.
-At staleness 0, a parameter is pulled after its gradient was pushed, so the last chunk (P bytes) is
-sent back to all W workers after everything else:
+Every link carries `pulled` in one direction and `pushed` in the other. At staleness 1, `pulled` is
+therefore the floor. At staleness 0, a parameter is pulled after its gradient was pushed, so the
+last chunk (P bytes) is sent back to all W workers after everything else:
 
     floor = (S + (S - K) + (W P at staleness 0)) / rate
 
 Here `rate` is 0.956 of the rate of a link, because TCP carries 1448 of the 1514 bytes of an
 Ethernet frame.
 
-For comparison, FSDP2 over gloo in bf16 runs over the same links. A bare socket that sends in both
-directions at once is measured first. The time of a step is the mean over all steps except the first
-two. Needs root. Does NOT emulate latency.
+For comparison, FSDP2 over gloo in bf16 runs over the same links. The time of a step is the mean
+over all steps except the first two. Needs root. Does NOT emulate latency.
 
     python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """

@@ -4,14 +4,13 @@ has two servers and two workers, or it is one trainer with a store of its own.
 Each fault must have one of two outcomes. Outcome 1: the run goes on within ten seconds of the
 restart, its losses are bit for bit the losses of a run without faults, and no committed step is
 repeated. Outcome 2, after a mistake of the user or a failing disk: the run ends with an error that
-names the cause, and goes on when the cause is repaired. In both cases, the state at the end is
-equal to the state after the run without faults. Every process that ends by itself prints an error,
-which names the file, or the role, the host, and the step or the expected event. No process hangs.
-Fault K of a seed is always the same fault, and can be run alone.
+names the cause, and goes on when the cause is repaired. In both cases, the final state is equal to
+that of a run without faults. Every process that ends by itself prints an error, which names the
+file, or the role, the host, and the step or the expected event. No process hangs. Fault K of a seed
+is always the same fault, and can be run alone.
 
-To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
-soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost
-packets or latency.
+To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind`, and give
+the kind a place in CYCLE. Does NOT emulate lost packets or latency.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Emulate power cuts: track the durable content of directories, and restore this content after a
 power cut.
 
-The process under test calls `Power.install`. From then on, every successful fsync and fdatasync
-copies the content that has become durable to a shadow directory. After the process has been killed,
-the test calls `cut`. The directories then hold everything that was synced. Of the data that was not
-synced, they hold all, nothing, or any 512-byte sectors. After a failed sync, Linux treats pages as
-clean although they never reached the disk. The emulation does the same: only pages that are
-written again are saved by a later sync.
+After the process under test has called `Power.install`, every successful fsync and fdatasync copies
+the content that has become durable to a shadow directory. After the process has been killed, the
+test calls `cut`. The directories then hold everything that was synced. Of the data that was not
+synced, they hold all, nothing, or any 512-byte sectors. After a failed sync, as in Linux, a later
+sync saves only data that was written again.
 
 Assumes small files, and that each process calls `install` once. If a file was synced but its
 directory never was, a cut loses the file, as POSIX allows.

@@ -1,11 +1,10 @@
 """`roadtrain soak --sums`: scripted faults of spare hosts, while workers compute sums without
 pause. All workers and hosts are real processes.
 
-A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). In each scene, ten
-faults happen, one after another. In each round, the workers sum several tensors and check the sums.
-A fault is over when all workers have done five more rounds. A round that takes more than five
-seconds is a failure. Fault K of a seed is always the same fault. Does NOT kill workers: tests check
-that DDP then ends with an error.
+A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and ten faults happen
+in it, one after another. In each round, the workers sum several tensors and check the sums. A fault
+is over when all workers have done five more rounds. A round that takes more than five seconds is a
+failure. Fault K of a seed is always the same fault. Does NOT kill workers.
 
     python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """

@@ -1,9 +1,8 @@
 """Compare the summation kernel of a server with torch.add. The kernel adds eight received bf16
 gradients into one fp32 buffer in one pass.
 
-The kernel and torch.add run in turn on the same memory with the same number of threads. The floor
-is the speed of memory: the faster of a kernel that only reads and writes, and of numpy's copy of as
-many bytes.
+The floor is the speed of memory: the faster of a kernel that only reads and writes, and of numpy's
+copy of as many bytes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 optimizer that lets the next forward start while gradients are still in flight, with and without
 priorities. Needs root.
 
-Some models have many parameters (linear layers). Another has much to compute (the same layers are
-applied many times to the batch). All losses must agree to rounding. The time of a step is measured
-on the slowest worker, as the median of four steps.
+All losses must agree to rounding. The time of a step is measured on the slowest worker, as the
+median of four steps.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
     --token F --how ddp ..

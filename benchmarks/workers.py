@@ -1,16 +1,15 @@
 """Measure the memory of a worker process that uses network servers, for models of different depth
 and for different numbers of workers.
 
-Servers are processes of this host with state in files. The results are the resident memory of a
-worker, minus that of a bare process, which has imported all modules but has built no model. `peak`
-covers the whole life of the process; `while training` begins after the model is placed. Of several
-workers, the worker with the most memory counts. Of three runs, the median counts, because the
-layout of glibc's heap changes the memory of a run by some percent.
+The results are the resident memory of a worker, minus that of a bare process, which has imported
+all modules but has built no model. `peak` covers the whole life of the process; `while training`
+begins after the model is placed. Of several workers, the worker with the most memory counts. Of
+three runs, the median counts, because the layout of glibc's heap changes the memory of a run by
+some percent.
 
-Freed memory in the heap is some percent of the result. Growth of the whole process is therefore
-shown too. The saved input of each block (rows x seq x width, fp32) must grow with depth, and is
-shown. Roadtrain is compared with plain training, which has everything in memory: bf16 parameters,
-fp32 masters and AdamW's state.
+The saved input of each block (rows x seq x width, fp32) must grow with depth, and is shown.
+Roadtrain is compared with plain training, which has everything in memory: bf16 parameters, fp32
+masters and AdamW's state.
 
     python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json OUT
 """
