@@ -32,7 +32,7 @@ BUCKET_ELEMENTS = 25 << 18  # 25 MiB, like torch's DDP
 
 
 class Training(Protocol):
-    """A way to train, with roadtrain or a peer."""
+    """A method of training: roadtrain or a library that it is compared with."""
 
     def step(self, number: int) -> float:
         """Train a step and return its loss, or NaN on a rank that does not compute the loss."""

@@ -295,9 +295,7 @@ class Scene:
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait until all workers have ended, and return the error messages of workers that
-        failed.
-        """
+        """Wait like `wait_workers`, and mark a server that a Strike has killed as killed."""
         sentences = self.wait_workers()
         for server in self.servers:
             if sentences and not server.killed:
