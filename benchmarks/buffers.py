@@ -1,5 +1,5 @@
-"""Compute the bytes of roadtrain's buffers under a plan. Tests compare the result with the memory
-of real runs.
+"""Compute the bytes of roadtrain's buffers under a plan, to compare them with the memory of real
+runs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from roadtrain.units import round_up
 
 
 def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Compute the buffer bytes of a process that trains under `plan`. The size of each buffer is
-    rounded up to whole huge pages, as in options/budgets.py. Does NOT count the block inputs that
-    are saved for backward.
+    """Compute the buffer bytes of a process that trains under `plan`. Does NOT count the block
+    inputs that are saved for backward.
     """
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)

@@ -1,8 +1,7 @@
-"""Run a measurement in one or several child processes, and read each child's result. Also read the
-memory of a process, and start servers on this host.
+"""Run a measurement in child processes, read the memory of a process, and start servers on this
+host.
 
-Does NOT import torch. Some benchmarks also count the memory of the parent process, which should
-stay small.
+Does NOT import torch, so that the memory of the parent process stays small.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from roadtrain.units import show_bytes
 def run_child(
     module: str, *args: object, env: Mapping[str, str] | None = None, echo: bool = False
 ) -> dict[str, Any]:
-    """Run `python -m module ARGS --json FILE` and return the JSON object that it wrote to FILE.
+    """Run `python -m module ARGS --json FILE` and return the JSON object that it wrote.
 
     Args:
         env: environment variables of the child, in addition to those of this process
@@ -42,8 +41,8 @@ def run_child(
 def run_children(
     module: str, args: Sequence[object], envs: Sequence[Mapping[str, str]], echo: bool = False
 ) -> list[dict[str, Any]]:
-    """Run `python -m module ARGS --json FILE` once for each entry of `envs`, all at the same time.
-    Returns the result of each process. If a process fails, the others are killed.
+    """Run `python -m module ARGS --json FILE` once for each entry of `envs`, all at the same time,
+    and return their results. If a process fails, the others are killed.
 
     Args:
         envs: environment variables of each process, in addition to those of this process
@@ -89,14 +88,12 @@ def run_children(
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes (VmHWM), including shared and mapped
-    pages.
-    """
+    """Return the peak resident memory of this process in bytes, with shared and mapped pages."""
     return _memory("VmHWM")
 
 
 def resident_bytes() -> int:
-    """Return the present resident memory of this process in bytes (VmRSS)."""
+    """Return the present resident memory of this process in bytes."""
     return _memory("VmRSS")
 
 
@@ -108,18 +105,15 @@ def _memory(key: str) -> int:
 
 
 def forget_peak() -> None:
-    """Reset the peak memory that the system records, so that a later `peak_bytes` returns the peak
-    since this call.
-    """
+    """Reset the peak, so that a later `peak_bytes` returns the peak since this call."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
 def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
-    """Run `count` servers on this host and yield their addresses.
+    """Run `count` server processes on this host during the `with` block, and yield their addresses.
 
-    Each server is a process with the memory budget `budget` and a store of its own below
-    `directory`. At the end of the `with` block, the servers are terminated.
+    Each server has the memory budget `budget` and a store of its own below `directory`.
     """
     processes = []
     try:
@@ -151,7 +145,7 @@ def serving(directory: Path, budget: str, count: int) -> Iterator[list[str]]:
 
 
 def _address(process: subprocess.Popen[Any], log: Path) -> str:
-    """Wait until a server prints that it listens, and return the HOST:PORT that it prints."""
+    """Wait until a server prints the HOST:PORT on which it listens, and return it."""
     while not (found := re.search(r" at (\S+:\d+), at most", log.read_text())):
         if process.poll() is not None:
             raise RoadtrainError(

@@ -1,15 +1,12 @@
 """Measure training steps of several worker hosts over emulated links: roadtrain with two placements
 of its servers, compared with FSDP2 over gloo.
 
-In placement `host`, a server runs on each worker's host. In placement `network`, each server runs
-on a host of its own, and there are as many servers as workers. Servers keep their state in memory
-(/dev/shm).
+In placement `host`, a server runs on each worker's host. In placement `network`, there are as many
+servers as workers, each on a host of its own.
 
 The floor of a step is the bytes that must cross the busier direction of a link, divided by the rate
-B of a link in each direction. With S bytes of bf16 parameters and four workers, the floor is 1.5
-S/B in `host` and S/B in `network`. At staleness 0, a step waits until the update of the previous
-step is complete. At staleness 1, a step does not wait for this update, so parameters arrive while
-gradients are sent. Needs root. Does NOT emulate latency.
+B of that direction. With S bytes of bf16 parameters and four workers, the floor is 1.5 S/B in
+`host` and S/B in `network`. Needs root. Does NOT emulate latency.
 """
 
 from __future__ import annotations
@@ -37,12 +34,11 @@ TIMEOUT_S = 300.0
 
 
 class Cluster:
-    """Emulated hosts: worker hosts w0, w1, .. and as many server hosts s0, s1, .. Each host has a
-    NIC of `rate` bytes/s in each direction.
+    """Emulated worker hosts and as many server hosts, each with a NIC of `rate` bytes/s in each
+    direction.
 
-    `workers` is the number of worker hosts in use. The number may be lowered later; the remaining
-    hosts are then idle. If `placing_rate` is given, NICs have this rate until all workers have
-    placed their models.
+    `workers` is the number of worker hosts in use, and may be lowered later. `placing_rate`: rate
+    of the NICs until all workers have placed their models.
     """
 
     def __init__(
@@ -59,9 +55,7 @@ class Cluster:
         write_token(self.token)
 
     def serve(self, hosts: list[LabHost]) -> tuple[list[subprocess.Popen[Any]], list[str]]:
-        """Start a server on each of `hosts`, with a store in memory. Returns (server processes,
-        addresses of the servers).
-        """
+        """Start a server on each host. Returns (server processes, addresses of the servers)."""
         made, where = [], []
         for host in hosts:
             store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
@@ -135,8 +129,7 @@ class Cluster:
 
     def _open(self, gate: Path, processes: list[subprocess.Popen[Any]]) -> None:
         """Wait until every worker has placed its model, set the links to their full rate, and let
-        training begin. Each worker creates a file in the directory `gate` and waits for the file
-        `open` there.
+        training begin. `gate`: directory in which workers report and wait.
         """
         until = time.monotonic() + TIMEOUT_S
         while len(list(gate.iterdir())) < self.workers and time.monotonic() < until:

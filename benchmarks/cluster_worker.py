@@ -1,13 +1,13 @@
-"""One worker of the benchmark `cluster`: trains a Llama (benchmarks/model420.py) with roadtrain or
-FSDP2 and writes its step times and losses.
+"""Worker of the benchmark `cluster`: trains a Llama with roadtrain or FSDP2 and writes its step
+times and losses.
 
     roadtrain:
     RANK=0 WORLD_SIZE=4 python -m benchmarks.cluster_worker --servers H:P --steps N --json OUT
     FSDP2:
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=A MASTER_PORT=P ... --fsdp
 
-roadtrain and FSDP2 both send bf16 parameters and gradients, and compute matrix products in the same
-way. FSDP2 keeps its parameters in bf16. roadtrain keeps fp32 masters on the servers.
+roadtrain and FSDP2 both send bf16 parameters and gradients. FSDP2 keeps its parameters in bf16, and
+roadtrain keeps fp32 masters on the servers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ WAIT_S = 300.0
 
 
 def carried() -> tuple[int, int]:
-    """Return (received bytes, sent bytes) of this host's NIC so far, counted as whole frames. Both
-    are 0 if the host has no `eth0`.
-    """
+    """Return (received bytes, sent bytes) of this host's NIC so far, counted as whole frames."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
@@ -44,8 +42,8 @@ def carried() -> tuple[int, int]:
 
 
 def wait_at(gate: Path, rank: int) -> None:
-    """Create a file in the directory `gate`, to report that this worker has placed its model. Then
-    wait until the file `open` exists there. Raises DeadlineError after 300 seconds.
+    """Report in the directory `gate` that this worker has placed its model, and wait until training
+    may begin. Raises DeadlineError after 300 seconds.
     """
     (gate / f"here{rank}").touch()
     until = time.monotonic() + WAIT_S

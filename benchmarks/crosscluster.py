@@ -1,12 +1,11 @@
 """Train in the lab over two clusters, and compare roadtrain with torch's DistributedDataParallel
 and torch's pipeline. The fast networks of the two clusters cannot reach each other.
 
-Each cluster has two hosts. Each host runs one process on 0.4 CPUs. One cluster has 800 Mbit/s
-"InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. The model
-is an fp32 decoder of 42 M parameters, trained with AdamW. A step has 32 rows of 128 tokens, in 8
-micro-batches. The layout is that of Yang et al. (Holmes): a pipeline across the clusters, and data
-parallelism inside each cluster. The rates of links count whole Ethernet frames. Reported bytes are
-TCP payload, counted by the NICs. Needs root. Does NOT emulate latency.
+Each cluster has two hosts, which run one process each on 0.4 CPUs. One cluster has 800 Mbit/s
+"InfiniBand", the other has 600 Mbit/s "RoCE", and 50 Mbit/s "Ethernet" joins all hosts. As in Yang
+et al. (Holmes), a pipeline spans the clusters, and each stage is data parallel inside its cluster.
+The rates of links count whole Ethernet frames, and reported bytes are TCP payload. Needs root. Does
+NOT emulate latency.
 
     --only ITEM,..
     environments  the same layout with InfiniBand, RoCE or Ethernet alone, and with the two clusters
@@ -72,9 +71,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def four_environments(bench: Bench) -> Iterator[Row]:
-    """Run item `environments`: the same layout on four networks. They are InfiniBand in both
-    clusters, RoCE in both clusters, Ethernet alone, and the hybrid (InfiniBand in one cluster and
-    RoCE in the other).
+    """Run item `environments`: the same layout on InfiniBand, on RoCE, on Ethernet, and with a
+    different fast network in each cluster.
     """
     plain = bench.peer("plain data parallel", "ddp")
     torchs = bench.peer("torch's pipeline", "torch_pipeline")
@@ -121,8 +119,8 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
 
 
 def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
-    """Run item `overlap`: gradients go over Ethernet, and the optimizer either overlaps with the
-    step or runs after it.
+    """Run item `overlap`: the optimizer either overlaps with the step or runs after it, and
+    gradients go over Ethernet.
     """
     ethernet = ENVIRONMENTS["all Ethernet"]
     batch = replace(bench.setting.batch, microbatches=2)

@@ -1,9 +1,7 @@
-"""Broken set-ups, each with a different fault. The preflight refuses each set-up with a different
-error.
+"""Broken set-ups, each of which the preflight must refuse with an error of its own.
 
 The lab has two clusters of two hosts: InfiniBand in one cluster, RoCE in the other, and Ethernet
-between them. A process on each host runs the preflights of all set-ups, one after another, like
-`roadtrain preflight`.
+between them.
 
     python -m benchmarks.crosscluster_broken     prints each set-up with its seconds and its error
 """
@@ -92,7 +90,7 @@ class RankEnd:
 
 @dataclass
 class Clusters:
-    """The running network of the two clusters, with a preflight process on each host."""
+    """The network of the two clusters, with a preflight process on each host."""
 
     network: Network
     home: Path
@@ -127,8 +125,7 @@ class Clusters:
     def run(
         self, job: str = JOB, *, hosts: Sequence[str] = HOSTS, **changes: dict[str, Any]
     ) -> dict[str, RankEnd]:
-        """Run one preflight on the hosts called `hosts`, and map the name of each host to its
-        outcome.
+        """Run one preflight on the named hosts, and map the name of each host to its outcome.
 
         Args:
             job: content of the job file
@@ -164,8 +161,8 @@ class Clusters:
 
 @contextlib.contextmanager
 def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
-    """Start the network and the processes of all four hosts, and stop them at the end of the `with`
-    block. `patience`: seconds that a rank waits for the others in each preflight.
+    """Run the network and its processes during the `with` block. `patience`: seconds that a rank
+    waits for the others in each preflight.
     """
     nics = {
         name: [
@@ -184,9 +181,7 @@ def clusters(patience: float = MEET_S) -> Iterator[Clusters]:
 
 
 def wrong_interface(lab: Clusters) -> dict[str, RankEnd]:
-    """Run the preflight with a job that swaps the names of the InfiniBand NIC and the Ethernet NIC
-    of host a1.
-    """
+    """Run the preflight with a job that swaps the names of host a1's two NICs."""
     return lab.run(PARALLELISM + SWAPPED + NETWORKS)
 
 
@@ -200,9 +195,7 @@ def one_way_firewall(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def mixed_kinds(lab: Clusters) -> dict[str, RankEnd]:
-    """Run the preflight with a job that wrongly declares the InfiniBand of cluster a and the RoCE
-    of cluster b as one fabric.
-    """
+    """Run the preflight with a job that declares both clusters' fast networks as one fabric."""
     return lab.run(PARALLELISM + ONE_FABRIC)
 
 
@@ -217,8 +210,8 @@ def clock_skew(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def mtu(lab: Clusters) -> dict[str, RankEnd]:
-    """Run the preflight while the NICs of cluster a send jumbo frames, and the switch port of host
-    a1 drops jumbo frames.
+    """Run the preflight while cluster a sends jumbo frames and the switch port of host a1 drops
+    them.
     """
     for name in ("a0", "a1"):
         lab.host(name).nics[0].set_mtu(9000, 1500 if name == "a1" else 9000)
@@ -235,9 +228,7 @@ def missing_host(lab: Clusters) -> dict[str, RankEnd]:
 
 
 def loopback_name(lab: Clusters) -> dict[str, RankEnd]:
-    """Run the preflight while /etc/hosts of every host maps the name a0 to the loopback address
-    127.0.1.1.
-    """
+    """Run the preflight while /etc/hosts of every host maps the name a0 to a loopback address."""
     for name in HOSTS:
         lab.host(name).set_names({"a0": "127.0.1.1"})
     try:
@@ -260,8 +251,7 @@ SCENARIOS: dict[str, Callable[[Clusters], dict[str, RankEnd]]] = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Run the preflight on a set-up without faults, and then on every broken set-up. Returns a row
-    for each set-up.
+    """Run the preflight without a fault and on every broken set-up, and return a row for each.
 
     Each row has the seconds until the last rank ended, the error of rank 0, and the number of ranks
     that raised the same error.
@@ -285,8 +275,8 @@ def _row(name: str, outcomes: dict[str, RankEnd]) -> dict[str, Any]:
 
 
 def worker() -> None:
-    """Run one preflight for each line of stdin, which has a `RankStart` as JSON. Prints the outcome
-    of each preflight as a line of JSON.
+    """Run one preflight for each line of stdin (a `RankStart` as JSON), and print its outcome as
+    JSON.
     """
     out = os.fdopen(os.dup(1), "w")
     real = time.time

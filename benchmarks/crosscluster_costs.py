@@ -1,6 +1,5 @@
-"""Measure the costs of the lab's hosts before the runs of `crosscluster`. There are four costs: the
-seconds of a layer, the seconds of everything outside layers, the seconds of an update, and the
-processor seconds per byte sent.
+"""Measure the costs of the lab's hosts before the runs of `crosscluster`: the seconds of a layer,
+of everything outside layers and of an update, and the processor seconds per byte sent.
 
     python -m benchmarks.crosscluster_costs RANK SPEC.json...      (one of the two processes)
 
@@ -56,9 +55,8 @@ class HostCosts:
 def measure_costs(
     network: Network, size: ModelSize, batches: Sequence[Batch], home: Path
 ) -> HostCosts:
-    """Measure the costs with one process on each of the hosts a0 and a1, which communicate over
-    their first NICs (eth0). `home`: directory for the files that tell the processes what to
-    measure.
+    """Measure the costs on the hosts a0 and a1, connected by their first NICs. `home`: directory
+    for temporary files.
     """
     home.mkdir(parents=True, exist_ok=True)
     hosts = [network.hosts[name] for name in HOSTS]
@@ -110,10 +108,7 @@ def took(work: Callable[[], Any]) -> float:
 
 
 def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
-    """Measure (seconds of the forward, seconds of the backward) of one micro-batch through the
-    whole model. During backward, gradients are also passed to the optimizer of a stage, and this
-    time is included.
-    """
+    """Measure (forward seconds, backward seconds) of one micro-batch through the whole model."""
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
     optimizer.begin_step(TIMES + 1)
@@ -131,9 +126,7 @@ def passes(size: ModelSize, batch: Batch) -> tuple[float, float]:
 
 
 def update_s(size: ModelSize, batch: Batch) -> float:
-    """Measure the seconds per parameter that an update takes, with the optimizer of a stage that
-    has one rank.
-    """
+    """Measure the seconds per parameter that an update takes on a stage with one rank."""
     model, tokens = size.build(), batch.micros(0, size.vocabulary)[0]
     optimizer = ShardedOptimizer(model, torch.optim.AdamW(model.parameters()), None)
     seconds = []
@@ -151,8 +144,8 @@ def update_s(size: ModelSize, batch: Batch) -> float:
 
 
 def touch_s() -> float:
-    """Measure the processor seconds of this process per byte sent or received. The time to add
-    received gradients is included.
+    """Measure the processor seconds of this process per byte sent or received, including the
+    addition of received gradients.
     """
     group = DataGroup(distributed.group.WORLD, torch.device("cpu"))
     own, other = torch.zeros(2 * SENT), torch.zeros(2 * SENT)
@@ -167,8 +160,8 @@ def touch_s() -> float:
 
 
 def measured(rank: int, specs: Sequence[RunSpec]) -> HostCosts | None:
-    """Measure the costs in one of two processes. Returns the costs on rank 0, and None on rank 1.
-    `specs`: one run for each size of micro-batch; each run is measured.
+    """Measure the costs in one of two processes, for each of `specs`. Returns the costs on rank 0,
+    and None on rank 1.
     """
     distributed.init_process_group(
         "gloo",

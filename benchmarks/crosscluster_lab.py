@@ -1,8 +1,7 @@
 """The lab of `crosscluster`: two clusters of two hosts, and runs with one process on each host.
 
-Each of the clusters `a` and `b` has a fast network. Every host also has a NIC on the Ethernet,
-which all hosts share. In the hybrid environment, the two fast networks are of different kinds and
-cannot reach each other. Does NOT train; crosscluster_worker.py does.
+Each cluster has a fast network, and an Ethernet joins all hosts. Does NOT train;
+crosscluster_worker.py does.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ RUN_S, START_S = 900.0, 180.0
 
 @dataclass(frozen=True)
 class Environment:
-    """The networks of a run. `fast`: kind of the fast network in each cluster; if None, all traffic
-    goes over Ethernet.
+    """The networks of a run. `fast`: kind of the fast network in each cluster, or None for Ethernet
+    alone.
     """
 
     name: str
@@ -49,9 +48,7 @@ class Environment:
         return self.fast is not None and self.fast[rank // 2] == self.fast[other // 2]
 
     def statements(self) -> list[dict[str, Any]]:
-        """Return the `networks` tables of the job, which state the kind of each NIC. All NICs of
-        the lab look like Ethernet to the system, so their kinds cannot be detected.
-        """
+        """Return the `networks` tables of the job, which state the kind of each NIC."""
         networks: list[dict[str, Any]] = [
             {"interface": "eth1", "kind": "ethernet", "rate": _words(ETHERNET)}
         ]
@@ -78,8 +75,8 @@ HYBRID = ENVIRONMENTS["hybrid"]
 
 
 def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS)) -> Network:
-    """Build the network of hosts a0, a1, b0 and b1. `cpus`: (processors of each host in cluster a,
-    processors of each host in cluster b).
+    """Build the network of two clusters. `cpus`: (processors of each host in the first cluster, in
+    the second cluster).
     """
     hosts = {f"{name}{k}": environment.nics(i) for i, name in enumerate("ab") for k in range(2)}
     limits = {f"{name}{k}": cpus[i] for i, name in enumerate("ab") for k in range(2)}
@@ -88,8 +85,8 @@ def two_clusters(environment: Environment, cpus: Sequence[float] = (CPUS, CPUS))
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one run. `traffic`: maps each host to a list with the traffic of each NIC in one
-    step, in bytes of TCP payload.
+    """Result of one run. `traffic`: maps each host to the traffic of each of its NICs in one step,
+    in bytes of TCP payload.
     """
 
     seconds: float
@@ -124,7 +121,7 @@ class Rank:
 
     def wait_for(self, what: str, until: float) -> dict[str, Any]:
         """Wait until the process prints a line that begins with `what`, and return the JSON object
-        in the rest of the line. Other lines are skipped.
+        after it.
 
         Args:
             until: deadline as time.monotonic()
@@ -152,8 +149,7 @@ class Rank:
 
 
 def measure(network: Network, spec: RunSpec, home: Path) -> Measured:
-    """Run one process on each host of the network, and return the measurements. Rank i is on host
-    i.
+    """Run one process on each host of the network, and return the measurements.
 
     Raises:
         RoadtrainError: a rank failed; the message ends with the last output of the rank

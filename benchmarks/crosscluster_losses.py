@@ -1,8 +1,5 @@
 """Item `losses` of `crosscluster`: the losses of many parallelisms, compared with the losses of one
-process.
-
-All processes run on this host and communicate over loopback. A cell is one parallelism. The
-processes of one world size run all cells of that world size, one after another.
+process. All processes run on this host.
 
     python -m benchmarks.crosscluster_losses SPECS.json RANK WORLD
 """
@@ -39,7 +36,7 @@ TOKEN = "only for this measurement"
 
 @dataclass(frozen=True)
 class Cell:
-    """One parallelism to compare: `world` is the number of processes that it needs."""
+    """Parallelism to compare. `world`: number of processes that it needs."""
 
     name: str
     world: int
@@ -47,8 +44,8 @@ class Cell:
 
 
 def grid(quick: bool = False) -> list[Cell]:
-    """Return a Cell for each combination of p = 1, 2 or 4 stages, d = 1 or 2 replicas, and 2, 4 or
-    8 micro-batches, with even, uneven and interleaved stages.
+    """Return the parallelisms to compare: 1, 2 or 4 stages, 1 or 2 replicas, and 2, 4 or 8
+    micro-batches, with even, uneven and interleaved stages.
     """
     out = []
     for pp in (1, 2) if quick else (1, 2, 4):
@@ -80,8 +77,8 @@ def cell(parallelism: dict[str, Any], micros: int, what: str, **more: Any) -> Ce
 
 
 def worst_difference(losses: Sequence[float], alone: Sequence[float]) -> float:
-    """Compare each loss with the loss of the same step in `alone`, and return the largest relative
-    difference. The result is infinite if a loss is NaN.
+    """Return the largest relative difference between the losses of the same step. The result is
+    infinite if a loss is NaN.
     """
     found = [abs(ours - single) / abs(single) for ours, single in zip(losses, alone, strict=True)]
     return math.inf if any(map(math.isnan, found)) else max(found)
@@ -111,9 +108,8 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def composition(single: Sequence[float]) -> list[Row]:
-    """Train three stages that keep their state in different ways, and compare the losses with those
-    of one process. A server updates stage 1, stage 2 is plain data parallel, and stage 3 is
-    streamed from files. The stages have 2, 2 and 1 ranks.
+    """Compare the losses of three stages, updated by a server, plain data parallel, and streamed
+    from files, with those of one process.
     """
     with tempfile.TemporaryDirectory(prefix="roadtrain-bench-") as name, _server(Path(name)) as at:
         stores = {
@@ -136,7 +132,7 @@ def _row(case: str, metric: str, unit: str, ours: float, goal: float, *, most: b
 
 @contextmanager
 def _server(home: Path) -> Iterator[str]:
-    """Run a server with an optimizer on this host, and yield the address of the server."""
+    """Run a server with an optimizer on this host, and yield its address."""
     write_token(home / "token", TOKEN.encode())
     at = f"127.0.0.1:{free_port()}"
     words = [sys.executable, "-m", "roadtrain.cli", "serve", at, "--store", str(home / "node")]
@@ -153,7 +149,7 @@ def _server(home: Path) -> Iterator[str]:
 
 
 def losses_of(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """Train with each of `cells`, and map the name of each cell to its losses.
+    """Train every cell, and map the name of each cell to its losses.
 
     Raises:
         RoadtrainError: a process failed; the message ends with the last output of the process

@@ -28,7 +28,7 @@ class ModelSize:
     vocabulary: int = 512
 
     def build(self) -> LlamaForCausalLM:
-        """Build the model in fp32 with untied embeddings. Every process builds the same values."""
+        """Build the model in fp32. Every process builds the same values."""
         torch.manual_seed(SEED)
         model: LlamaForCausalLM = LlamaForCausalLM(
             LlamaConfig(
@@ -57,9 +57,7 @@ class Batch:
         return self.rows // self.microbatches
 
     def tokens(self, step: int, vocabulary: int) -> torch.Tensor:
-        """Return the tokens of a step, int64 [rows, sequence]. Each row counts up from a random
-        token by a random stride, so a model can learn to predict the next token.
-        """
+        """Return learnable random tokens for a step, int64 [rows, sequence]."""
         generator = torch.Generator().manual_seed(SEED + step)
         start = torch.randint(vocabulary, (self.rows, 1), generator=generator)
         stride = torch.randint(1, 8, (self.rows, 1), generator=generator)
@@ -81,8 +79,8 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW or, for the name `sgd`, SGD with momentum. SGD is for checks that gradients have
-    the right scale: its updates depend on the scale of the gradients, and those of AdamW do not.
+    """Return AdamW or, for the name `sgd`, SGD with momentum. Only the updates of SGD depend on the
+    scale of the gradients, so SGD shows whether this scale is right.
     """
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)

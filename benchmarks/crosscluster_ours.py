@@ -1,6 +1,4 @@
-"""One process of a run of `crosscluster` that trains with roadtrain.parallelize(), in the training
-loop that a user would write.
-"""
+"""Process of `crosscluster` that trains with roadtrain.parallelize(), as a user would."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ def parallelism_of(fields: dict[str, Any]) -> Parallelism:
 
 
 class Ours:
-    """Training by roadtrain. A training step is one call, and the measured seconds of a step
-    include everything that a user waits for.
+    """Training by roadtrain. The measured seconds of a step include everything that a user waits
+    for.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
@@ -87,8 +85,8 @@ class Ours:
 
 
 def _store(fields: dict[str, Any]) -> Files | Servers:
-    """Build a store from the fields of a table: `files` lists directories; `servers` lists
-    addresses, and `token` is their secret.
+    """Build a store from `files` (a list of directories), or from `servers` (addresses) and their
+    secret `token`.
     """
     if "files" in fields:
         return Files(fields["files"])

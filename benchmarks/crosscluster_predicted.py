@@ -1,9 +1,8 @@
 """Item `predicted` of `crosscluster`: compare predicted steps with measured steps.
 
-Predictions use only two inputs. The first is the configured rates of the lab's links; TCP carries
-0.956 of the rate of a link. The second is measurements on two otherwise idle hosts: the seconds of
-a layer, the seconds of an update, and the processor time per byte. No constant is fitted to the
-measured steps. Needs root.
+Predictions use the configured rates of the lab's links, and costs measured on two otherwise idle
+hosts. TCP carries 0.956 of the rate of a link. No constant is fitted to the measured steps. Needs
+root.
 """
 
 from __future__ import annotations

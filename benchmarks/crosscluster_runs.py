@@ -1,5 +1,5 @@
-"""Types of the measured runs of `crosscluster`: arguments and results. Does NOT compare the results
-with goals.
+"""Arguments and results of the measured runs of `crosscluster`. Does NOT compare the results with
+goals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run, with everything that a simulator needs to predict it."""
+    """Measured run, with everything that is needed to simulate it."""
 
     case: str
     environment: Environment

@@ -1,8 +1,8 @@
 """Simulate a run of `crosscluster` from its plan, its cluster and the measured costs of the lab's
-hosts (crosscluster_costs.py). Does NOT start processes.
+hosts. Does NOT start processes.
 
-Stages have the sizes that the measured run used. For a throttled cluster, the measured seconds are
-divided by the fraction of the processors that the throttled hosts still have.
+For a throttled cluster, the measured seconds are divided by the fraction of processors that its
+hosts still have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Networks = dict[NetworkGroup, Literal["ethernet"]]
 
 
 def predicted(run: Run, costs: HostCosts) -> Result:
-    """Simulate one step of a run. Every rank is simulated separately."""
+    """Simulate one step of a run, with every rank by itself."""
     model = shape_of(run.spec)
     return simulate(
         plan_of(run),

@@ -1,5 +1,5 @@
-"""Item `sizes` of `crosscluster`: compare three ways to choose stage sizes on random clusters. The
-three ways are an exact search, the formula of Yang et al. (Holmes), and equal sizes.
+"""Item `sizes` of `crosscluster`: choose stage sizes on random clusters by an exact search, by the
+formula of Yang et al. (Holmes), and equally.
 
 Nothing is measured: the seconds of a step are computed.
 """
@@ -36,9 +36,8 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
-    """Draw a random job. Returns (speeds and numbers that determine its step time, name of the
-    cluster of each stage). The job has 2 to 4 stages, in at most as many clusters. The speeds of
-    devices differ by a factor of up to three.
+    """Draw a random job of 2 to 4 stages. Returns (speeds and sizes that determine its step time,
+    name of the cluster of each stage).
     """
     stages = chance.randint(2, 4)
     speeds = [chance.uniform(1.0, 3.0) for _ in range(stages)]

@@ -1,5 +1,5 @@
-"""Compute the bytes that each NIC must send in a step of a plan. `crosscluster` compares the bytes
-that NICs counted with this result.
+"""Compute the bytes that each NIC must send in a step of a plan, to compare them with counted
+bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ FP32 = 4
 def sent_by_nics(
     spec: RunSpec, environment: Environment, stages: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """Map (rank, index of a NIC of its host) to the bytes that this NIC sends in a step.
-
-    Args:
-        stages: number of layers of each stage
+    """Map (rank, index of a NIC of its host) to the bytes that this NIC sends in a step. `stages`:
+    number of layers of each stage.
     """
     counts = [FP32 * n for n in stage_parameters(spec, stages)]
     passed = FP32 * spec.batch.micro_rows * spec.batch.sequence * spec.model.hidden

@@ -1,5 +1,5 @@
-"""One process of a run of `crosscluster`: trains with roadtrain or a peer, as its spec says, and
-writes its step times and losses.
+"""Process of a run of `crosscluster`: trains with roadtrain or a peer, and writes its step times
+and losses.
 
     python -m benchmarks.crosscluster_worker SPEC.json RANK WORLD
 
@@ -32,7 +32,7 @@ BUCKET_ELEMENTS = 25 << 18  # 25 MiB, like torch's DDP
 
 
 class Training(Protocol):
-    """A way to train, with roadtrain or a peer. The benchmark calls it step by step."""
+    """A method of training: roadtrain or a library that it is compared with."""
 
     def step(self, number: int) -> float:
         """Train a step and return its loss, or NaN on a rank that does not compute the loss."""
@@ -76,9 +76,7 @@ class Single:
 
 
 class PlainData:
-    """Training with torch's DistributedDataParallel. Each rank computes all its rows of a batch in
-    one forward and backward, without micro-batches.
-    """
+    """Training with torch's DistributedDataParallel, without micro-batches."""
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
         self.spec, self.rank, self.world = spec, rank, world
@@ -134,8 +132,8 @@ class LlamaStage(nn.Module):
 
 
 class TorchPipeline:
-    """Training with torch's 1F1B schedule. After the schedule, gradients are summed over the ranks
-    of each stage. All process groups use the one network interface that gloo is configured with.
+    """Training with torch's 1F1B schedule. All processes communicate over the one network interface
+    that gloo is configured with.
     """
 
     def __init__(self, spec: RunSpec, rank: int, world: int) -> None:
@@ -210,8 +208,7 @@ METHODS: dict[str, Callable[[RunSpec, int, int], Training]] = {
 
 
 def train(spec: RunSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train, and return a dict with the seconds and the loss of each measured step, and further
-    results of the method.
+    """Train, and return the seconds and the loss of each measured step, with further results.
 
     Args:
         pause: called with "ready" before the first step, and with "done" after all work of the last

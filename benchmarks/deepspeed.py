@@ -1,13 +1,11 @@
 """Train a Llama of 420 M parameters with its state on disk, and compare roadtrain with DeepSpeed's
-NVMe offload. Both run on this machine's disk and on an emulated device that reads and writes 500
-MB/s. Plain torch gives the reference losses.
+NVMe offload. Both run on this machine's disk and on an emulated disk of 500 MB/s. Plain torch gives
+the reference losses.
 
-Every run is a process of its own, and runs of roadtrain and DeepSpeed alternate. The step time of a
-run is the mean over all steps after the first two. The measured time begins when the store is idle,
-and ends when every write of the last step is durable. Peak memory is the peak of the resident
-memory of the process and its children, including pinned and shared pages. Needs the extras `bench`
-and `hf`, a C++ compiler and libaio's headers. The emulated device needs root (roadtrain.lab).
-Without root, there are no results for this device, and a row gives the reason.
+The step time of a run is the mean over all steps after the first two. The measured time begins when
+the store is idle, and ends when every write of the last step is durable. Peak memory is the peak of
+the resident memory of the process and its children, including pinned and shared pages. Needs the
+extras `bench` and `hf`, a C++ compiler and libaio's headers. The emulated disk needs root.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ OURS, PEER, PLAIN = ("model420", "--ours"), ("deepspeed_peer",), ("model420", "-
 
 @dataclass(frozen=True)
 class Run:
-    """Result of training in one process. `read_bytes` and `written_bytes`: bytes that one step read
-    and wrote. `losses`: the loss of every step.
+    """Result of training in one process. `read_bytes` and `written_bytes`: bytes of one step.
+    `losses`: the loss of every step.
     """
 
     step_s: float
@@ -111,11 +109,9 @@ def run(quick: bool = False) -> Report:
 def alternate(
     store: Path, steps: int, reps: int, folder: Path, limit: Throttle | None = None
 ) -> dict[str, list[Run]]:
-    """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each. Each run begins
-    with an empty directory `store`, which is removed afterwards.
-
-    Returns the results of "ours" and of "peer". `limit`: throttle of the disk; if None, the disk is
-    not throttled.
+    """Run roadtrain ("ours") and DeepSpeed ("peer") in turn, `reps` times each, and return the
+    results of both. `store`: directory that is empty before each run and removed afterwards.
+    `limit`: throttle of the disk, or None.
     """
     runs: dict[str, list[Run]] = {"peer": [], "ours": []}
     for rep in range(reps):
@@ -194,7 +190,7 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
     Args:
         what: name of a module of this package, and its arguments
         folder: directory for the result and the log of the process
-        limit: throttle of the disk; if None, the disk is not throttled
+        limit: throttle of the disk, or None
 
     Raises:
         RoadtrainError: the process failed; the message ends with its last output
@@ -244,9 +240,7 @@ def train(what: tuple[str, ...], folder: Path, steps: int, limit: Throttle | Non
 
 
 class _Watch:
-    """Watches a process and its children. Samples their resident memory ten times a second and
-    keeps the peak of the sum.
-    """
+    """Samples the resident memory of a process and its children, and keeps the peak of the sum."""
 
     def __init__(self, pid: int) -> None:
         self._root, self._peak = psutil.Process(pid), 0

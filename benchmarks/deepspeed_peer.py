@@ -4,10 +4,9 @@ CPU by ZeRO-3, with state offloaded to files.
     python -m benchmarks.deepspeed_peer --json OUT --dir D --steps 4
     python -m benchmarks.deepspeed_peer --json OUT --build   only compile the ops (minutes, once)
 
-Runs one process, without a launcher, over gloo. Needs the extra `bench`, a C++ compiler and
-libaio's headers (Debian: libaio-dev). DeepSpeed's C++ ops are compiled at first use, so compile
-before you measure. The default settings are the fastest of all settings that were tried; the docs
-list the others.
+Needs the extra `bench`, a C++ compiler and libaio's headers (Debian: libaio-dev). DeepSpeed
+compiles its C++ ops at first use, so compile them before you measure. The default settings are the
+fastest of all settings that were tried; the docs list the others.
 """
 
 from __future__ import annotations

@@ -1,27 +1,17 @@
 """Measure delayed updates (staleness 1): does training converge like synchronous training, and is
 the time of the update hidden?
 
-Convergence: the small job (examples/stdlib.toml, with its model, text, optimizer and clipping)
-trains for 300 steps with staleness 0, with staleness 1, and in plain torch, each time from the same
-initial values. State is kept in RAM. A store on disk would give the same losses bit for bit. The
-benchmark compares the mean of the last 20 training losses, and the held-out loss.
+Convergence: the small job (examples/stdlib.toml) trains for 300 steps with staleness 0, with
+staleness 1, and in plain torch. The mean of the last 20 training losses and the held-out loss are
+compared.
 
-Hiding: one worker trains with a server whose device is slow. The device is a throttled loop device
-of the lab, which needs root. Updates begin when step() is called, as with clipping. The same steps
-run three times: without the update, at staleness 0 and at staleness 1. Without the update, step()
-is never called, and the server drops the gradients that it receives. The run without the update
-comes first, on the unthrottled device. For the other two runs, the device is throttled so that
-writing the records of one step takes 0.6 of the step time of the first run. Writing is thus shorter
-than a step, so the whole update can be hidden.
+Hiding: one worker trains with a server that has a throttled disk, which needs root. Writing the
+state of a step takes 0.6 of a step without updates. The hidden fraction of the update is (step at
+staleness 0 - step at staleness 1) / (step at staleness 0 - step without updates). Without updates,
+a worker fetches fewer parameters, so the true hidden fraction may be larger than the result, but
+not smaller.
 
-The hidden fraction of the update is (step at staleness 0 - step at staleness 1) / (step at
-staleness 0 - step without the update). Without updates, parameters that the worker keeps stay valid
-and are not fetched again. The measured step without the update may therefore be too short, and the
-true hidden fraction may be larger than the result, but not smaller. The seconds of a stage are the
-sum over all threads.
-
-Does NOT run on a GPU. Does NOT emulate a server with slow processors: the server uses the cores of
-this machine.
+Does NOT run on a GPU. Does NOT emulate a server with slow processors.
 
     python -m benchmarks.delayed --child train --way late --steps 300 --json OUT
     python -m benchmarks.delayed --child step --way sync --dir MOUNT --device 7:0 --rate 1e8
@@ -348,7 +338,7 @@ def hides(quick: bool) -> list[Row]:
 
 def train_beside(args: argparse.Namespace) -> dict[str, Any]:
     """Train three steps to warm up and then `args.steps` measured steps, with a server in a child
-    process. If `args.rate` is not 0, the server's device is throttled to this rate (bytes/s).
+    process. If `args.rate` is not 0, the server's disk is throttled to this rate (bytes/s).
     """
     torch.set_num_threads(1)
     compute = model420.compute_default()
@@ -398,10 +388,11 @@ def train_beside(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]], int]]:
-    """Run a server in a child process until the end of the `with` block.
+    """Run a server in a child process during the `with` block. Yields (address of the server,
+    function, process id).
 
-    Yields (address of the server, function, process id). The function maps the name of each stage
-    of the server to its (seconds, bytes) since the previous call.
+    The function maps the name of each stage of the server's work to its (seconds, bytes) since the
+    previous call. Seconds are summed over all threads.
     """
     command = [sys.executable, "-m", "benchmarks.delayed", "--child", "serve", "--dir", directory]
     with subprocess.Popen(
@@ -428,9 +419,8 @@ def serving_apart(directory: str) -> Iterator[tuple[str, Callable[[], dict[str, 
 
 
 def serve(directory: str) -> None:
-    """Run a server like `roadtrain serve`. First prints the server's address as a line of JSON.
-    Then, for each line on stdin, prints the (seconds, bytes) of each stage of the server since the
-    previous line.
+    """Run a server and print its address as JSON. Then, for each line on stdin, print the (seconds,
+    bytes) of each stage of the server's work since the previous line.
     """
     with SessionHost(
         ("127.0.0.1", 0),

@@ -1,13 +1,8 @@
 """Measure the peak memory of training for models with 8, 32 and 128 blocks of the same width. State
 is in files, and all models have the same budget.
 
-Each depth is trained by a process of its own. The VmHWM of the process is the peak. Each peak is
-the median of three processes, because the layout of glibc's heap varies the peak by 5 %.
-
-The input of every block (rows x seq x width, fp32) is saved for backward, so these inputs must grow
-with depth. The budget allows only some of them in memory; the others are moved to files. A counter
-gives the bytes of the inputs that were in memory at the peak. Apart from these inputs, memory
-should not grow with depth, because the budget alone decides the number of buffers.
+The saved inputs of all blocks (rows x seq x width, fp32) grow with depth. Apart from these inputs,
+memory should not grow.
 
     python -m benchmarks.depth --child 8 --dir DIR --width 512 --json OUT
 """
@@ -123,8 +118,8 @@ def compare(got: list[dict[str, Any]], width: int, budget: str) -> list[Row]:
 
 
 def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> list[dict[str, Any]]:
-    """Measure each depth with `reps` processes. Returns the result of the process with the median
-    peak for each depth, in ascending order of depth.
+    """Measure each depth with `reps` processes, and return the results with the median peak, in
+    ascending order of depth.
     """
     got: list[list[dict[str, Any]]] = [[] for _ in depths]
     for _ in range(reps):
@@ -151,8 +146,8 @@ def measure(depths: Sequence[int], width: int, budget: str, reps: int = 1) -> li
 
 
 def growth(base: dict[str, Any], result: dict[str, Any]) -> float:
-    """Compute the growth of the peak memory from `base` to `result`, as a fraction of the peak of
-    `base`. The block inputs that were in memory are subtracted from both peaks.
+    """Return the growth of the peak memory as a fraction of `base`. The block inputs in memory are
+    subtracted from both peaks.
     """
     return (result["peak_bytes"] - result["held"]) / (base["peak_bytes"] - base["held"]) - 1
 

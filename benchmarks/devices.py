@@ -1,21 +1,14 @@
-"""Measure optimizer updates with 1 to 8 storage devices. In roadtrain, parameters are updated next
-to each device. Roadtrain is compared with a host update, in which a host reads and writes all state
-over one interconnect.
+"""Measure optimizer updates with 1 to 8 storage devices. Roadtrain updates parameters next to each
+device, and is compared with a host that reads and writes all state over one interconnect.
 
-Throttled loop devices emulate storage. The interconnect is one shared link in each direction, which
-is as fast as 4 devices. Let M be 2 bytes for each parameter. Then the fp32 state has 6M bytes.
-Gradients and parameters cross the interconnect as fp32, 2M bytes each.
+Throttled loop devices emulate storage. The interconnect is one shared link in each direction, as
+fast as 4 devices. If M is 2 bytes for each parameter, the fp32 state has 6M bytes, and gradients
+and new parameters have 2M bytes each. With roadtrain, only gradients and new parameters cross the
+interconnect. In the host update (the method of ZeRO-Infinity, overlapped), everything crosses it.
 
-Roadtrain ("ours"): the whole engine runs. Gradients cross the interconnect towards the devices, and
-new parameters cross it towards the host. State stays at the devices. Host update (the method of
-ZeRO-Infinity, overlapped): the same state is striped over the same devices. The host first writes
-the gradients to the devices. Then it reads state and gradients, updates the state with the same
-kernel, and writes the state back. All these bytes cross the interconnect.
-
-The update phase lasts from the first push of a gradient until everything is updated and durable and
-the new parameters are at the host. In the mode "norm first", no update begins before all gradients
-have arrived, as clipping and loss scaling require. In this mode, roadtrain also stores gradients on
-the devices. Only rates are emulated, NOT latency or the compute power of a real device.
+The update phase lasts from the first push of a gradient until all updates are durable and the new
+parameters are at the host. In the mode "norm first", no update begins before all gradients have
+arrived. Only rates are emulated, NOT latency or the compute power of a real device.
 """
 
 from __future__ import annotations
@@ -72,17 +65,14 @@ SLOW_CHUNK = 1 << 18  # elements: 0.2 s a turn
 
 
 class TokenLink:
-    """One direction of an interconnect that is emulated inside this process. `take(n)` returns when
+    """Direction of an interconnect that is emulated inside this process. `take(n)` returns when
     n bytes have crossed.
 
-    Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits. Full duplex
-    needs two objects, one for each direction. `nbytes` is the number of bytes requested so far. A
-    sleeping caller holds neither the lock nor the GIL.
+    Bytes cross in the order of the calls, at `bytes_per_s` while any caller waits. `nbytes`: bytes
+    requested so far. A sleeping caller holds neither the lock nor the GIL.
 
-    Note: late wake-ups. A sleep ends 0.1 ms late, often more; at 4 GB/s, 1 MB takes 0.25 ms. The
-    transfer of the next bytes is therefore timed from the moment when the link became free, and not
-    from the moment when the last caller woke. If callers were idle for longer than such a delay,
-    the transfer is timed from the call.
+    Note: late wake-ups. A sleep may end later than the transfer that it waits for. The next
+    transfer is therefore timed from the moment when the link became free, not from the wake-up.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -105,8 +95,8 @@ class TokenLink:
 
 
 class Wire:
-    """One direction of the interconnect. Delivers messages in order. Each message is delivered when
-    all its bytes have crossed.
+    """Direction of the interconnect. Delivers each message, in order, when all its bytes have
+    crossed.
     """
 
     def __init__(self, name: str, link: TokenLink) -> None:
@@ -133,8 +123,8 @@ class Wire:
 
 
 class ChargedLink:
-    """A MessageLink over the emulated interconnect. Messages with gradients are delivered when all
-    their bytes have crossed `down`, the direction from the host to the devices.
+    """A MessageLink over the emulated interconnect. Gradients cross `down`, the direction from the
+    host to the devices.
     """
 
     def __init__(self, link: MessageLink, down: Wire) -> None:
@@ -152,8 +142,8 @@ class ChargedLink:
 
 
 class Ours:
-    """A roadtrain engine whose host reaches the stores over the emulated interconnect. There is a
-    store in each of `directories`.
+    """A roadtrain engine whose host reaches the stores in `directories` over the emulated
+    interconnect.
 
     Args:
         down: direction from the host to the devices, for gradients
@@ -260,9 +250,6 @@ class Ours:
         return time.perf_counter() - start
 
     def _release(self, block: Block) -> None:
-        """Start the update of the block and request the block's new parameters. The server sends
-        the new parameters from memory as soon as they are computed.
-        """
         worker = self.worker
         worker.apply_update(block.index, self.step, {0: self.hyper}, lambda param: 1.0)
         worker.start_pull(block, self._hosts[block.index - 1])
@@ -275,11 +262,7 @@ class Ours:
 
 class HostUpdate:
     """The method that roadtrain is compared with: the host updates all state. `params`: the
-    parameters at the host. With n devices, device i mod n stores a record [p, m, v] and a gradient
-    for chunk i.
-
-    Reads, kernels and writes overlap. Each device has four threads for reads, four threads for
-    writes, and eight chunks in flight.
+    parameters at the host. With n devices, chunk i is on device i mod n.
     """
 
     def __init__(
@@ -330,11 +313,8 @@ class HostUpdate:
         record.close()
 
     def update(self, *, norm_first: bool = False) -> float:
-        """Run one update phase and return its seconds.
-
-        Gradients are written ahead of the updates, by at most twice as many chunks as there are
-        buffers. Both directions of the interconnect are therefore busy all the time. With
-        `norm_first`, all gradients are written before any gradient is read.
+        """Run one update phase and return its seconds. With `norm_first`, all gradients are written
+        before any gradient is read.
         """
         self.step += 1
         reads: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._files]
@@ -583,10 +563,10 @@ def measure(
 
 def floor(mode: str, n: int, unit: int) -> float:
     """Compute the seconds of an update phase if devices and interconnect work at their full rates.
-    `unit`: the bytes M, 2 for each parameter.
+    `unit`: 2 bytes for each parameter.
 
-    In the mode "norm first", roadtrain can be up to 5 % faster than this result, because the
-    gradient of one block stays in a push buffer and never reaches a device.
+    In the mode "norm first", roadtrain can be up to 5 % faster, because the gradient of one block
+    never reaches a device.
     """
     device, link = n * RATE, min(n * RATE, LINK)
     if mode == NORM:

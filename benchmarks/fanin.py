@@ -1,6 +1,5 @@
 """Measure fan-in (sums inside the network) with workers, switches and one server in the lab. Fan-in
-is compared with the same server over TCP without switches, and with torch's all-reduce. The
-protocol, the kernels and the integer formats of gradients are also tested without a network.
+is compared with the same server over TCP without switches, and with torch's all-reduce.
 
     --only ITEM,..
     model        explore all states of the protocol
@@ -13,9 +12,8 @@ protocol, the kernels and the integer formats of gradients are also tested witho
     tree         8 workers in two racks
     predicted    measured steps of `lab` and `tree`, compared with the simulator's predictions
 
-Links have 400 Mbit/s in each direction; if a case has another rate, its name says so. Rates count
-whole frames. All hosts share this machine's processors; the results show how busy the processors
-were. Needs root.
+Links carry 400 Mbit/s in each direction, counted as whole frames, unless the name of a case gives
+another rate. All hosts share this machine's processors. Needs root.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from roadtrain.lab import network_available
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Return a function that runs the measurements of the modules called `modules` in this package,
-    and returns their rows. These measurements need no lab.
+    """Return a function that returns the rows of the named modules of this package, which need no
+    lab.
     """
 
     def rows(bench: Bench) -> list[Row]:
@@ -63,8 +61,8 @@ ITEMS: dict[str, Callable[[Bench], Iterable[Row]]] = {
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items whose names are in `only`, or all items if `only` is empty. Raises ConfigError
-    if the lab cannot be emulated.
+    """Run the named items, or all items if `only` is empty. Raises ConfigError if the lab cannot be
+    emulated.
     """
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated on this machine: {why}")

@@ -26,7 +26,7 @@ STOPPED, RUNNING_S, WAIT_S = 2, 3.0, 15.0
 @contextmanager
 def counted(host: LabHost) -> Iterator[dict[str, float]]:
     """Count the bytes of heartbeats that a host sends and receives during the `with` block. The
-    yielded dict is empty in the block. After the block, it has {"sent", "received", "seconds"}.
+    yielded dict is filled after the block, with {"sent", "received", "seconds"}.
     """
     words = [sys.executable, "-m", "benchmarks.fanin_count", "eth0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -43,9 +43,7 @@ def counted(host: LabHost) -> Iterator[dict[str, float]]:
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    """Measure heartbeats during training. Then stop a worker, and measure the seconds until a log
-    names this worker.
-    """
+    """Measure heartbeats during training, and the seconds until a log names a stopped worker."""
     scene = Scene(4)
     with Lab(scene, bench.home / "beats") as lab, lab.serving(switches=True) as address:
         fan_in = scene.fan_in(lab.network, WIRE)
@@ -64,8 +62,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _counted(lab: Lab) -> dict[str, dict[str, float]]:
-    """Count the bytes of heartbeats of the server's host and of worker 0's host for three seconds,
-    while workers train.
+    """Count the bytes of heartbeats of the server's host and of one worker's host for three
+    seconds.
     """
     hosts = lab.network.hosts
     with counted(hosts["node"]) as node, counted(hosts["w0"]) as worker:
@@ -84,9 +82,6 @@ def _shares(beats: Mapping[str, Mapping[str, float]], scene: Scene) -> Iterator[
 
 
 def _stopped(lab: Lab, ranks: Sequence[FanInRank]) -> Iterator[Row]:
-    """Stop the process of a worker (SIGSTOP), and wait for the first log line that names the
-    worker.
-    """
     logs = {name: lab.log(name) for name in lab.servers}
     logs |= {f"worker {r}": rank.errors for r, rank in enumerate(ranks) if r != STOPPED}
     before = {name: len(log.read_text()) for name, log in logs.items()}

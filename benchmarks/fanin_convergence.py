@@ -1,21 +1,14 @@
 """Check whether training converges if the network adds gradients as integers.
 
-Trains the small job (examples/stdlib.toml, with its model, text, optimizer and clipping) for 300
-steps with two workers. One run adds the workers' gradients in fp32; other runs add them as integers
-of 32, 16 and 8 bits. All runs start from the same values, and each worker has rows of its own.
-
-Sequences have 128 tokens, and each worker has one sequence in a step, so the five runs take only
-minutes. One process computes for all workers. The gradients are divided into the same chunks as by
-roadtrain.place(). The kernels of the integer formats (switch/fixed_point.py) convert and add the
-gradients packet by packet, so each sum is bit for bit the sum of a switch. torch computes the
-updates. The loss on 64 held-out batches after the last step is compared. The mean training loss of
-the last 20 steps is printed too.
+Trains the small job (examples/stdlib.toml) for 300 steps with two workers, whose gradients are
+added in fp32 or as integers of 32, 16 and 8 bits. One process computes for all workers, and each
+integer sum is bit for bit the sum of a switch. The loss on 64 held-out batches after the last step
+is compared.
 
 Training is chaotic: any change of rounding leads to different losses. A control run therefore adds
-in fp32 and changes the last bit of one element of the first sum. The difference between the losses
-of the control run and of the fp32 run is pure chance. The difference of an integer format says
-nothing about this format if the difference is smaller than that of the control run. A goal that is
-smaller than the control run's difference is met or missed by chance.
+in fp32 and changes the last bit of one element of the first sum. The difference between its loss
+and that of the fp32 run is pure chance. A smaller difference of an integer format says nothing
+about this format, and a smaller goal is met or missed by chance.
 """
 
 from __future__ import annotations
@@ -59,9 +52,7 @@ def in_fp32(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_integers(width: int) -> Sum:
-    """Return a function that adds gradients as integers of `width` bytes. The gradients of each
-    worker are converted to packets, and the sum of the packets is converted back to fp32.
-    """
+    """Return a function that adds gradients as integers of `width` bytes, as a switch does."""
     kind = fixed_point.INTEGER[width]
 
     def add(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -94,8 +85,8 @@ def as_integers(width: int) -> Sum:
 
 
 def _last_bit_changed() -> Sum:
-    """Return a function that adds gradients like in_fp32, but changes the last bit of one element
-    in its first sum.
+    """Return a function that adds gradients in fp32, but changes the last bit of one element in its
+    first sum.
     """
     first = True
 
@@ -117,9 +108,7 @@ WAYS: dict[str, Sum] = {"fp32": in_fp32, CONTROL: _last_bit_changed()} | {
 
 
 class Workers:
-    """A single model that computes for all workers, one after another. Gradients are cut into the
-    chunks of the job.
-    """
+    """A single model that computes for all workers, one after another."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.run.seed)
@@ -134,8 +123,8 @@ class Workers:
         self.chunks: list[Chunk] = list(laid_out.trainable)
 
     def gradients(self) -> list[np.ndarray]:
-        """Return the gradients of the last backward, one fp32 array for each chunk, and set the
-        gradients of the model to zero.
+        """Return the gradients of the last backward, one fp32 array for each chunk, and clear them
+        in the model.
         """
         out = []
         for chunk in self.chunks:
@@ -150,9 +139,7 @@ class Workers:
         return out
 
     def take(self, sums: Sequence[np.ndarray], workers: int) -> None:
-        """Set the gradient of each parameter to its sum over the workers, divided by `workers`, the
-        number of workers.
-        """
+        """Set the gradient of each parameter to its sum divided by the number of workers."""
         for p in self.params:
             p.grad = torch.zeros_like(p)
         for chunk, total in zip(self.chunks, sums):
@@ -165,7 +152,7 @@ class Workers:
 
 
 def held_out_loss(workers: Workers, tokens: Tokens) -> float:
-    """Return the mean held-out loss after the last step, in nats per token."""
+    """Return the mean held-out loss of the present parameters, in nats per token."""
     job, cpu = workers.job, torch.device("cpu")
     batches = tokens.held_out_batches(HELD_OUT, 4, job.data.seq_len)
     with torch.no_grad():
@@ -173,8 +160,8 @@ def held_out_loss(workers: Workers, tokens: Tokens) -> float:
 
 
 def train(job: Job, tokens: Tokens, add: Sum, steps: int, way: str) -> tuple[list[float], float]:
-    """Train, and return two results: the mean of the workers' losses in each step, and the held-out
-    loss after the last step.
+    """Train, and return (mean of the workers' losses in each step, held-out loss after the last
+    step).
 
     Args:
         add: function that sums the gradients of the workers
@@ -235,8 +222,8 @@ def _beside(case: str, metric: str, losses: Mapping[str, float], way: str) -> Ro
 
 
 def _against(case: str, way: str, losses: Mapping[str, float], goal: float | None) -> Row:
-    """Build the row of a number format: the relative difference between the held-out loss with this
-    format and the held-out loss with fp32. `goal`: largest allowed difference.
+    """Build the row of a number format: the relative difference of its held-out loss from that of
+    fp32. `goal`: largest allowed difference.
     """
     off = losses[way] / losses["fp32"] - 1
     bar, met = (None, None) if goal is None else (f"within {100 * goal:g}", abs(off) <= goal)

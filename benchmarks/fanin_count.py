@@ -3,7 +3,7 @@
     python -m benchmarks.fanin_count DEVICE       (on a host of the lab)
 
 The process prints `ready`, waits for a line, and prints `beats {...}` with the bytes of whole
-frames. It reads frames from a packet socket, whose filter accepts only heartbeats. Needs root.
+frames. Needs root.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ MAGIC_AT, KIND_AT = 42, 45  # after the headers of Ethernet, IP and UDP
 
 
 def _program() -> bytes:
-    """Return the packet filter as a classic BPF program (linux/filter.h). The filter accepts UDP
-    over IP if the payload begins with the header of a fan-in heartbeat.
-    """
+    """Return a classic BPF program (linux/filter.h) that accepts only heartbeats of a fan-in."""
     half, byte, equal, leave = 0x28, 0x30, 0x15, 0x06
     wire_magic = int.from_bytes(MAGIC.to_bytes(2, "little"), "big")
     steps = [
@@ -45,8 +43,8 @@ def _program() -> bytes:
 
 
 def count(device: str) -> dict[str, float]:
-    """Count the bytes of heartbeats in whole frames until a line arrives on stdin. Returns {"sent",
-    "received", "seconds"}.
+    """Count the bytes of heartbeats until a line arrives on stdin. Returns {"sent", "received",
+    "seconds"}.
     """
     program = _program()
     memory = ctypes.create_string_buffer(program)

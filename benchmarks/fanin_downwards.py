@@ -1,9 +1,7 @@
-"""Model of parameters on their way from the server through a switch to the workers. The model can
-be explored (fanin_explore.py). It has the server's sender, a switch and the workers' receivers. The
-switch merges the heartbeats of the receivers.
+"""Model of parameters on their way from the server through a switch to the workers, for the
+exploration (fanin_explore.py). The switch merges the heartbeats of the workers.
 
-The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
-termination.
+benchmarks/fanin_model.py states the assumptions about network, restarts and termination.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):
-    """A switch with a deliberate fault: it merges and sends heartbeats although some children have
-    not sent a heartbeat yet.
+    """A switch with a deliberate fault: it sends merged heartbeats before all children have sent
+    theirs.
     """
 
     def child_beat(self, child: int, beat: Heartbeat) -> Heartbeat | None:
@@ -77,9 +75,7 @@ class Downwards:
             yield ("restarts",), _with(state, SWITCH, restarted), ""
 
     def _sender(self, state: State) -> Iterator[Step]:
-        """Yield every step of the sender. In a step, the sender sends a packet or receives a
-        heartbeat.
-        """
+        """Yield every step of the sender: it sends a packet or receives a heartbeat."""
         part = state[SENDER]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
@@ -91,8 +87,8 @@ class Downwards:
                 yield ("beat", beat), _with(state, SENDER, to), self._beyond(state, last)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """Yield every step of a worker. In a step, the worker receives a packet, or a heartbeat of
-        the worker arrives at the switch.
+        """Yield every step of a worker: it receives a packet, or its heartbeat arrives at the
+        switch.
         """
         at = RECEIVERS + worker
         for number in range(self.senders.states[state[SENDER]][4]):
@@ -115,7 +111,6 @@ class Downwards:
         return _with(state, SENT_UP, sent), out
 
     def _beats(self, state: State) -> list[Heartbeat]:
-        """Return the heartbeat that each worker sends in its present state."""
         return [beat_of(self.receivers.states[part], self.window) for part in state[RECEIVERS:]]
 
     def _beyond(self, state: State, number: int) -> str:
@@ -123,10 +118,9 @@ class Downwards:
         return f"{number} is beyond a worker's credit of {credit}" if number > credit else ""
 
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
-        """Compare a heartbeat that the switch sent up with the merged heartbeats of all workers.
-        The switch must not acknowledge a packet that a worker has not acknowledged, or allow a
-        packet that a worker does not allow. Returns a description of the error, "" if there is
-        none.
+        """Return the error in a heartbeat that the switch sent up, "" if there is none. The switch
+        must not acknowledge a packet that a worker has not acknowledged, or allow a packet that a
+        worker does not allow.
         """
         true = merged(self._beats(state))
         if beat is None or combined(true, beat) == true:
@@ -157,7 +151,7 @@ class Downwards:
         return self._beats_up(_with(state, SENDER, sender))
 
     def _beats_up(self, state: State) -> State:
-        """Deliver each worker's heartbeat to the switch, and then the last merged heartbeat to the
+        """Deliver each worker's heartbeat to the switch, and then the merged heartbeat to the
         sender.
         """
         out = None

@@ -1,13 +1,8 @@
-"""Explore all states of a model, breadth first. Check that no step is wrong, and that a state in
-which everything is delivered can be reached from each state.
+"""Explore all states of a model, breadth first. Check that no step is wrong, and that full delivery
+can be reached from each state.
 
-A model yields the steps from a state. The model consists of state machines, such as the sender of a
-worker. A state of the model is a tuple of small ints, one for each machine. The class `Parts` gives
-each state of a machine its int. The state machines of roadtrain compute the steps. A machine's step
-depends only on the state of that machine and the event, so each step is computed once and
-remembered.
-
-This module can explore any protocol.
+A model consists of state machines, such as the sender of a worker. A state of the model is a tuple
+of small ints, one for each machine. This module can explore any protocol.
 """
 
 from __future__ import annotations
@@ -52,9 +47,8 @@ class Model(Protocol):
     def describe(self, action: Action) -> str: ...
 
     def round(self, state: State) -> State:
-        """Return the state after a total loss and one round without loss. First, all packets in
-        flight are dropped. Then every sender times out and sends again, and all these packets
-        arrive.
+        """Return the state after all packets in flight are lost and every machine has sent again
+        without loss.
         """
 
     def done(self, state: State) -> bool:
@@ -62,8 +56,8 @@ class Model(Protocol):
 
 
 class Parts(Generic[S, Out]):
-    """The states and events of one kind of machine, each with a number. The result of each (state,
-    event) is computed once and remembered.
+    """Gives numbers to the states and events of one kind of machine, and computes the result of
+    each (state, event) only once.
     """
 
     def __init__(self, first: S, step: Callable[[S, Any], tuple[S, Out]]) -> None:
@@ -82,15 +76,15 @@ class Parts(Generic[S, Out]):
         return found
 
     def event(self, event: Hashable) -> int:
-        """Return the number that stands for an event in calls of `step`."""
+        """Return the number that stands for an event."""
         found = self._event_ids.setdefault(event, len(self.events))
         if found == len(self.events):
             self.events.append(event)
         return found
 
     def step(self, number: int, event: int) -> tuple[int, Out]:
-        """Apply an event to a machine in state `number`. Returns the number of the machine's next
-        state, and the output of the step.
+        """Apply a numbered event to a machine. Returns (number of its next state, output of the
+        step).
         """
         result = self._steps.get((number, event))
         if result is None:
@@ -100,8 +94,8 @@ class Parts(Generic[S, Out]):
 
 
 def explore(model: Model, most_states: int = 10_000_000) -> Result:
-    """Explore the states of a model until a step is wrong, no new state is left, or there are more
-    than `most_states`.
+    """Explore a model until a step is wrong, no new state is left, or more than `most_states` are
+    found.
     """
     first = model.first()
     before: dict[State, State | None] = {first: None}
@@ -124,8 +118,8 @@ def explore(model: Model, most_states: int = 10_000_000) -> Result:
 
 
 def _ends(model: Model, before: dict[State, State | None], depth: int, exhaustive: bool) -> Result:
-    """Check that everything can be delivered from each of the found states, and return the result
-    of the exploration. `before`: maps each found state to the state that it was reached from.
+    """Check that everything can be delivered from each found state, and return the result.
+    `before`: maps each found state to the state that it was reached from.
     """
     leads = _Leading(model)
     for state in before:
@@ -154,7 +148,6 @@ class _Leading:
 
 
 def _trace(model: Model, before: dict[State, State | None], last: State) -> tuple[str, ...]:
-    """Describe the steps that lead from the first state to `last`."""
     descriptions = list[str]()
     for earlier, state in _pairs(before, last):
         descriptions.append(
@@ -164,9 +157,7 @@ def _trace(model: Model, before: dict[State, State | None], last: State) -> tupl
 
 
 def _pairs(before: dict[State, State | None], last: State) -> Iterator[tuple[State, State]]:
-    """Yield the pairs (state, next state) on the path to `last`, from the last pair to the
-    first.
-    """
+    """Yield the pairs (state, next state) on the path to `last`, last pair first."""
     while (earlier := before[last]) is not None:
         yield earlier, last
         last = earlier

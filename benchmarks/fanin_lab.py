@@ -1,11 +1,9 @@
 """The lab of `fanin`: hosts for workers, for one server (host `node`) and for switches. The links
 of the workers' hosts and of host `node` have the same rate in each direction.
 
-The host of a switch has one NIC instead of a port for each connection. This NIC is fast enough not
-to be a bottleneck. With `racks = 2`, each rack has a bridge that joins its workers and the host of
-its switch. Another bridge, the spine, joins the host of the root switch and host `node`. The bridge
-of each rack has a link to the spine, with the rate of a worker's link. Bytes are counted as whole
-frames, at the devices where tc limits the rate. Does NOT train; fanin_worker.py does.
+The NIC of a switch's host is never the bottleneck. With `racks = 2`, each rack has a bridge for its
+hosts, whose link to the other bridges has the rate of a worker's link. Bytes are counted as whole
+frames. Does NOT train; fanin_worker.py does.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ class Scene:
         return Network(hosts, {(rack, SPINE): self.rate for rack in self.rack_names})
 
     def fan_in(self, network: Network, wire: str) -> dict[str, Any]:
-        """Describe the tree of switches as the table `fan_in` of a job file. `wire`: integer format
-        of the gradients.
+        """Return the table `fan_in` of a job file, which describes the tree of switches. `wire`:
+        integer format of the gradients.
         """
 
         def at(host: str) -> str:
@@ -121,9 +119,7 @@ class FanInRank(Rank):
 
 
 class Lab:
-    """The network of a scene, used as a context manager. `serving` starts the server and the
-    switches.
-    """
+    """The network of a scene, used as a context manager."""
 
     def __init__(self, scene: Scene, home: Path) -> None:
         self.scene, self.home = scene, home
@@ -145,8 +141,8 @@ class Lab:
 
     @contextmanager
     def serving(self, *, switches: bool) -> Iterator[str]:
-        """Run a server with an empty store on host `node` until the end of the `with` block. If
-        `switches`, also run the switches. Yields the address of the server.
+        """Run a server with an empty store during the `with` block, and yield its address. If
+        `switches`, also run the switches.
         """
         store = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir="/dev/shm"))
         address = f"{self.network.hosts[NODE].address}:{SERVER_PORT}"
@@ -204,10 +200,8 @@ class Lab:
     # runs
 
     def train(self, spec: WorkerSpec, wire: str | None = None) -> Measured:
-        """Train with one worker on each worker host, and return the measurements.
-
-        Args:
-            wire: integer format in which switches sum gradients; if None, switches do not sum
+        """Train with one worker on each worker host, and return the measurements. `wire`: integer
+        format in which switches sum gradients; if None, switches do not sum.
         """
         if spec.method != "ours":
             return self._train(replace(spec, master=self.network.hosts["w0"].address))
@@ -246,9 +240,7 @@ class Lab:
         return ranks
 
     def warm_up(self, ranks: Sequence[FanInRank]) -> None:
-        """Let all workers run their first steps, and wait until all have paused after these
-        steps.
-        """
+        """Let all workers run their first steps, and wait until all have paused."""
         go(ranks)
         self._all(ranks, "warm", RUN_S)
 
@@ -283,8 +275,7 @@ class Lab:
 
     def _still(self) -> dict[str, Traffic]:
         """Wait until all traffic of the last step has ended, and return the byte counts of the
-        links. After a step, gradients may still be pushed, and parameters of the next step may be
-        pulled ahead.
+        links.
         """
         then, until = self.frames(), time.monotonic() + RUN_S
         while time.monotonic() < until:
@@ -313,9 +304,8 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def step_seconds(results: Sequence[Mapping[str, Any]]) -> float:
-    """Compute the median seconds of a step. The warm-up steps are left out, and also the next step,
-    because all workers pause before this step. A step ends when its last worker has finished. The
-    end times of different workers are comparable, because all processes read the same clock.
+    """Return the median seconds of a step, without the warm-up steps and the step after them. A
+    step ends when its last worker has finished.
     """
     ends = [max(of_step) for of_step in zip(*(result["ends"] for result in results))]
     return median(after - before for before, after in pairwise(ends[WARM_UP:]))
@@ -349,8 +339,8 @@ def _ended(process: subprocess.Popen[Any]) -> None:
 
 
 def wait_until(what: str, done: Any, within_s: float) -> float:
-    """Wait until `done()` is true, and return the seconds waited. Raises DeadlineError after
-    `within_s` seconds. `what`: name of the event, for the error message.
+    """Wait until `done()` is true, and return the seconds waited. Raises DeadlineError, which names
+    the event `what`, after `within_s` seconds.
     """
     begin = time.monotonic()
     while not done():

@@ -1,8 +1,7 @@
 """Item `loss` of `fanin`: links that lose packets. Compares goodput with that of the same links
 without loss, and checks that the training losses are the same.
 
-If links lose packets, Linux processes each packet separately, which costs processor time. All links
-therefore have only 50 Mbit/s in this item, with and without loss.
+Linux needs more processor time for links that lose packets, so all links have only 50 Mbit/s.
 """
 
 from __future__ import annotations

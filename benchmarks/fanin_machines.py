@@ -1,8 +1,7 @@
-"""Step functions of the fan-in's state machines (switch/protocol/numbered.py,
-switch/protocol/switch.py), for the exploration. A step builds a machine from a state, lets the
-machine process an event, and returns the machine's new state.
+"""Step functions of the fan-in's state machines, for the exploration. A step builds a machine from
+a state, lets the machine process an event, and returns the machine's new state.
 
-A state is hashable and can be compared. A state does NOT include the machine's counters.
+A state is hashable and does NOT include the machine's counters.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ SEND, SILENT, RESTART = "send", "silent", "restart"
 
 
 def collected(first: Data, second: Data) -> Data:
-    """Combine two sums. A sum is a tuple of (worker, packet number) for each packet that was added.
-    A packet that is in both sums is listed twice.
+    """Combine two sums. A sum is a tuple of (worker, packet number) for each packet that
+    was added.
     """
     return tuple(sorted(first + second))
 
 
 class LiteralSwitch(SwitchStateMachine):
-    """The switch as the paper of SwitchML describes it. After lost packets, such a switch computes
-    wrong sums. A packet's slot in the table is the packet number modulo the window. A slot is
-    cleared as soon as its sum is complete. A resent packet is treated like any other packet.
+    """The switch as the paper of SwitchML describes it, which computes wrong sums after lost
+    packets.
     """
 
     def packet(self, packet: Packet) -> Packet | None:
@@ -58,9 +56,7 @@ def sender_state(sender: NumberedSender) -> SenderState:
 
 
 def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event to a sender. Returns the new state, and the number of the packet that was
-    sent, or -1 if no packet was sent.
-    """
+    """Apply an event to a sender. Returns (new state, number of the sent packet or -1)."""
     sender, sent = NumberedSender(), -1
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
     sender.beat = Heartbeat(ack, credit, have)
@@ -77,8 +73,8 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
 
 
 def eager_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState, int]:
-    """Apply an event to a worker's sender. After a heartbeat, the sender sends at once all packets
-    that it may send. Returns the same as sender_step.
+    """Apply an event to a sender that answers a heartbeat with all packets that it may send.
+    Returns the same as sender_step.
     """
     state, sent = sender_step(state, event)
     more = isinstance(event, Heartbeat)
@@ -110,8 +106,8 @@ def beat_of(state: ReceiverState, depth: int) -> Heartbeat:
 
 
 def earlier_beats(state: ReceiverState, depth: int) -> list[Heartbeat]:
-    """List all heartbeats that a receiver in this state may have sent before, for every order in
-    which packets may have arrived. `depth`: window of the receiver.
+    """List all heartbeats that a receiver in this state may have sent before, for every order of
+    arrival. `depth`: window of the receiver.
     """
     ack, have = state
     arrived = [n for n in range(ack + have.bit_length()) if n < ack or have >> (n - ack) & 1]
@@ -130,9 +126,10 @@ SwitchState = tuple[int, tuple[tuple[int, int, tuple[int, ...], Data, bool], ...
 
 @dataclass(frozen=True)
 class SwitchStep:
-    """The step function of a switch. A step returns (new state, (output, lost)). The output is the
-    packet or heartbeat that the switch sends up, or None. If a packet takes the slot of a smaller
-    packet number, `lost` is the smaller number; else it is -1.
+    """The step function of a switch. A step returns (new state, (output, lost)).
+
+    The output is the packet or heartbeat that the switch sends up, or None. `lost` is the number of
+    a packet whose slot a later packet took, or -1.
     """
 
     machine: type[SwitchStateMachine]

@@ -5,25 +5,20 @@ right, no sum may arrive twice, and all sums must finally arrive.
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The state machines are those of roadtrain (switch/protocol/numbered.py, switch/protocol/switch.py).
-Packets have consecutive numbers. Three properties are checked in each state: the machines' own
-invariants hold (`check()`), no packet number is accepted twice, and no slot of a switch is reused
-before the server has received the sum in the slot.
+Packets have consecutive numbers. In each state, the machines' own invariants must hold, no packet
+number may be accepted twice, and no slot of a switch may be reused before the server has received
+the sum in the slot.
 
-Note "Network": every packet ever sent may arrive at any time, any number of times, or never. This
-covers loss, repetition and reordering anywhere. The data of a packet number never change, so the
-packets that a worker may have sent are all packets with smaller numbers than its next packet. A
+Note "Network": every packet ever sent may arrive at any time, any number of times, or never. A
 machine may receive any heartbeat that another machine may have sent to it before.
 
-Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
-all machines are new, and packets of the old job are still in flight. Such a restart is therefore
-modeled as the first state, with packets of all numbers of an older job in flight. The old packets
-are refused, because a packet carries a tag of its job (switch/packets.py). Variant.ANY_JOB shows
-that the tag is needed.
+Note "Restarts": a switch may lose its table at any time. If a worker restarts, a new job begins
+while packets of the old job are still in flight, so the first state of the model has such packets.
+They are refused, because a packet carries a tag of its job. Variant.ANY_JOB shows that the tag is
+needed.
 
 Note "Termination": from every state, all packets in flight may be lost. After this, some rounds
-without loss, in which all machines send again, must lead to full delivery. No machine therefore
-waits for ever, provided that packets which are sent again and again finally arrive.
+without loss, in which all machines send again, must lead to full delivery.
 
 Note "At once": with the argument `eager`, a worker answers each heartbeat with all packets that it
 may send. A property that holds for eager workers also holds for slower workers, because a packet
@@ -57,8 +52,7 @@ def check(
         tree: children of the root switch: an int is a worker, a tuple is a switch with its children
         window: number of packets that a worker may have in flight
         numbers: number of packets of each worker
-        timeouts: if True, a worker may time out at any time. The timeout is a step of its own,
-            which may send nothing new.
+        timeouts: if True, a worker may time out at any time
         eager: if True, a worker answers each heartbeat with all packets that it may send. Fewer
             states are then explored.
         most_states: limit for the number of explored states
@@ -88,8 +82,8 @@ def check_down(
 
 
 def literal_trace() -> tuple[str, ...]:
-    """Return the shortest sequence of steps after which the switch computes a wrong sum if it works
-    exactly as the paper of SwitchML describes it.
+    """Return the shortest sequence of steps after which a switch that follows the paper of SwitchML
+    computes a wrong sum.
     """
     found = check(Variant.LITERAL, numbers=3)
     assert found.trace is not None, "the literal switch must be refuted"
@@ -98,8 +92,8 @@ def literal_trace() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Scene:
-    """The name and the arguments of an exploration. If `down`, the arguments are those of
-    `check_down`, else those of `check`.
+    """Name and arguments of an exploration: the arguments of `check_down` if `down`, else those of
+    `check`.
     """
 
     name: str
@@ -139,8 +133,8 @@ CASE = "the protocol, explored: 2 workers, loss, repetition, reordering and rest
 
 
 def rows(quick: bool) -> list[Row]:
-    """Explore all scenes, and check that the exploration finds an error in each wrong variant of
-    the protocol. Also prints the steps that `literal_trace` returns.
+    """Explore all scenes, and check that an error is found in each wrong variant of the
+    protocol.
     """
     found = [_row_of(scene) for scene in SCENES if not (quick and scene.slow)]
     for variant, scene in REFUTED.items():

@@ -1,6 +1,4 @@
-"""PlainTable: a slow implementation of a switch's table, for tests of the compiled table in
-switch/switch_table.py. It uses numpy and the state machine of switch/protocol/switch.py.
-"""
+"""A slow switch table in numpy, for tests of the compiled table (switch/switch_table.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}
 
 @cache
 def operation(kind: Kind, width: int) -> Callable[[Payload, Payload], Payload]:
-    """Return the function that sums two payloads of a kind. For equal arguments, the same function
-    object is returned, so functions can be compared.
+    """Return the function that sums two payloads of a kind; the same function object for equal
+    arguments.
     """
     if kind is Kind.EXPONENTS:
         return np.maximum
@@ -39,8 +37,8 @@ class PlainTable:
         self.machine = machine(slots, children)
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Add packets from `run`, write complete sums to `out`, and return the number of these
-        sums. The arguments are those of SwitchTable.add.
+        """Add packets like SwitchTable.add, write complete sums to `out`, and return their
+        number.
         """
         packets = run.reshape(-1, PACKET_NBYTES)
         answers = out[: run.size].reshape(-1, PACKET_NBYTES)

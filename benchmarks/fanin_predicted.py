@@ -1,11 +1,11 @@
 """Simulate a run of `fanin` with switches, to predict the seconds of a step and the bytes on every
-link. Calls `simulate` with a cluster and a plan that describe the lab.
+link.
 
-The inputs are the rates of the links, sizes, and three measurements on this machine: the time in
-which one worker alone computes, the time in which one server alone updates, and the time that
-packets take over loopback. If W workers share C < W processors, each computes at C / W of the speed
-of one worker alone. A step takes at least the processor time of all its work, divided by the number
-of processors. No constant is fitted to a measurement of the lab.
+The inputs are the rates of the links, sizes, and three measurements on this machine: the seconds of
+one worker alone, the updates of one server alone, and the time that packets take over loopback. If
+W workers share C < W processors, each computes at C / W of its speed alone. A step takes at least
+the processor time of all its work, divided by the number of processors. No constant is fitted to a
+measurement of the lab.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SERVER_STATE = 12.0
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model with equal layers, and the seconds of one layer when one worker computes
+    """Sizes of a model with equal layers, and the seconds of one layer if one worker computes
     alone.
     """
 
@@ -58,7 +58,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of one step of a run, after the first steps, when all steps take the same time."""
+    """Prediction of one step of a run, without the first steps."""
 
     seconds: float  # the greater of the simulated time and `processors`
     processors: float  # processor seconds of a step, over the number of processors
@@ -109,9 +109,8 @@ def predict(
 
 
 def lab_cluster(workers: int, racks: int, rate: float, updates: float) -> Cluster:
-    """Describe the lab as a cluster with workers in racks, switches and one server. Switches
-    multicast parameters, because the bridges of the lab copy packets that are sent to a multicast
-    group.
+    """Describe the lab as a cluster with workers in racks, switches that multicast, and one
+    server.
     """
     at = [SPINE] if racks == 1 else [f"rack{r}" for r in range(racks)]
 
@@ -150,8 +149,8 @@ def lab_plan(workers: int, sizes: ModelSizes, wire: Wire, staleness: int) -> Pla
 
 
 def model_of(sizes: ModelSizes) -> ModelShape:
-    """Describe the model for the simulator. The FLOPs of its layers are not used, because the
-    seconds of a layer are measured.
+    """Describe the model for the simulator, with unused FLOPs, because the seconds of a layer are
+    measured.
     """
     layer = BlockShape("layer", sizes.layer, 1.0, 0.0, 0.0)
     blocks = layer.times(sizes.layers)
@@ -161,8 +160,8 @@ def model_of(sizes: ModelSizes) -> ModelShape:
 
 
 def link_bytes(result: Result, racks: int) -> dict[tuple[str, str], float]:
-    """Map (name of a link in the lab, "sent" or "received") to the predicted bytes. All workers'
-    links carry the same bytes, so only worker 0's link is included.
+    """Map (name of a link in the lab, "sent" or "received") to the predicted bytes. Of the workers'
+    equal links, only that of worker 0 is included.
     """
     nbytes = result.bytes
     found = {
@@ -186,8 +185,8 @@ def rate_text(nbytes: float) -> str:
 
 @cache
 def sizes_of(spec: WorkerSpec) -> ModelSizes:
-    """Measure the sizes of the model, and the seconds of a layer with one thread on this machine.
-    The fastest of a few passes counts.
+    """Measure the sizes of the model, and the seconds of a layer with one thread on this
+    machine.
     """
     model = spec.build()
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -200,9 +199,7 @@ def sizes_of(spec: WorkerSpec) -> ModelSizes:
 
 
 def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[float, float]:
-    """Measure (seconds of a forward, seconds of a backward). The backward includes a second
-    forward, because each layer is recomputed.
-    """
+    """Measure (seconds of a forward, seconds of a backward that recomputes each layer)."""
     loss_of, threads = losses_of(spec, 0, 1), torch.get_num_threads()
     torch.set_num_threads(1)
     took = []
@@ -220,9 +217,7 @@ def _seconds(spec: WorkerSpec, model: torch.nn.Module, times: int = 4) -> tuple[
 
 @cache
 def updates_here() -> float:
-    """Measure the rate of updates by one thread on this machine: the bytes/s that they read and
-    write.
-    """
+    """Measure the bytes/s that updates by one thread on this machine read and write."""
     return processors(1)["updates"]
 
 
@@ -234,8 +229,8 @@ def rows(cases: Iterable[Case]) -> Iterator[Row]:
 
 
 def compared(case: Case) -> Iterator[Row]:
-    """Compare a prediction with its measurement: first the seconds of a step, then the bytes on the
-    link that has the largest error.
+    """Compare the predicted seconds of a step and the predicted bytes with the measurement. Of the
+    links, the row has the one with the largest error.
     """
     scene: Scene = case.scene
     assert case.wire is not None

@@ -1,7 +1,6 @@
 """Measure the processor time that fan-in packets take on this machine, over loopback and with the
-real threads. Three times are measured: to make and send a packet, to receive, verify and copy a
-packet, and to add a packet to a switch's table. In the lab all hosts share the processors, so a
-step takes at least the sum of these times over all packets.
+real threads. In the lab all hosts share the processors, so a step takes at least this time for all
+its packets.
 
 Does NOT include the lab's own devices (virtual links, bridges, rates).
 """
@@ -55,7 +54,7 @@ def _across() -> float:
 
 
 class _Stream:
-    """A stream of packets over loopback: a sender and a receiver, each with its threads."""
+    """A stream of packets over loopback, from a sender to a receiver."""
 
     def __init__(self) -> None:
         self.key = PacketKey.derive(None, bytes(16))
@@ -127,10 +126,8 @@ def _add() -> float:
 
 
 def lab_seconds(workers: int, racks: int, up: float, down: float, costs: PacketSeconds) -> float:
-    """Compute the processor seconds of a step for all hosts of the lab together. `up` and `down`
-    are the numbers of packets that one stream has in each direction. Upwards, each worker and each
-    switch sends a stream. Downwards, the network copies packets, so each worker receives all of
-    them.
+    """Compute the processor seconds of a step for all hosts of the lab together. `up`: packets that
+    a worker sends in a step. `down`: packets that each worker receives in a step.
     """
     switches = 1 if racks == 1 else racks + 1
     crossings = up * (workers + switches) + down * workers

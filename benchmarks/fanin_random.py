@@ -1,11 +1,5 @@
 """Send millions of packets through a switch whose links lose, repeat and reorder packets, and count
-wrong sums.
-
-The NumberedSender of each worker, the table of a switch and the NumberedReceiver of the server run
-with real payloads. Most packets carry gradients, in each integer width in turn; some carry
-exponents. All links lose, repeat and delay packets. A few packets are delayed for hundreds of
-ticks. The switch restarts now and then. Every sum that the server accepts is compared with numpy's
-sum of the workers' payloads.
+wrong sums. The switch restarts now and then.
 
 Time is counted in ticks. In each tick, all senders that may send a packet send one, and some of the
 packets in flight arrive, in any order.
@@ -50,8 +44,8 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities of faults. `restart`: probability that the switch restarts in a tick. All other
-    fields are probabilities for each packet on each link.
+    """Probabilities of faults: `restart` for each tick of the switch, all others for each packet on
+    each link.
     """
 
     loss: float = 0.01
@@ -72,23 +66,23 @@ class Outcome:
 
 
 class Payloads:
-    """The payload of each (worker, packet number): random bytes of the worker plus a multiple of
-    the number. A sum therefore shows exactly which packets were added.
+    """The payload of each (worker, packet number), from which a sum shows exactly which packets
+    were added.
     """
 
     def __init__(self, workers: int, random: np.random.Generator) -> None:
         self.rows = random.integers(0, 256, (workers, PAYLOAD_NBYTES), np.uint8)
 
     def width(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the bytes of an element in the payload of each packet number; 0 if the packet
-        carries exponents.
+        """Return the bytes of an element in the payload of each packet; 0 if the packet carries
+        exponents.
         """
         widths = np.array([1, 2, 4], np.uint8)[numbers // EXPONENTS_EVERY % 3]
         return np.where(numbers % EXPONENTS_EVERY == 0, 0, widths)
 
     def fill(self, workers: np.ndarray, numbers: np.ndarray, into: np.ndarray) -> None:
-        """Write the payload of each (worker, packet number) to a row of `into`, uint8 [count,
-        PAYLOAD_NBYTES].
+        """Write the payload of each (worker, packet number) to a row of `into`, uint8 [count, bytes
+        of a payload].
         """
         widths = self.width(numbers)
         for width in np.unique(widths):
@@ -96,7 +90,7 @@ class Payloads:
             into[rows] = self._made(int(width), workers[rows], numbers[rows])
 
     def sums(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the right sum for each packet number, uint8 [count, PAYLOAD_NBYTES]."""
+        """Return the right sum for each packet number, uint8 [count, bytes of a payload]."""
         total = np.empty((len(numbers), PAYLOAD_NBYTES), np.uint8)
         widths = self.width(numbers)
         for width in np.unique(widths):
@@ -128,9 +122,7 @@ class Payloads:
 
 @dataclass
 class Link:
-    """The packets in flight on a link, one packet in each row of an array. In each tick, some
-    packets arrive.
-    """
+    """The packets in flight on a link. In each tick, some packets arrive."""
 
     faults: Faults
     random: np.random.Generator
@@ -160,7 +152,7 @@ class Link:
 
 
 class Scene:
-    """The workers, a switch, and the server. `end`: the receiver of the server."""
+    """Workers, a switch, and a server."""
 
     def __init__(
         self,
@@ -246,9 +238,6 @@ class Scene:
         self.still = 0 if new.any() else self.still + 1
 
     def _beat(self) -> None:
-        """Send the server's heartbeat to the switch and to each worker. Each copy may be late or
-        lost.
-        """
         self.beats = [*self.beats[-4:], self.end.heartbeat()]
         self._deliver_beat(lambda beat: self.table.snoop(beat.ack))
         for sender in self.senders:

@@ -1,10 +1,9 @@
-"""Item `rate` of `fanin`: measurements that need no lab. The first is the packets a second of a
-user-space switch on one core, in memory and over loopback sockets. The second is the memory of a
-switch with 1,000 stuck slots; in a stuck slot, the packet of one child is missing. Over loopback,
-the switch is compared with a plain forwarder.
+"""Item `rate` of `fanin`: measure the packets a second of a user-space switch on one core, in
+memory and over loopback, and the memory of a switch with 1,000 stuck slots. In a stuck slot, the
+packet of one child is missing.
 
-One thread plays the children, the switch and the parent in turn. Only the work of the switch (or of
-the forwarder) is timed: receive, verify, add, seal and send, including the system calls.
+Only the work of the switch is timed: receive, verify, add, seal and send. Over loopback, the switch
+is compared with a plain forwarder.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ class Ends:
         self.number += RUN
 
     def add(self, run: np.ndarray) -> int:
-        """Verify and add the received packets in `run`, as a switch does. Returns the number of
-        sums in `out`.
-        """
+        """Verify and add the received packets in `run`, and return the number of sums in `out`."""
         count = run.size // PACKET_NBYTES
         right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
         made = self.table.add(run, right, self.out, 0)
@@ -78,8 +75,8 @@ def in_memory(seconds: float) -> float:
 
 
 def over_loopback(seconds: float, *, sums: bool) -> float:
-    """Measure the packets a second that arrive at the socket of the switch. If `sums` is False, the
-    switch forwards packets and does not add them.
+    """Measure the packets a second that arrive at the switch over loopback. If `sums` is False, the
+    switch only forwards packets.
     """
     sockets = [
         DatagramSocket(("127.0.0.1", 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB)
@@ -108,9 +105,8 @@ def over_loopback(seconds: float, *, sums: bool) -> float:
 def _pass_on(
     switch: DatagramSocket, end: DatagramSocket, into: np.ndarray, ends: Ends | None
 ) -> int:
-    """Receive the packets of one child at the switch. Add them and send the complete sums to `end`
-    or, if `ends` is None, send the packets themselves to `end`. Returns the number of packets sent.
-    `ends`: has the table that adds the packets.
+    """Receive the packets of one child at the switch, and send their sums to `end`. If `ends` is
+    None, send the packets themselves. Returns the number of packets sent.
     """
     left, sent = RUN, 0
     while left:
@@ -134,9 +130,8 @@ def _take(end: DatagramSocket, into: np.ndarray, count: int) -> None:
 
 
 def stuck() -> tuple[int, int]:
-    """Measure the memory of a switch with 1,000 stuck slots. A slot is stuck if one child has sent
-    its packet and the other child has not. The same slots get stuck again and again, and memory
-    must not grow.
+    """Measure the memory of a switch in which the same 1,000 slots get stuck again and again.
+    Memory must not grow.
 
     Returns (bytes by which the memory of the process grew, bytes of the table).
     """

@@ -2,9 +2,8 @@
 one switch and with a tree of switches. Fan-in is compared with the same server without switches,
 and with torch's all-reduce.
 
-S is the bytes of the parameters in fp32, which is also the bytes of the gradients as int32. B is
-the rate of a link in each direction. The fan-in's datagrams carry 0.940 of this rate (1408 of the
-1498 bytes of a frame).
+S is the bytes of the parameters in fp32, equal to the bytes of the gradients as int32. B is the
+rate of a link in each direction, of which the fan-in's datagrams carry 0.940.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TCP, DDP = "the same servers over TCP", "torch DDP over gloo"
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, with everything that a simulator needs to predict it."""
+    """Measurement with everything that is needed to simulate it."""
 
     name: str
     scene: Scene
@@ -53,8 +52,8 @@ class Bench:
         return replace(made, steps=QUICK_STEPS, **QUICK) if self.quick else made
 
     def sized(self, **size: Any) -> WorkerSpec:
-        """Return the spec of a worker whose decoder has the sizes `size`; with `quick`, all
-        decoders have the same small sizes.
+        """Return the spec of a worker whose decoder has the given sizes, or small sizes in a quick
+        benchmark.
         """
         return self.spec() if self.quick else replace(self.spec(), **size)
 
@@ -79,9 +78,7 @@ def one_switch(bench: Bench) -> Iterator[Row]:
 
 
 def slower(bench: Bench, lab: Lab, name: str) -> Iterator[Row]:
-    """Measure steps of the decoder on slower links. The links then limit a step, and not this
-    machine's processors.
-    """
+    """Measure steps of the decoder on links so slow that they limit a step."""
     ours = bench.measure(f"{name}, decoder, slower links", lab, bench.spec(steps=PEER_STEPS), WIRE)
     case = f"{name}, one switch, {_sizes(bench.spec(), SLOW)}, staleness 1"
     yield from step_rows(case, ours, {}, bench.spec(), lab.scene)
@@ -125,7 +122,7 @@ def _sizes(spec: WorkerSpec, rate: float = RATE) -> str:
 
 def transfer_rows(case: str, run: Measured, spec: WorkerSpec, scene: Scene) -> Iterator[Row]:
     """Compare the rate at which a step transfers gradients and parameters with the rate of the
-    links. In a step, every link carries the size of the model in each direction.
+    links.
     """
     goodput = spec.nbytes / run.seconds
     share = goodput / (scene.rate * CARRIED)
@@ -154,8 +151,8 @@ def step_rows(
 
 
 def link_rows(case: str, run: Measured, spec: WorkerSpec) -> Iterator[Row]:
-    """Compare the bytes that each link carries in a step, in each direction, with the bytes of the
-    model's parameters.
+    """Compare the bytes of each link in a step, in each direction, with the bytes of the
+    parameters.
     """
     shares = {
         (name, way): getattr(traffic, way) * CARRIED / spec.nbytes

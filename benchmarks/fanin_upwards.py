@@ -1,9 +1,7 @@
-"""Model of gradients on their way from the workers through switches to the server. The model can be
-explored (fanin_explore.py). It has the workers' senders, the switches, and the server's receiver,
-which is called "the end".
+"""Model of gradients on their way from the workers through switches to the server, for the
+exploration (fanin_explore.py). `end` means the server's receiver.
 
-The notes in benchmarks/fanin_model.py state the assumptions about network, restarts and
-termination.
+benchmarks/fanin_model.py states the assumptions about network, restarts and termination.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ OLD = 100  # added to a worker's index in data of an older job
 
 
 class Upwards:
-    """The model of gradients on their way from the workers through switches to the server. A state
-    holds the state of the server's receiver, then the state of each worker, then two entries for
-    each switch: the state of the switch, and all sums that the switch ever sent.
+    """The model of gradients from the workers through switches to the server. A state of the model
+    is a tuple: the server's receiver, each worker, and for each switch its state and all sums that
+    it ever sent.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Upwards:
         return (self.end.first, *(self.senders.first for _ in self.workers), *below)
 
     def at(self, switch: int) -> int:
-        """Return the index at which a state of the model holds the state of a switch."""
+        """Return the index of a switch's state in a state of the model."""
         return 1 + len(self.workers) + 2 * switch
 
     def done(self, state: State) -> bool:
@@ -123,9 +121,7 @@ class Upwards:
                 yield from self._sum(state, number, data)
 
     def _worker(self, state: State, worker: int) -> Iterator[Step]:
-        """Yield every step of a worker. In a step, the worker sends a packet, times out, or
-        receives a heartbeat.
-        """
+        """Yield every step of a worker: it sends a packet, times out, or receives a heartbeat."""
         part = state[1 + worker]
         to, number = self.senders.step(part, self.senders.event(SEND))
         if to != part:
@@ -142,9 +138,7 @@ class Upwards:
                 yield ("beat", worker, beat), _with(state, 1 + worker, to), ""
 
     def _switch(self, state: State, switch: int) -> Iterator[Step]:
-        """Yield every step of a switch. In a step, the switch receives a packet or a heartbeat, or
-        restarts.
-        """
+        """Yield every step of a switch: it receives a packet or a heartbeat, or restarts."""
         at, parts = self.at(switch), self.switches[switch]
         for child, source in enumerate(self.nodes[switch]):
             below = state[1 + source] if isinstance(source, int) else state[self._sums_of(source)]
@@ -176,9 +170,7 @@ class Upwards:
             yield ("packet", switch, number, data, out), after, wrong
 
     def _sum(self, state: State, number: int, data: Data) -> Iterator[Step]:
-        """Yield the step in which a sum arrives at the server, if the server has not received this
-        sum yet.
-        """
+        """Yield the step in which a sum first arrives at the server."""
         to, new = self.end.step(state[0], self.end.event(number))
         if new:
             wrong = "" if data == self.right(number) else f"the sum of {number} is wrong"
@@ -186,10 +178,8 @@ class Upwards:
 
     def _arrivals(self, source: int | Tree, part: int) -> list[tuple[int, Data]]:
         """List (packet number, data) of all packets that a child of a switch may have sent.
-
-        Args:
-            source: the child: a worker, or the tree below a switch
-            part: number that `Parts` gave to the child's state
+        `source`: the child, a worker or the tree below a switch. `part`: number of the child's
+        state.
         """
         if not isinstance(source, int):
             return sorted(self.sums.states[part])
@@ -234,8 +224,8 @@ class Upwards:
         return now
 
     def _deliver(self, now: list[int], worker: int, number: int) -> None:
-        """Deliver a worker's packet to its switch. If sums become complete, deliver them to the
-        switches above and to the server. Changes the state `now`.
+        """Deliver a worker's packet to its switch, and complete sums to the switches above and the
+        server. Changes the state `now`.
         """
         node = next(node for node in self.nodes if worker in node)
         switch, child, data = self.nodes.index(node), node.index(worker), ((worker, number),)

@@ -1,9 +1,8 @@
-"""One worker of a run of `fanin`: trains with roadtrain or torch, as its spec says, and writes its
-step times and losses.
+"""Worker of a run of `fanin`: trains with roadtrain or torch, and writes its step times and losses.
 
     python -m benchmarks.fanin_worker SPEC.json RANK WORLD
 
-The process prints `imported` at the start, `ready` before the first step, `warm` after WARM_UP
+The process prints `imported` at the start, `ready` before the first step, `warm` after the warm-up
 steps, and `done` after the last step. After each of these lines it waits for a line on stdin. At
 the end it prints `result {...}`.
 """
@@ -39,8 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Arguments that every worker of a run gets. `computes`: if False, the model has almost nothing
-    to compute, and workers only transfer bytes.
+    """Arguments that every worker of a run gets. `computes`: if False, workers transfer bytes and
+    compute almost nothing.
     """
 
     method: str
@@ -99,20 +98,17 @@ class WorkerSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, which are also the bytes of one worker's gradients."""
+        """Bytes of all parameters, equal to the bytes of one worker's gradients."""
         return self.elements * DTYPES[self.dtype].itemsize
 
 
 def _block_elements(spec: WorkerSpec) -> int:
-    """Count the parameters of one decoder layer. A model that only transfers bytes has blocks of
-    the same size.
-    """
     return 4 * spec.width**2 + 3 * spec.width * spec.inner + 2 * spec.width
 
 
 class _Constant(torch.autograd.Function):
-    """Autograd function that returns a copy of `x`. In backward, the gradient of `weight` has the
-    same constant in all elements.
+    """Autograd function that returns a copy of `x`. In backward, the gradient of `weight` is a
+    constant.
     """
 
     @staticmethod
@@ -184,7 +180,7 @@ class Ours:
 
 
 class Ddp:
-    """Training with torch's DistributedDataParallel over gloo, which all-reduces the gradients."""
+    """Training with torch's DistributedDataParallel over gloo."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world: int) -> None:
         self.loss = losses_of(spec, rank, world)
@@ -214,8 +210,8 @@ METHODS: dict[str, Callable[[WorkerSpec, int, int], Method]] = {"ours": Ours, "d
 
 
 def losses_of(spec: WorkerSpec, rank: int, world: int) -> Callable[[Any, int], torch.Tensor]:
-    """Return a function that computes the loss of this worker's tokens. The arguments of the
-    function are the model and the number of the step.
+    """Return a function that computes the loss of this worker's tokens from (model, number of the
+    step).
     """
 
     def of(model: Any, number: int) -> torch.Tensor:
@@ -242,7 +238,7 @@ def fan_in_of(tree: dict[str, Any]) -> FanIn:
 
 
 def train(spec: WorkerSpec, rank: int, world: int, pause: Callable[[str], None]) -> dict[str, Any]:
-    """Train, and return a dict with the end time and the loss of each step.
+    """Train, and return the end time and the loss of each step.
 
     Args:
         pause: called with "ready" before the first step, with "warm" after the warm-up, and with

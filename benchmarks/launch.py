@@ -9,9 +9,8 @@ are in labs on this machine and on two Ray nodes.
     replan   slow a link to a quarter of its rate and plan again
     files    validate the files of --write slurm and kubernetes
 
-Needs root. All hosts share this machine's processors. The speed of a device is measured right
-before each plan is made (launch_speed.py). Links have 12 to 100 Mbit/s in each direction. Does NOT
-emulate latency.
+Needs root. All hosts share this machine's processors, whose speed is measured right before each
+plan. Links have 12 to 100 Mbit/s in each direction. Does NOT emulate latency.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ ITEMS = ("plan", "start", "faults", "replan", "files")
 
 
 def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
-    """Run the items whose names are in `only`, or all items if `only` is empty. Raises ConfigError
-    if the lab cannot be emulated.
+    """Run the named items, or all items if `only` is empty. Raises ConfigError if the lab cannot be
+    emulated.
     """
     if (why := network_available()) is not None:
         raise ConfigError(f"the lab cannot be emulated on this machine: {why}")

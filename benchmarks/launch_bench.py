@@ -1,5 +1,5 @@
-"""Common parts of the items of `launch`: directories, numbers of steps, and starts of runs. Does
-NOT compare results with goals.
+"""Directories, numbers of steps, and starts of runs for the items of `launch`. Does NOT compare
+results with goals.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Bench:
         *more: str,
         inside: Sequence[str] = (),
     ) -> Iterator[LaunchedRun]:
-        """Write cluster.toml and job.toml, make a plan from these two files alone, and start the
-        run. Yields the run after its first step.
+        """Write cluster.toml and job.toml, make a plan from them, and start a run. Yields the run
+        after its first step.
 
         Args:
             name: name of the run, and of its directory
@@ -67,8 +67,8 @@ class Bench:
 
     @contextmanager
     def again(self, run: LaunchedRun, name: str, on: str = "lab") -> Iterator[LaunchedRun]:
-        """Start a second run with the plan and the job of `run`, in another run directory. Yields
-        the second run after its first step.
+        """Start a second run with the plan and the job of `run` in another directory. Yields the
+        second run after its first step.
         """
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
@@ -82,9 +82,7 @@ class Bench:
             yield other
 
     def forget_stores(self) -> None:
-        """Remove the stores that runs left in the memory of this machine (/dev/shm). The hosts of a
-        lab remove their stores themselves.
-        """
+        """Remove the stores that runs left in the memory of this machine (/dev/shm)."""
         for store in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
             shutil.rmtree(store, ignore_errors=True)
 
@@ -107,9 +105,7 @@ def row(
     *,
     beside: tuple[str, float] | None = None,
 ) -> Row:
-    """Build a row. `beside`: (name, value) that `ours` is compared with. The row's ratio is `ours`
-    divided by this value.
-    """
+    """Build a row. `beside`: (name, value) that `ours` is divided by for the row's ratio."""
     name, peer = beside or (None, None)
     ratio = ours / peer if peer and ours is not None else None
     return Row(case, metric, unit, ours, peer, name, ratio, None, goal, met)

@@ -1,7 +1,7 @@
 """Faults of a launched run, and the consequences of each fault: whether training goes on, the
 seconds until it goes on, and the number of repeated steps.
 
-The consequences are read from the lines of worker 0 in all.log. Does NOT compare losses.
+The consequences are read from the log of worker 0. Does NOT compare losses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ SERVE, TRAIN = "serve", "train"
 
 @dataclass
 class FaultTarget:
-    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None if the run does
-    not use Ray.
-    """
+    """The run that faults are injected into. `nodes`: the run's Ray nodes, or None without Ray."""
 
     run: LaunchedRun
     nodes: RayNodes | None = None
@@ -57,9 +55,7 @@ class FaultTarget:
             process.kill()
 
     def send(self, *words: str) -> None:
-        """Send a request to the supervisor, which passes the request to the engine. The command
-        line has no options for such requests.
-        """
+        """Send a request to the supervisor of the run, which passes it to the engine."""
         ask_supervisor(self.run.run_home, "tell", words)
 
 
@@ -69,8 +65,8 @@ Do = Callable[[FaultTarget], None]
 @dataclass(frozen=True)
 class Fault:
     """A scripted fault. `restarts`: the fault makes workers start again. `again`: training goes on
-    only after a command of the user. `fewer`: some steps between this fault and the next are
-    trained by fewer workers than before.
+    only after a command of the user. `fewer`: until the next fault, some steps are trained by fewer
+    workers.
     """
 
     what: str
@@ -86,11 +82,9 @@ class Outcome:
 
     Attributes:
         step: the last step that was done before the fault
-        seconds: time from the fault until training went on. If the fault makes workers start again,
-            training goes on when the first step of these workers ends. Else training goes on when
-            the first step that began after the fault ends.
-        repeated: number of steps that were done twice. The step that the fault interrupted does not
-            count.
+        seconds: time from the fault until the first step ends that began after the fault. If
+            workers start again, it is the first step of these workers.
+        repeated: number of steps that were done twice, without the step that the fault interrupted
     """
 
     fault: Fault
@@ -192,12 +186,8 @@ def agent_killed(host: str, restarts: bool = True) -> Fault:
 
 
 def actor_killed(what: str, words: Sequence[str]) -> Fault:
-    """Return a fault that kills a Ray actor. Each actor has started an agent, and each agent has
-    started processes of the run. One of these processes has `words` in its command line; the fault
-    kills the actor whose agent started this process.
-
-    Args:
-        what: name of the process, for the name of the fault
+    """Return a fault that kills the Ray actor of a process of the run. `what`: name of the process.
+    `words`: words in the command line of the process.
     """
 
     def do(target: FaultTarget) -> None:
@@ -217,8 +207,8 @@ def launcher_killed() -> Fault:
 
 
 def launcher_killed_that_stops() -> Fault:
-    """Return a fault that restarts the run, so that the run stops if its launcher dies, and kills
-    the launcher. When the run has ended, it is resumed.
+    """Return a fault that kills the launcher of a run that stops without its launcher. The run is
+    then resumed.
     """
 
     def do(target: FaultTarget) -> None:

@@ -7,8 +7,8 @@ repeated steps. Losses are compared with those of a run without faults on this h
     ray    two workers and a server on three Ray nodes
 
 As long as all workers of the plan run, losses are equal bit for bit. After steps with fewer
-workers, losses may differ by up to 0.001 %, because gradients were summed in another order, and the
-difference grows with the steps. Needs root.
+workers, losses may differ by up to 0.001 %, because gradients were summed in another order. Needs
+root.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class FaultScene:
         on: engine that runs the processes, as in `launch --on`
         nodes: names of the hosts of a Ray cluster, if the scene runs on Ray
         spares: spare hosts to add to the plan
-        later: hosts to remove from the plan. They stay in the cluster, so that a fault can add
-            them.
+        later: hosts of the cluster to remove from the plan, so that a fault can add them
     """
 
     name: str
@@ -172,8 +171,8 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
-    """Run all faults of a scene, and yield their rows. If the run does not survive a fault, the row
-    of the fault misses its goal, and the run is resumed for the next faults.
+    """Run all faults of a scene, and yield their rows. A fault that the run does not survive misses
+    its goal.
     """
     case = scene.scene.name
     found: list[Outcome] = []
@@ -211,8 +210,8 @@ def struck(
     bench: Bench, scene: FaultScene, found: list[Outcome], failed: dict[Fault, str]
 ) -> dict[int, float]:
     """Inject all faults of `scene` into one run, one after another, and return the run's training
-    losses by step. Appends each outcome to `found`. If the run does not survive a fault, maps the
-    fault to the reason in `failed`.
+    losses by step. Appends each outcome to `found`, and maps each fault that the run does not
+    survive to the reason in `failed`.
     """
     with ExitStack() as stack:
         nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
@@ -249,8 +248,8 @@ def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, floa
 
 
 def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> LaunchedRun:
-    """Write the cluster file and the job file of a scene, and plan a run. In the plan, the
-    directories of stores are below the directory of this benchmark.
+    """Write the cluster file and the job file of a scene, and plan a run, with stores below the
+    directory of this benchmark.
 
     Args:
         name: name of the run, and of its directory
@@ -275,8 +274,8 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
-    """Compute the relative difference between the losses of a step in two runs. The result is 0 if
-    the losses are equal bit for bit, and infinite if a run does not have the step.
+    """Compute the relative difference between the losses of a step in two runs; infinite if a run
+    does not have the step.
     """
     if step not in losses or step not in theirs:
         return float("inf")

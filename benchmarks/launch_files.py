@@ -71,8 +71,8 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
 
 
 def _allowed(path: str, source: str) -> bool:
-    """Check that a generated file may contain a path. A path is allowed if it is in `source` (the
-    text of the plan and the job), below a directory that is in `source`, or a system path of Linux.
+    """Check that a path in a generated file is in `source` (the text of the plan and the job),
+    below a directory in `source`, or a system path of Linux.
     """
     parents = [path, *map(str, Path(path).parents)][:-1]
     return path.startswith(SYSTEM) or any(p in source for p in parents if p.count("/") > 1)
@@ -83,8 +83,8 @@ def _read(path: str) -> str:
 
 
 def tried(files: Path, hosts: Sequence[str]) -> Row:
-    """Check that `sbatch --test-only` accepts the generated script. The check runs on a local Slurm
-    that has the hosts of the plan.
+    """Check that `sbatch --test-only` accepts the generated script on a local Slurm with the hosts
+    of the plan.
     """
     what, unit = "sbatch --test-only accepts the script", "hosts"
     lacking = f"{', '.join(MISSING)} not installed" if MISSING else ""
@@ -102,11 +102,8 @@ def tried(files: Path, hosts: Sequence[str]) -> Row:
 
 
 def checked(kind: str, path: Path, text: str) -> list[str]:
-    """Run validators on a generated file, and return their complaints. Only scripts and manifests
-    are validated; for any other file the list is empty.
-
-    Args:
-        kind: "slurm" or "kubernetes"
+    """Run validators on a generated script or manifest, and return their complaints. `kind`:
+    "slurm" or "kubernetes".
     """
     if kind == "slurm" and path.suffix == ".sbatch":
         tools = [["bash", "-n"], ["shellcheck"]]

@@ -1,6 +1,6 @@
-"""Item `plan` of `launch`: plan and launch from cluster.toml and job.toml alone, and compare the
-seconds of a step with the prediction. Also check that a run goes on with the same losses after all
-processes of a host were killed.
+"""Item `plan` of `launch`: plan and launch from cluster.toml and job.toml, and compare the seconds
+of a step with the prediction. Also check that losses stay the same after all processes of a host
+were killed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def failed(case: str, error: RoadtrainError) -> Row:
 
 
 def run_and_kill(bench: Bench, run: LaunchedRun, case: str, on: str = "lab") -> Iterator[Row]:
-    """Measure `run`, which has already started, until it ends. Then start the same run again, kill
-    the processes of a host, and compare the losses.
+    """Measure the started run until its end. Then run it again, kill the processes of a host, and
+    compare the losses.
     """
     run.wait_end(bench.steps * STEP_S)
     promised = bench.plan_of(run).predicted

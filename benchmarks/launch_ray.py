@@ -1,5 +1,5 @@
-"""Ray nodes on this machine for the items of `launch`. Each node has a raylet of its own, as in
-`ray.cluster_utils`. A dead node is detected after 2 s instead of Ray's 15 s. Does NOT launch a run.
+"""Ray nodes on this machine for the items of `launch`, each with a raylet of its own. A dead node
+is detected after 2 s instead of Ray's 15 s. Does NOT launch a run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ FOUND_DEAD = {
 
 
 def ray_scene() -> Scene:
-    """Describe two hosts with a worker each. The scene has no names or addresses of hosts, because
-    the engine finds them.
-    """
+    """Describe two hosts with a worker each, without names or addresses."""
     return Scene(
         "two Ray nodes",
         (HostKind("node", 1000, 2),),
@@ -72,8 +70,8 @@ class RayNodes:
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def kill_raylet(self, name: str) -> None:
-        """Kill only the raylet of a node. The other processes of the node end by themselves when
-        they notice it.
+        """Kill only the raylet of a node. The other processes of the node end by themselves
+        later.
         """
         node = self._nodes.pop(name)
         for raylet in node.all_processes["raylet"]:

@@ -1,6 +1,5 @@
-"""Two Ray nodes for item `plan` of `launch`. Each node has a network namespace and a NIC of its
-own, like a host. Traffic between the nodes crosses emulated links, which are slow enough that this
-machine's processors do not limit it. Does NOT launch a run.
+"""Two Ray nodes for item `plan` of `launch`, each with a network namespace and a NIC of its own.
+The emulated links between the nodes are the bottleneck. Does NOT launch a run.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ LINKED = Scene(  # the links limit a step; Ray's own processes take a tenth of t
 
 @dataclass(frozen=True)
 class LinkedNodes:
-    """A running Ray cluster. `address`: the address of its head. `inside`: words to put before a
+    """A running Ray cluster. `address`: address of its head. `inside`: words to put before a
     command, so that the command runs on the head's host.
     """
 
@@ -52,7 +51,7 @@ class LinkedNodes:
 
 @contextmanager
 def linked_nodes(home: Path) -> Iterator[LinkedNodes]:
-    """Start the two Ray nodes that the scene LINKED describes, and yield them.
+    """Run the two Ray nodes during the `with` block, and yield them.
 
     Raises:
         ConfigError: Ray is not installed
@@ -80,8 +79,8 @@ def _children(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def _node(host: LabHost, home: Path, words: Sequence[str]) -> Iterator[None]:
-    """Run a Ray node with the name of its host. At the end of the `with` block, all processes of
-    the node are ended. `words`: further arguments of `ray start`.
+    """Run a Ray node with the name of its host during the `with` block. `words`: further arguments
+    of `ray start`.
     """
     log = home / f"ray.{host.name}.log"
     more = (

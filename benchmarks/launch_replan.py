@@ -1,6 +1,6 @@
-"""Item `replan` of `launch`: compare the prediction of every stage with its measurement, slow a
-link to a quarter of its rate, run `launch --replan`, and compare steps under the new plan with
-steps under the old plan.
+"""Item `replan` of `launch`: compare the prediction of every stage of a step with its measurement.
+Then slow a link to a quarter of its rate, run `launch --replan`, and compare steps under the old
+and the new plan.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ def slowed(bench: Bench, name: str, scene: Scene) -> Iterator[Row]:
 
 
 def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
-    """Compare the losses of the run with those of a second run whose link is not slowed. Returns
-    the number of steps up to `until` whose losses differ by more than rounding. Small differences
-    are expected, because sums are taken in another order.
+    """Return the number of steps up to `until` whose losses differ by more than rounding from those
+    of a run without the slow link.
     """
     with bench.again(run, f"{run.home.name}-plain") as plain:
         plain.wait_step(until, START_S + until * STEP_S)
@@ -74,9 +73,7 @@ def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
 
 
 def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
-    """Compare the predicted time of every stage with the measured time, for every rank. Both times
-    are in the metrics of the rank.
-    """
+    """Compare the predicted and the measured time of every stage of a step, for every rank."""
     plan = bench.plan_of(run)
     for rank in range(plan.plan.parallelism.devices):
         lines = run.lines(rank)[-bench.steps // 2 :]

@@ -1,9 +1,5 @@
-"""LaunchedRun: a run of `launch`, controlled by the commands of a user (`roadtrain plan`,
-`roadtrain launch --detach`, `--stop`) and observed through its files (state.json, metrics.jsonl,
-all.log).
-
-Benchmarks can kill processes of a run, which are found by their command line and environment. Does
-NOT compare results with goals.
+"""A run of `launch`, controlled by the commands of a user (`roadtrain plan`, `roadtrain launch`)
+and observed through its files. Does NOT compare results with goals.
 """
 
 from __future__ import annotations
@@ -119,9 +115,8 @@ class LaunchedRun:
         return then
 
     def follow(self, *words: str) -> None:
-        """Start a launcher that stays attached to the run, and wait until the run has begun. The
-        launcher is `roadtrain WORDS` or, without words, `roadtrain launch`. Raises RoadtrainError
-        if the run does not begin.
+        """Start `roadtrain WORDS`, by default `roadtrain launch`, as a launcher attached to the
+        run, and wait until the run has begun. Raises RoadtrainError if the run does not begin.
         """
         self._let_go()
         self.launcher = subprocess.Popen(
@@ -145,7 +140,6 @@ class LaunchedRun:
         return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
 
     def _let_go(self) -> None:
-        """Kill the launcher that stays attached to the run."""
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
@@ -158,10 +152,6 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
-        """Remove the launch directory of an earlier run with the same name, unless that run still
-        has a supervisor. In a lab, the stores of the earlier run are in this directory, and are
-        removed too.
-        """
         if not self.run_home.is_supervised():
             shutil.rmtree(self.run_home.path, ignore_errors=True)
         return self
@@ -187,8 +177,8 @@ class LaunchedRun:
         return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
     def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Map each step to its line in the metrics of a rank. If the rank was absent for some
-        steps, the lines before its absence are in older files, which are read too.
+        """Map each step to its line in the metrics of a rank, including the lines before an absence
+        of the rank.
         """
         last, number, found = self._metrics(rank), 1, dict[int, dict[str, Any]]()
         while (before := last.with_name(f"{last.stem}.before-{number}.jsonl")).exists():
@@ -204,11 +194,8 @@ class LaunchedRun:
     def losses(self) -> dict[int, float]:
         """Map each step to the mean loss over the ranks that trained in the step.
 
-        The line of a data-parallel rank covers the micro-batches of that rank. If fewer ranks
-        trained in a step, the line of each of them covers more tokens. The other ranks may have
-        older lines for this step, which were written before the step was repeated. These lines are
-        ignored. With servers, worker 0's line covers the tokens of all workers, and is the only
-        line that counts.
+        Lines that were written before a step was repeated with fewer ranks are ignored. With
+        servers, only worker 0's line counts, because it covers the tokens of all workers.
         """
         of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
         steps = sorted(of_rank[0])
@@ -228,8 +215,8 @@ class LaunchedRun:
         return out
 
     def step_s(self, after: int, until: int | None = None) -> float:
-        """Compute the median seconds of the steps after step `after`, up to step `until`. The first
-        four steps are left out, because their time is not steady yet.
+        """Compute the median seconds of the steps after step `after`, up to step `until`, without
+        the first four steps.
         """
         took = [
             float(line["seconds"])
@@ -243,7 +230,7 @@ class LaunchedRun:
 
     def wait_step(self, step: int, within_s: float) -> float:
         """Wait until the step is done, and return the seconds waited. Raises DeadlineError after
-        `within_s` seconds, or RoadtrainError if the run ends before the step is done.
+        `within_s` seconds, or RoadtrainError if the run ends before.
         """
 
         def done() -> bool:
@@ -320,8 +307,6 @@ class LaunchedRun:
         return [p for p in processes(self._mine) if "roadtrain.launch.supervise" in p.words]
 
     def _started(self, process: FoundProcess) -> bool:
-        """Check that the engine of this run started the process. Such a process has the run's
-        directory in its command line.
-        """
+        """Check that the engine of this run started the process."""
         directory = str(self.home / "run")
         return "roadtrain.cli" in process.words and any(directory in word for word in process.words)

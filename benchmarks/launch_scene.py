@@ -1,11 +1,9 @@
-"""Clusters and jobs of the benchmark `launch`. Scene.write writes the cluster file and the job file
-of a run, as a user would.
+"""Clusters and jobs of the benchmark `launch`, written as the files that a user would write. The
+model is a small Llama in fp32.
 
-The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's processors. If half
-of the hosts wait for a link, each of the other hosts computes twice as fast. The speed of devices
-in the cluster file is measured on this machine right before (launch_speed.py), with as many
-processes as hosts that compute at the same time. Does NOT start the processes of a run.
+Links have 12 to 100 Mbit/s, so they limit a step. The hosts of a lab share this machine's
+processors, so the speed in the cluster file is measured with as many processes as hosts that
+compute at the same time. Does NOT start the processes of a run.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ LATENCY = "50us"
 
 @dataclass(frozen=True)
 class HostKind:
-    """An entry of [[hosts]] in a cluster file, for one or several equal hosts. `rate`: rate of a
-    host's NIC in Mbit/s.
-    """
+    """An entry of [[hosts]] in a cluster file. `rate`: rate of a host's NIC in Mbit/s."""
 
     name: str
     rate: float
@@ -75,8 +71,7 @@ class Scene:
 
     def constants(self, on: str) -> str:
         """Return the name of the simulator's constants for this scene: "lab" for emulated links, or
-        "measured". With "lab", TCP carries a fixed share of the rate of a NIC. With both, devices
-        have the speed that was measured.
+        "measured".
 
         Args:
             on: engine that runs the processes, as in `launch --on`

@@ -1,7 +1,6 @@
 """Measure how fast this machine's processors compute a job of `launch` while several hosts compute
 at once. The results are the seconds of a micro-batch's forward and backward, and the rates of
-optimizer updates and of sums. Each plan is made right after a measurement, so its cluster file has
-the present speed of the machine.
+optimizer updates and of sums.
 
     python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    (one host: prints a line of JSON)
 
@@ -37,8 +36,8 @@ BEGIN = "begin"
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of one host while several hosts compute at once. `flops`: FLOPs of the model that the
-    host computes in a second. In the cluster file, this is the peak of the host's device.
+    """Speed of one host while several hosts compute at once. `flops`: FLOPs of the model in a
+    second.
     """
 
     hosts: int
@@ -51,8 +50,7 @@ class Speed:
 
 def speed(job: Path, hosts: int, samples: int) -> Speed:
     """Measure the speed of a host while `hosts` processes compute at once. `samples`: samples in a
-    micro-batch; a larger micro-batch takes less time for each sample. Raises RuntimeError if a
-    process fails.
+    micro-batch. Raises RuntimeError if a process fails.
     """
     words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS), str(samples)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,7 +90,7 @@ def speed(job: Path, hosts: int, samples: int) -> Speed:
 @cache
 def together() -> dict[str, float]:
     """Measure the rates of updates, sums and memory accesses (bytes/s) when all processors of this
-    machine work at once. The hosts of a lab share these rates.
+    machine work at once.
     """
     return processors(len(os.sched_getaffinity(0)))
 

@@ -1,9 +1,6 @@
 """Item `start` of `launch`: the time from the launch command to the first step on two Ray nodes,
-and the time of each part of the start. The time of the whole start is compared with the time from
-the torchrun command to the first step of the same job on this host.
-
-A part ends when the process of the next part begins, or when a phase of the start is done
-(roadtrain.launch.home.StartPhase).
+and the time of each phase of the start. The whole time is compared with that of torchrun for the
+same job on this host.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Measure links: two processes transfer 4 MiB chunks over loopback TCP and over shared memory. gloo
-transfers the same chunks for comparison. If NIXL is installed, the RDMA link is measured too, over
-UCX's TCP mode. Its result shows the overhead of the RDMA link, but not the speed of RDMA. With
-root, both directions are also measured at once over an emulated link of a given rate.
+transfers the same chunks for comparison. If NIXL is installed, the RDMA link is measured over UCX's
+TCP mode, which shows its overhead but not the speed of RDMA. With root, both directions are also
+measured at once over an emulated link of a given rate.
 
-By default, frames have checksums. Each transfer also runs without checksums, to show the cost of
-checksums. The floor of TCP is a bare socket with the same calls, and the floor of shared memory is
-one copy. All transfers and floors are measured in turn, in each of several rounds. With one buffer
-on each side, the bytes stay in the cache. With several buffers in turn, as in training, the memory
-bandwidth counts. CPU seconds are those of both processes together. Over the emulated link, the rate
-is that of arriving data between the first chunk and the last. The floor of the emulated link is its
-rate without the headers of Ethernet, IP and TCP, which every packet of 1448 bytes has.
+The floor of TCP is a bare socket with the same calls, the floor of shared memory is one copy, and
+the floor of the emulated link is its rate without the headers of its packets. With one buffer on
+each side, the bytes stay in the cache; with several, the memory bandwidth counts. CPU seconds are
+those of both processes together.
 """
 
 from __future__ import annotations
@@ -65,9 +62,7 @@ def _near_options(way: str) -> handshake.Common:
 
 
 class _Node:
-    """A process that listens or connects. After that, it makes the transfers that the parent
-    requests.
-    """
+    """A child process that makes the transfers that its parent process requests."""
 
     def __init__(self) -> None:
         self.buffers, self.out = ([Buffer(CHUNK).view for _ in range(WINDOW)] for _ in range(2))
@@ -120,7 +115,7 @@ class _Node:
 
     def transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
         """Send `sends` chunks and receive `receives` chunks at the same time. Returns (seconds
-        until both sides have all chunks, bytes/s of the arriving data, CPU seconds of this
+        until both processes have all chunks, bytes/s of the arriving data, CPU seconds of this
         process).
         """
         assert self.link is not None
@@ -158,9 +153,8 @@ class _Node:
         self.count = buffers
 
     def copy_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of shared memory: copy as many chunks as a transfer sends. A transfer
-        copies each chunk twice, but two processes do this at the same time. The floor is therefore
-        one copy of each chunk.
+        """Measure the floor of shared memory: one copy of as many chunks as a transfer sends.
+        Returns the same as `transfer`.
         """
         begin, cpu = perf_counter(), process_time()
         for i in range(sends):
@@ -175,8 +169,8 @@ class _Node:
         self.client = socket.create_connection(address)
 
     def plain_transfer(self, sends: int, receives: int) -> tuple[float, float, float]:
-        """Measure the floor of TCP: send and receive the same bytes over a bare socket, without
-        frames.
+        """Measure the floor of TCP: transfer the same bytes over a bare socket, without frames.
+        Returns the same as `transfer`.
         """
         if receives:
             sock, _ = self.server.accept()
@@ -244,8 +238,8 @@ def _serve(pipe: Connection, namespace: str) -> None:
 
 
 class _Pair:
-    """Two child processes. `ask` sends a request to each, for example a transfer that both must
-    make at the same time, and returns the answers.
+    """Two child processes. `ask` sends a request to each at the same time, and returns the
+    answers.
     """
 
     def __init__(self, *namespaces: str) -> None:
@@ -402,9 +396,8 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _emulated(rate: str) -> Iterator[tuple[str, str]]:
-    """Create two network namespaces and a link between them that has rate `rate` in each direction.
-    Yields the names of the namespaces, whose addresses are 10.99.0.1 and 10.99.0.2. The namespaces
-    are removed at the end of the `with` block.
+    """Create two network namespaces, joined by a link of rate `rate` in each direction, during the
+    `with` block. Yields the names of the namespaces, whose addresses are 10.99.0.1 and 10.99.0.2.
     """
     names = [f"roadtrain-link-{os.getpid()}-{side}" for side in "ab"]
     try:

@@ -1,13 +1,10 @@
 """Compute the bytes that each rank sends to each other rank in one step of a plan. Tests compare
 the counters of real runs with the result.
 
-Between stages, the pipeline's state machines (stages/protocol/pipeline.py) define the transfers,
-each of one micro-batch. A stage of d replicas with a sharded optimizer has two kinds of transfers.
-Each rank sends (d - 1) / d of the bytes of its gradients directly to the ranks that own the shards
-(on processors; NCCL uses a ring). Each rank also sends (d - 1) / d of the bytes of the parameters
-to the next rank of a ring (all-gather). If servers keep the optimizer state of a stage, the bytes
-to and from the servers are not included, because the servers count these bytes. Only payload is
-counted: no headers, padding or norms.
+In a stage of d replicas with a sharded optimizer, each rank sends (d - 1) / d of the bytes of its
+gradients directly to the ranks that own the shards (on processors; NCCL uses a ring). Each rank
+also sends (d - 1) / d of the bytes of the parameters to the next rank of a ring (all-gather). Bytes
+to and from servers are NOT included. Only payload is counted: no headers, padding or norms.
 """
 
 from __future__ import annotations
@@ -46,8 +43,8 @@ class BoundaryBytes:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes that a rank exchanges with the other ranks of its stage that have the same tensor rank.
-    All fields are 0 if the stage has one replica, or if servers keep its optimizer state.
+    """Bytes that a rank exchanges with the ranks of its stage that have the same tensor rank; 0
+    with one replica, or if servers keep the optimizer state.
     """
 
     gradients: float = 0.0  # bytes of its gradients; each rank receives its shard from all others
@@ -58,10 +55,9 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """A parameter that several stages hold (tied embeddings). Each rank keeps the optimizer state
-    of some elements of the parameter. For these elements, the rank receives a summed gradient from
-    each other stage that holds the parameter. The senders are the ranks that keep the same elements
-    in the other stages.
+    """A parameter that several stages hold (tied embeddings). A rank that keeps the optimizer state
+    of some elements receives their gradient from the ranks that keep the same elements in the other
+    stages.
     """
 
     stages: tuple[int, ...]

@@ -1,6 +1,5 @@
-"""A Slurm cluster on this machine, to test the files of `roadtrain launch --write slurm`. The
-cluster has a controller, and a daemon for each node. Needs root, and Debian's packages slurm-wlm
-and munge. Does NOT touch an installed Slurm that is running.
+"""A Slurm cluster on this machine, to test the files of `roadtrain launch --write slurm`. Needs
+root, and Debian's packages slurm-wlm and munge. Does NOT touch an installed Slurm that is running.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -
 
 @dataclass
 class LocalSlurm:
-    """A running Slurm with all files in `home`. `close` stops it. `gpus`: number of GPUs of each
-    node. Slurm only counts and assigns GPUs, so the device files of terminals stand in for them.
+    """A running Slurm with all files in `home`. `close` stops it. `gpus`: number of GPUs that each
+    node pretends to have.
     """
 
     home: Path
@@ -107,7 +106,6 @@ class LocalSlurm:
         )
 
     def _devices(self) -> Iterator[str]:
-        """Yield the lines of gres.conf. Slurm requires a different device file for each GPU."""
         first = 0
         for node, count in self.gpus.items():
             yield f"NodeName={node} Name=gpu File=/dev/tty[{first}-{first + count - 1}]\n"
@@ -146,7 +144,7 @@ class LocalSlurm:
         self.close()
 
     def close(self) -> None:
-        """Cancel all jobs and stop the daemons. Then kill the processes that the jobs left."""
+        """Cancel all jobs, stop the daemons, and kill the processes that the jobs left."""
         self.ask("scancel", "--user=root")
         psutil.wait_procs(self.tasks(), 40)
         for daemon in reversed(self.running):
@@ -157,9 +155,7 @@ class LocalSlurm:
             process.kill()
 
     def tasks(self) -> list[psutil.Process]:
-        """Find the processes that jobs of this Slurm started. Such processes have the path of this
-        Slurm's configuration in their environment. Slurm's daemons are not included.
-        """
+        """Find the processes that jobs of this Slurm started."""
         daemons = {daemon.pid for daemon in self.running}
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}\0".encode()
         found = []

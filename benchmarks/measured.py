@@ -6,11 +6,9 @@ The runs were published by vTrain (MICRO 2024; Megatron-DeepSpeed on A100), Mosa
 (FSDP on A100 and H100), torchtitan (FSDP2 on A100 and H100), SimuMax (Megatron-LM on B200),
 Megatron-Bridge (GB200, GB300, H100), Sailor (GH200, mixed devices) and DeepSpeed (offload). Their
 sources are in measured.json, their plans in measured_rows.py. The simulator has at most six
-constants for each family of runs, in fitted.toml. The closed form has five constants, fitted by
-least squares, and the constant efficiency is a single number. All constants are fitted to the same
-runs. For four families, the benchmark also predicts the runs of each model size with constants that
-are fitted to the runs of the other sizes (`held out`). If a report has measured memory, predicted
-and measured memory are compared too.
+constants for each family of runs, the closed form has five, and the constant efficiency is a single
+number. All constants are fitted to the same runs. In rows `held out`, runs of a model size are
+predicted with constants that are fitted to the other sizes.
 
     python -m benchmarks.measured --fit FAMILY      # print constants for fitted.toml
     python -m benchmarks.measured --rows FILE       # your own runs; fields as in measured.json
@@ -79,7 +77,7 @@ def predicted(run: Run, of: Constants) -> float:
 
 
 def by_plan(own: Sequence[Run]) -> list[list[Run]]:
-    """Group the runs by plan. Runs with the same plan are repeated measurements."""
+    """Group repeated measurements: the runs with the same plan."""
     found: dict[Any, list[Run]] = {}
     for run in own:
         found.setdefault(
@@ -90,7 +88,7 @@ def by_plan(own: Sequence[Run]) -> list[list[Run]]:
 
 def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
     """List the pairs (predicted seconds, measured seconds) of all runs, with the simulator's
-    constants `of`. Each plan is simulated once.
+    constants `of`.
     """
     return [
         (seconds, run.seconds)
@@ -104,10 +102,9 @@ def pairs(own: Sequence[Run], of: Constants) -> list[tuple[float, float]]:
 
 
 def terms(run: Run) -> list[float]:
-    """Compute the five terms of the closed form for a run. They are the seconds to compute,
-    including the pipeline's bubble; the seconds to transfer tensor-parallel bytes; the seconds to
-    transfer data-parallel bytes over the network; the number of blocks that a device runs in a
-    step, divided by 1000; and the number 1, whose constant is a fixed time per step.
+    """Compute the five terms of the closed form: the seconds to compute, the seconds to transfer
+    tensor-parallel bytes, the seconds to transfer data-parallel bytes, a thousandth of the blocks
+    that a device runs in a step, and 1.
     """
     plan, parallelism, host = run.plan, run.plan.parallelism, run.cluster.hosts[0]
     flops = run.model.step_flops(plan.activation_checkpointing) * plan.samples / parallelism.devices
@@ -145,8 +142,8 @@ def terms(run: Run) -> list[float]:
 
 
 def closed_form(fit: Sequence[Run]) -> Callable[[Run], float]:
-    """Fit the closed form to the runs, with least squares of the relative error. Terms whose
-    constant would be negative are dropped. Returns a function that predicts the seconds of a run.
+    """Fit the closed form to the runs by least squares of the relative error, with constants that
+    are not negative. Returns a function that predicts the seconds of a run.
     """
     a = np.array([[t / run.seconds for t in terms(run)] for run in fit])
     use = list(range(a.shape[1]))
@@ -169,9 +166,8 @@ def constant_efficiency(fit: Sequence[Run]) -> Callable[[Run], float]:
 def fitted(
     fit: Sequence[Run], start: Constants, rounds: int = 100, names: Sequence[str] = FITTED
 ) -> Constants:
-    """Fit the constants called `names` to runs, beginning at the constants `start`. The search is
-    Nelder and Mead's method over the logarithms of the constants. It minimizes the mean absolute
-    error of the logarithm of the step time. Runs with the same plan are simulated once.
+    """Fit the named constants to runs, beginning at the constants `start`. The search (Nelder and
+    Mead) minimizes the mean absolute error of the logarithm of the step time.
     """
     groups = by_plan(fit)
 
@@ -239,9 +235,8 @@ def errors(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def held_out(own: Sequence[Run], name: str) -> list[tuple[float, float]]:
-    """Predict the runs of each model size with constants that are fitted to the runs of all other
-    sizes. `name`: name of the family's constants. Returns pairs (predicted seconds, measured
-    seconds).
+    """Predict the runs of each model size with constants that are fitted to all other sizes.
+    Returns pairs (predicted seconds, measured seconds). `name`: name of the family's constants.
     """
     out, names = [], [key for key in constants_table(name) if key in START]
     for size in dict.fromkeys(run.size for run in own):
@@ -310,8 +305,8 @@ def run(quick: bool = False) -> Report:
 
 
 def memory_rows() -> list[Row]:
-    """Compare the predicted bytes of the fullest device with the measured bytes. The rows have the
-    mean absolute error and the largest underestimate of each family.
+    """Compare the predicted bytes of the fullest device with the measured bytes, for each
+    family.
     """
     rows: list[Row] = []
     full = [run for run in all_runs() if run.peak]
@@ -327,8 +322,8 @@ def memory_rows() -> list[Row]:
 
 
 def compare_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Compare predictions with runs that were not used to fit constants. Returns a text with a line
-    for each run, the errors of each family, and the rows that cannot be converted to a plan.
+    """Compare predictions with runs that were not used to fit constants. Returns a text with each
+    run, the errors of each family, and the rows that have no plan.
     """
     found, refused = runs_of(rows)
     lines, timed = [], dict[str, list[tuple[float, float]]]()

@@ -1,5 +1,4 @@
-"""Convert the rows of measured.json to plans on clusters. The behavior of each framework, as far as
-it is known, is expressed by fields of Plan.
+"""Convert the rows of measured.json to plans on clusters.
 
 If a report lacks a detail, this module assumes a value for the whole family, with the reason beside
 it. No assumption depends on the id of a run. Between devices of a host, collectives are assumed to
@@ -78,8 +77,8 @@ def all_runs() -> tuple[Run, ...]:
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str]]:
-    """Convert rows with the fields of measured.json. Returns (runs, reasons). If a row cannot be
-    converted to a plan, `reasons` maps the id of the row to the reason.
+    """Convert rows with the fields of measured.json. Returns (runs, the reason for each id of a row
+    that has no plan).
     """
     found, refused = [], {}
     for i, row in enumerate(rows):
@@ -99,8 +98,8 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], dict[str, str
 
 
 def named(text: str) -> ModelShape:
-    """Return the shape of the model that a report calls `text`. Only letters and digits of names
-    are compared, and version 3.1 counts as version 3. Raises ConfigError if no model has the name.
+    """Return the shape of the model that a report calls `text`. Raises ConfigError if no model has
+    the name.
     """
 
     def plain(name: str) -> str:
@@ -110,9 +109,7 @@ def named(text: str) -> ModelShape:
 
 
 def device_peak(run: Run) -> float:
-    """Compute the predicted memory in bytes of the fullest device of a run, with
-    simulator/memory.py.
-    """
+    """Compute the predicted memory in bytes of the fullest device of a run."""
     stages = [
         [block for part in parts for block in part] for parts in cut(run.model.blocks, run.plan)
     ]
@@ -167,7 +164,7 @@ def _run(row: dict[str, Any]) -> Run:
 
 
 def is_yes(value: Any) -> bool:
-    """Check whether a value in a report means yes. Values such as None, "none", "n/a" and false
+    """Check whether a value in a report means yes; values such as None, "none", "n/a" and false
     mean no.
     """
     return str(value).strip().lower() not in ("", "none", "null", "n/a", "no", "false", "off", "0")
@@ -175,8 +172,7 @@ def is_yes(value: Any) -> bool:
 
 def offloads(how: Mapping[str, Any]) -> str | None:
     """Return the place to which the optimizer state is offloaded, such as "cpu". The result is ""
-    if the report says that the state is not offloaded, and None if the report does not mention
-    offloading.
+    if the state is not offloaded, and None if the report does not mention offloading.
 
     Args:
         how: field `parallelism` of a row
@@ -211,10 +207,9 @@ def _vtrain(row: dict[str, Any]) -> RunParts:
 
 
 def _foundry(row: dict[str, Any]) -> RunParts:
-    """Convert a row of LLM Foundry, which uses FSDP. With amp_fp8, the inputs of each matrix
-    product are first cast, transposed and searched for their maximum. Kernels therefore read and
-    write the memory three times as often (fitted to four runs).
-    """
+    """Convert a row of LLM Foundry, which uses FSDP."""
+    # With amp_fp8, kernels access memory three times as often (fitted to four runs), because inputs
+    # are first cast, transposed and searched for their maximum.
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     size, length = re.search(r"MPT-(\w+) .*seq (\d+)", row["model"]).groups()  # type: ignore[union-attr]
     h100, fp8 = row["hardware"].startswith("h100"), how["precision"] == "amp_fp8"
@@ -244,17 +239,13 @@ def _foundry(row: dict[str, Any]) -> RunParts:
 def _titan(row: dict[str, Any]) -> RunParts:
     """Convert a row of torchtitan: FSDP2 in bf16 with sharded fp32 parameters, 16 bytes a
     parameter.
-
-    With a pipeline, parameters stay gathered from forward to backward. Gradients accumulate
-    unsharded in fp32, because FSDP2 reduces in fp32 once a step. The outputs of a stage are kept
-    until its backward, and a step has as many micro-batches as stages. The loss is in fp32: the
-    logits, their copy, the log-softmax and its gradient take 2 + 4 + 4 + 4 bytes. A tensor-parallel
-    loss stores the exponent too. With asynchronous tensor parallelism, a sum is cut into tp pieces,
-    and only the time of one piece is not hidden. The reported memory is the memory that the
-    allocator reserved, without the CUDA context. Without compilation, the allocator reserves 6 %
-    more than the memory in use. Compiled kernels access memory half as often (norms, rotations,
-    gates and residuals are one kernel instead of two to four).
     """
+    # With a pipeline, parameters stay gathered from forward to backward, and gradients accumulate
+    # unsharded in fp32. The loss is in fp32: the logits, their copy, the log-softmax and its
+    # gradient take 2 + 4 + 4 + 4 bytes, and with tensor parallelism 4 more, for the exponent. With
+    # asynchronous tensor parallelism, a sum is divided by tp, and only the time of one share is not
+    # hidden. The reported memory is what the allocator reserved, without the CUDA context: without
+    # compilation, 6 % more than the memory in use. Compiled kernels access memory half as often.
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     name, length = (
         _found(r"(Llama-[\d.]+-\d+B)", row["model"]),
@@ -301,12 +292,11 @@ def _titan(row: dict[str, Any]) -> RunParts:
 
 
 def _simumax(row: dict[str, Any]) -> RunParts:
-    """Convert a row of SimuMax: Megatron-LM with its distributed optimizer and a fused loss ("cef"
-    in the case names). The loss stores 16-bit logits and their fp32 softmax, which becomes the
-    gradient. The gradient of the output layer is computed in fp32, in memory beside the buffer to
-    which it is added. The reported memory is torch's count of allocated bytes, without the CUDA
-    context. A reduced DeepSeek-V3 has one dense layer.
-    """
+    """Convert a row of SimuMax: Megatron-LM with its distributed optimizer and a fused loss."""
+    # The loss stores 16-bit logits and their fp32 softmax, which becomes the gradient. The gradient
+    # of the output layer is computed in fp32, in memory beside the buffer to which it is added. The
+    # reported memory is torch's count of allocated bytes, without the CUDA context. A reduced
+    # DeepSeek-V3 has one dense layer.
     how, batch = row["parallelism"], row["batch"]
     name, reduced = re.match(r"(\w+?)(?:_l(\d+))?(?: |$)", row["model"]).groups()  # type: ignore[union-attr]
     full = named(name).name
@@ -330,13 +320,11 @@ def _simumax(row: dict[str, Any]) -> RunParts:
 
 
 def _bridge(row: dict[str, Any]) -> RunParts:
-    """Convert a row of Megatron-Bridge, with its distributed optimizer or FSDP. Gradients are sent
-    during backward.
-
-    If the layers do not divide evenly, the embedding and the loss count as one layer each. The
-    NVLink of a rack joins 72 devices, of which a job uses 64. If a release does not name the
-    precision, fp8 is assumed, because the published 763 TFLOP/s on H100 cannot be reached in bf16.
-    """
+    """Convert a row of Megatron-Bridge, with its distributed optimizer or FSDP."""
+    # Gradients are sent during backward. If the layers do not divide evenly, the embedding and the
+    # loss count as one layer each. The NVLink of a rack joins 72 devices, of which a job uses 64.
+    # If a release does not name the precision, fp8 is assumed, because the published 763 TFLOP/s on
+    # H100 cannot be reached in bf16.
     how, batch, n = row["parallelism"], row["batch"], row["n_gpus"]
     kind = row["hardware"].removeprefix("DGX-")
     device, inside, outside, most = {
@@ -376,15 +364,14 @@ def _bridge(row: dict[str, Any]) -> RunParts:
 
 def _sailor(row: dict[str, Any]) -> RunParts:
     """Convert a row of Sailor: Megatron-DeepSpeed in fp16, with fp32 copies of parameters and
-    gradients, and without sequence parallelism. Gradients are summed after backward.
-
-    The reported numbers of layers include the embedding and the output. Attention is not fused. For
-    each score, the fp32 softmax, its 16-bit copy, the output of dropout, the mask of dropout and
-    the causal mask take 4 + 2 + 2 + 1 + 1 bytes. Two assumptions match the measured memory: the
-    small devices of the mixed cluster recompute layers, and GH200 has 2.8 GB of other memory in
-    use. The report names the hosts of each stage, and the slowest of these hosts sets the pace. The
-    network between these hosts gave 12 MB/s.
+    gradients, and without sequence parallelism.
     """
+    # Gradients are summed after backward. The reported numbers of layers include the embedding and
+    # the output. Attention is not fused: for each score, the fp32 softmax, its 16-bit copy, the
+    # output of dropout, the mask of dropout and the causal mask take 4 + 2 + 2 + 1 + 1 bytes. Two
+    # assumptions match the measured memory: the small devices of the mixed cluster recompute
+    # layers, and GH200 has 2.8 GB of other memory in use. The report names the hosts of each stage,
+    # and the slowest of these hosts sets the pace. The network between these hosts gave 12 MB/s.
     how, batch = row["parallelism"], row["batch"]
     name, length = _found(r"(\S+) ", row["model"]), int(_found(r"seq (\d+)", row["model"]))
     if name not in SAILOR:
@@ -432,10 +419,10 @@ def _sailor(row: dict[str, Any]) -> RunParts:
 
 def _offload(row: dict[str, Any]) -> RunParts:
     """Convert a row of DeepSpeed with the optimizer's state in host memory, where the processors
-    update it. ZenFlow updates in every fourth step (its default), while the next steps run. A run
-    without offload is plain ZeRO. The report does not print the length of the samples; 1024 is
-    assumed.
+    update it.
     """
+    # ZenFlow updates in every fourth step (its default), while the next steps run. A run without
+    # offload is plain ZeRO. The report does not print the length of the samples; 1024 is assumed.
     how = row["parallelism"]
     n, late, to = row["n_gpus"], is_yes(how.get("zenflow")), offloads(how)
     if to is None or to not in ("", "cpu"):

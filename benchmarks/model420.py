@@ -1,9 +1,9 @@
 """A model of 420 M parameters for the benchmarks that keep state on disk. Roadtrain, DeepSpeed and
 plain torch train this model with the same config, seed and data.
 
-The model is a Llama of transformers (32 layers of width 1024, byte vocabulary). Parameters and
-gradients are bf16, and AdamW updates fp32 masters, as in DeepSpeed's bf16 mode. The text is the
-standard library's source, read as bytes. This module does NOT import DeepSpeed.
+The model is a Llama of transformers. Parameters and gradients are bf16, and AdamW updates fp32
+masters. The text is the standard library's source, read as bytes. This module does NOT import
+DeepSpeed.
 
     python -m benchmarks.model420 --ours --dir D --steps 3 --json OUT   (roadtrain, state in D)
     python -m benchmarks.model420 --plain --steps 3 --json OUT          (reference losses, in RAM)
@@ -11,8 +11,8 @@ standard library's source, read as bytes. This module does NOT import DeepSpeed.
 Note: wide compute. A CPU without bf16 matrix instructions multiplies bf16 matrices at 1-15 GFLOP/s
 (measured: torch 2.13, AVX2), so a step would measure little besides these products. On such a CPU
 the bf16 parameters are converted to fp32 for each product, activations are fp32, and gradients are
-rounded to bf16. As many bytes are read and written as in bf16, and products are as fast as is usual
-in fp32. All three systems compute in the same way: results have `compute`, "fp32" or "bf16".
+rounded to bf16. All three systems compute in the same way: results have `compute`, "fp32" or
+"bf16".
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WARM_UP = 2  # steps that do not count: they fill caches and touch memory for th
 
 
 def compute_default() -> str:
-    """Return "bf16" if the processor has instructions for products of bf16 matrices, else "fp32",
-    because products of bf16 matrices are then very slow.
+    """Return "bf16" if the processor has instructions for products of bf16 matrices, else
+    "fp32".
     """
     return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
 
@@ -54,9 +54,8 @@ def build(
     inner: int = INNER,
     checkpoint: bool = False,
 ) -> nn.Module:
-    """Build the model with bf16 parameters. The whole model never exists in fp32.
-
-    Call it as `model(input_ids=x, labels=x).loss`. Smaller sizes are for tests.
+    """Build the model with bf16 parameters; the whole model never exists in fp32. Call it as
+    `model(input_ids=x, labels=x).loss`.
 
     Args:
         checkpoint: enable activation checkpointing
@@ -93,9 +92,7 @@ def build(
 
 
 class WideLinear(nn.Linear):
-    """Linear layer with a bf16 weight that computes its product in fp32. The fp32 copy of the
-    weight exists only during a product of forward or backward.
-    """
+    """Linear layer with a bf16 weight that computes its product in fp32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, _WideProduct.apply(x, self.weight))  # type: ignore[no-untyped-call]
@@ -127,8 +124,8 @@ def _text() -> torch.Tensor:
 
 
 def batch(step: int, rows: int = BATCH, seq: int = SEQ) -> torch.Tensor:
-    """Return the tokens of step `step`, int64 [rows, seq]; each token is a byte of the text. The
-    first step is 0. The tokens depend only on `step`, `rows` and `seq`.
+    """Return the tokens of step `step` (from 0), int64 [rows, seq], which depend only on the
+    arguments. Each token is a byte of the text.
     """
     text = _text()
     begin = step * rows * seq % (len(text) - rows * seq)
@@ -144,8 +141,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 def plain_losses(
     steps: int, rows: int = BATCH, seq: int = SEQ, compute: str | None = None, **sizes: int
 ) -> list[float]:
-    """Train in plain torch and return the losses. Parameters and gradients are bf16. AdamW updates
-    fp32 masters, which are initialized from the parameters.
+    """Train in plain torch with bf16 parameters and fp32 masters, and return the losses.
 
     Each parameter is updated as soon as its gradient is complete, so the gradients of the whole
     model never exist at the same time.
@@ -177,8 +173,8 @@ def run_step(
     x: torch.Tensor,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
 ) -> tuple[float, dict[str, float]]:
-    """Train a step. Returns (loss, measurements). The measurements are the seconds of the step's
-    three parts and of the whole step, and the bytes read from and written to disk.
+    """Train a step. Returns (loss, measurements): the seconds of forward, backward and update and
+    of the whole step, and the bytes read from and written to disk.
     """
     read, written = disk_bytes()
     t0 = time.perf_counter()
@@ -200,9 +196,7 @@ def run_step(
 
 
 def disk_bytes() -> tuple[int, int]:
-    """Return (bytes read from devices, bytes written to devices) by this process so far (proc(5),
-    io).
-    """
+    """Return (bytes read, bytes written) on disks by this process so far."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])
 
@@ -214,8 +208,8 @@ def training(
     rows: int = BATCH,
     seq: int = SEQ,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Train the given steps in the training loop that a user would write. Returns (the loss of each
-    step, the second result of `run_step` for each step).
+    """Train the given steps as a user would. Returns (losses, measurements of each step as in
+    `run_step`).
     """
 
     def update() -> None:
@@ -264,8 +258,8 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process in bytes (VmHWM), including pinned, shared
-    and mapped pages.
+    """Return the peak resident memory of this process in bytes, with pinned, shared and mapped
+    pages.
     """
     line = next(
         line

@@ -1,4 +1,4 @@
-"""PendingSums: begins several sums of a worker, and waits until all have ended."""
+"""Sums of a worker that begin together, and a wait until all have ended."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ class PendingSums:
         self.sums, self.ended = sums, list[threading.Event]()
 
     def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
-        """Begin a sum, like WorkerSums.sum but without a function to call at the end of the sum.
-        `wait` waits for the end. `how`: further arguments of WorkerSums.sum.
-        """
+        """Begin a sum. `how`: further arguments of WorkerSums.sum."""
         self.ended.append(threading.Event())
         self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)
 
     def wait(self) -> None:
-        """Wait until all sums have ended. If sums failed, raises the error of the first failed
-        sum.
-        """
+        """Wait until all sums have ended. Raises the error of the first failed sum."""
         for event in self.ended:
             assert event.wait(WAIT_S)
         self.ended.clear()

@@ -1,12 +1,11 @@
-"""Check that the planner picks a fast way to run a job. On five small clusters, every way to run
-the job is measured and compared with the planner's pick. The clusters were chosen before any run.
+"""Check that the planner picks a fast way to run a job. On five small clusters, chosen before any
+run, every way to run the job is measured and compared with the planner's pick.
 
-Each cluster has one worker host with SSDs (throttled loop devices), and one host without devices
+Each cluster has one worker host with SSDs (throttled loop devices), and one host without SSDs
 behind an emulated link. The planner gets the rates of the SSDs and of the link, and the speed of
-this machine from one run in memory. The planner picks among three ways that can run here: state in
-files; state on the server, with all blocks kept from forward to backward; and state on the server,
-with as few blocks as possible kept. All three are then measured. The goal is that a step of the
-pick takes at most 1.10 times as long as a step of the fastest way. Needs root.
+this machine. The ways are: state in files; state on the server, with all blocks kept from forward
+to backward; and state on the server, with as few blocks as possible kept. The goal is that a step
+of the pick takes at most 1.10 times as long as a step of the fastest way. Needs root.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def described(machine: Cluster, read: float, write: float, many: int, link: floa
 
 
 def way_of(plan: Plan) -> str:
-    """Return the entry of WAYS that describes a plan."""
+    """Return the name of the way that a plan uses."""
     if plan.placement.name == "files":
         return WAYS[0]
     return WAYS[1] if plan.memory.slots >= EVERY else WAYS[2]
@@ -147,10 +146,10 @@ def measured(way: str, home: Path, read: float, write: float, many: int, link: f
     """Run the job and return the measured seconds of a step.
 
     Args:
-        way: an entry of WAYS
-        read: bytes/s of each device's reads
-        write: bytes/s of each device's writes
-        many: number of devices
+        way: name of the way to run the job
+        read: bytes/s of each SSD's reads
+        write: bytes/s of each SSD's writes
+        many: number of SSDs
         link: bytes/s of the link in each direction
     """
     words: dict[str, Any] = {**WORDS, "run.dir": str(home / "run" / str(time.monotonic_ns()))}

@@ -7,11 +7,10 @@ emulated cluster. The configurations were chosen before any run.
             forward to backward, top-k
     sums    DDP's gradients through the summation service, with and without spare hosts
 
-The predictions use only two inputs. The first is the configured rates of devices and links; TCP
-carries 0.956 of the rate of a link. The second is the measurements of a single other run: the same
-model in memory for the first three groups, and a step without any exchange for the last group. No
-constant is fitted to the twelve configurations. The time of a step is measured on the slowest
-worker, as the median of four steps after some steps to warm up. Needs root.
+The predictions use the configured rates of loop devices and links, of which TCP carries 0.956, and
+the measurements of a single other run: the same model in memory or, for `sums`, a step without any
+exchange. No constant is fitted to the twelve configurations. The time of a step is measured on the
+slowest worker, as the median of four steps. Needs root.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ GOAL, ENOUGH = 0.10, 10
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to predict and to measure. `rates`: bytes/s of a device's reads and of its
-    writes, or of a link in each direction. `words`: pairs (option of the job, its value in this
-    configuration).
+    """A configuration to predict and to measure. `rates`: bytes/s of a disk's reads and writes, or
+    of a link in each direction. `words`: pairs (option of the job, value).
     """
 
     name: str
@@ -202,8 +200,7 @@ def job_of(words: Mapping[str, Any]) -> Job:
 
 
 def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
-    """Describe this host for the simulator. The rates come from a run with the whole model in
-    memory.
+    """Describe this host for the simulator, with rates from a run with the whole model in memory.
 
     Args:
         threads: number of torch threads of this run

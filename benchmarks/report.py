@@ -1,5 +1,4 @@
-"""Types of all benchmark results (Row and Report), and two helpers. The function `interleave` times
-functions in turn; the function `machine` describes the machine.
+"""Types of all benchmark results, a timer of functions in turn, and a description of the machine.
 
 In a row, a `ratio` above 1 means that roadtrain is better. An `of_floor` of 1 means that roadtrain
 reaches the physical limit. `goal` is the target.
@@ -93,8 +92,8 @@ def _show(x: float | None) -> str:
 def interleave(fns: dict[str, Callable[[], None]], reps: int) -> dict[str, float]:
     """Time each function, and map its name to its median seconds.
 
-    All functions run once to warm up, and then once in each of `reps` rounds. Every other round has
-    the reverse order. A slow minute of the machine therefore affects all functions alike.
+    After a warm-up, all functions run once in each of `reps` rounds, so that a slow minute of the
+    machine affects all functions alike.
     """
     for fn in fns.values():
         fn()

@@ -1,11 +1,10 @@
 """`roadtrain reproduce [PAPER]`: compare results printed in five papers with the simulator's
 results for the same set-ups.
 
-Every printed result has a row. In the row, `ours` is the simulator's result. `ours` is empty for
-results that a simulator cannot give (accuracy, chip sizes). The error of an exact result is ours /
-printed - 1. A gain is a ratio minus 1; its error is (1 + ours) / (1 + printed) - 1. For a bound
-("at least", "up to"), the error is 0 if the bound holds. All times are simulated: nothing is
-measured on this machine.
+Every printed result has a row, in which `ours` is the simulator's result, empty if a simulator
+cannot give it. The error of an exact result is ours / printed - 1. A gain is a ratio minus 1; its
+error is (1 + ours) / (1 + printed) - 1. For a bound ("at least", "up to"), the error is 0 if the
+bound holds. Nothing is measured on this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ NEAR = 0.10
 class Row:
     """A result that a paper prints (`printed`), and the simulator's result (`ours`). `error`:
     signed error, 0 if a bound holds, and None if there is nothing to compare. `why`: explanation of
-    a miss, or of a missing value.
+    a miss or a missing value.
     """
 
     id: str
@@ -64,8 +63,8 @@ Values = dict[str, float]
 
 
 def tflops(model: ModelShape, result: Result, again: bool = True) -> float:
-    """Compute the TFLOPS of a device. `again`: if True, also count the operations that activation
-    checkpointing repeats, as Megatron does.
+    """Compute the TFLOPS of a device. `again`: also count repeated operations of activation
+    checkpointing, as Megatron does.
     """
     plan = result.plan
     return (
@@ -98,14 +97,13 @@ def most(
 def _luwu(
     which: str, model: str, micro_batch: int, ssds: int = 12, workers: int = 8
 ) -> tuple[float, Result] | None:
-    """Simulate LuWu or a system that the paper compares with LuWu, and return (TFLOPS of a device,
-    result). Returns None if the plan does not fit.
-
-    TFLOPS count the model's operations without those that activation checkpointing repeats. Two
-    facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59 %.
-    Second, in Figure 15 at a micro-batch of 16, devices wait for 12 SSDs, which need 108 s a step.
-    The devices need 94 s if repeated operations do not count, but 125 s if they count.
+    """Simulate LuWu or a system that the paper compares with LuWu. Returns (TFLOPS of a device,
+    result), or None if the plan does not fit.
     """
+    # TFLOPS count the model's operations without those that activation checkpointing repeats. Two
+    # facts show that the paper counts in this way. First, the paper calls 184 TFLOPS an MFU of 59
+    # %. Second, in Figure 15 at a micro-batch of 16, devices wait for 12 SSDs, which need 108 s a
+    # step. The devices need 94 s if repeated operations do not count, but 125 s if they count.
     spec = papers.wide(shape(model)) if which == "switchml" else shape(model)
     try:
         result = simulate(
@@ -161,10 +159,9 @@ def luwu() -> Values:
     peak = _peak("luwu", "OPT-1.3B")
 
     def bound(ssds: int, micro_batch: int) -> str:
-        """Return the resource that limits a step in Figure 15. "device": the devices compute for
-        the whole step. "ssd": the step time is flat, and the SSDs are the busiest resource besides
-        the device. "neither": all other cases.
-        """
+        """Return the resource that limits a step in Figure 15: "device", "ssd", or "neither"."""
+        # "device": the devices compute for the whole step. "ssd": the step time is flat, and the
+        # SSDs are the busiest resource besides the device.
         found, small = (
             _luwu("luwu", "OPT-175B", micro_batch, ssds),
             _luwu("luwu", "OPT-175B", 4, ssds),
@@ -212,8 +209,8 @@ def luwu() -> Values:
 
 
 def _backward_bytes(which: str) -> float:
-    """Compute the bytes that cross a worker's network card during backward, in the busier
-    direction. These bytes are gradients, and parameters that are fetched again.
+    """Compute the bytes that cross a worker's network card during backward in the busier direction,
+    for gradients and for parameters that are fetched again.
     """
     found = _luwu(which, "OPT-175B", 16)
     assert found is not None
@@ -366,8 +363,8 @@ def sgc() -> Values:
         return _sgc("base", billions, n).seconds / _sgc("sgc", billions, n).seconds
 
     def paths(billions: int, n: int) -> float:
-        """Simulate a step with everything on the devices, and a step whose updates run on the
-        processors. Returns the seconds of the first step, divided by the seconds of the updates.
+        """Divide the seconds of a step with everything on the devices by the seconds of updates on
+        the processors.
         """
         result = _sgc("base", billions, n)
         return _sgc("gpu", billions, n).seconds / (result.busy["stage 0 updates"] * result.seconds)
@@ -409,8 +406,8 @@ def sgc() -> Values:
 
 
 def _exchange(name: str, hosts: int, spares: int) -> float:
-    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB.
-    These are the seconds that the busiest network card needs for its bytes.
+    """Compute the seconds in which `hosts` hosts with one device each exchange a gradient of 1 GB,
+    limited by the busiest network card.
     """
     result = simulate(
         papers.byteps_plan(name, hosts, 1, 1),
@@ -423,10 +420,9 @@ def _exchange(name: str, hosts: int, spares: int) -> float:
 
 
 def _jobs() -> dict[str, tuple[ModelShape, int]]:
-    """Map the name of each job to (model, batch of a device). The printed batches of GPT-2 and
-    other language models are too small if they count tokens (80 tokens a device). Here they count
-    samples of 128 tokens.
-    """
+    """Map the name of each job to (model, batch of a device)."""
+    # The printed batches of GPT-2 and other language models are too small if they count tokens (80
+    # tokens a device). They are taken as samples of 128 tokens.
     own = papers.fitted("byteps")
     return {
         "ResNet-50": (shape("ResNet-50"), 64),
@@ -440,8 +436,8 @@ def _jobs() -> dict[str, tuple[ModelShape, int]]:
 
 @cache
 def _scaling(job: str, name: str, spares: int) -> float:
-    """Compute the scaling efficiency of a job on 256 devices: the step time on one device, divided
-    by the step time on 256 devices.
+    """Compute the scaling efficiency of a job: the step time on one device, divided by that on 256
+    devices.
     """
     model, batch = _jobs()[job]
     own, ring = constants("byteps"), constants("byteps-nccl")
@@ -459,12 +455,11 @@ def _scaling(job: str, name: str, spares: int) -> float:
 
 
 def _inside(m: float, x: float, n: int, rate: float) -> tuple[float, float, float]:
-    """Simulate the sum of m bytes inside a host with n devices below a switch.
-
-    A fraction x of each device's bytes is copied directly to the processor. The rest is scattered
-    over the devices, summed there, copied to the processor and gathered. Returns (seconds, traffic
-    of the switch's link, traffic of a device's link), with traffic in units of m.
+    """Simulate the sum of m bytes inside a host with n devices below a switch. Returns (seconds,
+    traffic of the switch's link, traffic of a device's link), with traffic in units of m.
     """
+    # A fraction x of each device's bytes is copied directly to the processor. The remaining bytes
+    # are scattered over the devices, summed there, copied to the processor and gathered.
     engine = Engine()
     link, device = (
         engine.resource("switch to processor", rate),
@@ -539,19 +534,18 @@ def byteps() -> Values:
 
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
-    """Simulate an exchange of gradients with network cards that reach their full goodput. Returns
-    the fraction by which the exchange is slower than the optimum. The exchange is slower because a
-    gradient is cut into parts of 4 MiB. The parts are assigned to sites and sent in the order of
-    sums/protocol/shares.py.
-
-    The sum of a part is returned when all workers have sent the part. A worker sends the parts for
-    one site one after another. Parts for different sites share the worker's card in proportion to
-    the shares of the sites. The paper does not print the size of the gradient; 1 GB is assumed.
+    """Simulate an exchange of a gradient with network cards at their full goodput. Returns the
+    fraction by which the exchange is slower than the optimum.
 
     Args:
         k: number of spare hosts
         n: number of workers
+        elements: number of elements of the gradient, 1 GB in fp32, which the paper does not print
     """
+    # The exchange is slower because a gradient is cut into parts of 4 MiB. The parts are assigned
+    # to sites and sent in the order of sums/protocol/shares.py. The sum of a part is returned when
+    # all workers have sent the part. A worker sends the parts for one site one after another. Parts
+    # for different sites share the worker's card in proportion to the shares of the sites.
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network
     out, into = (
@@ -631,8 +625,8 @@ GAINS = ("gain", "part of the 52% gain")
 
 
 def compare(ours: float | None, printed: float | None, qualifier: str, metric: str) -> float | None:
-    """Return the signed error of the simulated result `ours`, or None if there is no such result.
-    `qualifier`: whether the paper prints the result as exact, as a bound or as a trend.
+    """Return the signed error of `ours`, or None if the simulator has no such result. `qualifier`:
+    whether the paper prints an exact result, a bound or a trend.
     """
     if ours is None:
         return None

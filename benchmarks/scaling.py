@@ -1,34 +1,23 @@
 """Compare the time of a step with its floor, for 1, 2, 4 and 8 workers over slow emulated links.
 There are as many servers as workers, each on a host of its own.
 
-Links carry only 25 Mbit/s. The time to compute a small model is therefore a small part of a step,
-although the few cores of this machine compute for sixteen processes. The results include the
-processor time of a step, which shows how small this part is. While models are placed, the links
-carry 4 Gbit/s. State is in memory (/dev/shm).
-
-Floor: S is the bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K
-bytes from forward, and pulls all other parameters again for backward. With buffering, K = S, and
-nothing is pulled twice:
+Links carry only 25 Mbit/s, so that the processors of this machine do not limit a step. S is the
+bytes of the 16-bit parameters. In a step, a worker pulls S and pushes S. It keeps K bytes from
+forward, and pulls all other parameters again for backward:
 
     pulled = S + (S - K)        pushed = S
 
-With W workers and W servers, the link of a server carries a W-th of these bytes for each of W
-workers. So every link carries `pulled` in one direction and `pushed` in the other, for any W. Links
-are full-duplex, and pulled >= pushed. At staleness 1, no pull waits for the pushes of the same
-step, so the busier direction, `pulled`, is the floor. At staleness 0, a parameter is pulled after
-its gradient was pushed. With K = S, pushes and pulls overlap like a pipeline, except for the last
-chunk (P bytes). This chunk arrives at a server from all W workers, and the link of the server sends
-it back W times after everything else. Blocks that are not kept are pulled in forward, while nothing
-is pushed, and again in backward, while gradients are pushed. So:
+Every link carries `pulled` in one direction and `pushed` in the other. At staleness 1, `pulled` is
+therefore the floor. At staleness 0, a parameter is pulled after its gradient was pushed, so the
+last chunk (P bytes) is sent back to all W workers after everything else:
 
     floor = (S + (S - K) + (W P at staleness 0)) / rate
 
 Here `rate` is 0.956 of the rate of a link, because TCP carries 1448 of the 1514 bytes of an
-Ethernet frame. tbf gives exactly this rate, except for a burst of 256 kB after a pause (4 % of S).
+Ethernet frame.
 
-For comparison, FSDP2 over gloo in bf16 runs over the same links. A bare socket that sends in both
-directions at once is measured first. The time of a step is the mean over all steps except the first
-two. Needs root. Does NOT emulate latency.
+For comparison, FSDP2 over gloo in bf16 runs over the same links. The time of a step is the mean
+over all steps except the first two. Needs root. Does NOT emulate latency.
 
     python -m benchmarks.scaling --probe ADDRESS --nbytes N [--listen] --json OUT    (a socket)
 """
@@ -126,9 +115,7 @@ def kept_bytes(parameters: int, blocks: int, slots: int, block: int) -> int:
 
 
 def seconds_of(results: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds of a step on the slowest worker, as the mean over all steps except the
-    first two.
-    """
+    """Return the mean seconds of a step on the slowest worker, without the first two steps."""
     return max(fmean(result["seconds"][WARM_UP:]) for result in results)
 
 
@@ -206,8 +193,8 @@ def compare(
 
 
 def bare(cluster: Cluster, seconds: float) -> Row:
-    """Measure a bare connection between two hosts, with transfers in both directions at once. The
-    returned row has the rate of the slower direction.
+    """Measure the slower direction of a bare connection between two hosts that sends in both
+    directions at once.
     """
     cluster.set_rate(RATE)
     hosts = [cluster.network.hosts[name] for name in ("w0", "s0")]
@@ -248,8 +235,8 @@ def bare(cluster: Cluster, seconds: float) -> Row:
 
 
 def probe(address: str, nbytes: int, listens: bool) -> dict[str, float]:
-    """Send `nbytes` bytes, and receive as many bytes at the same time. Returns {"rate": bytes/s of
-    the arriving data between the first byte and the last}.
+    """Send and receive `nbytes` bytes at the same time. Returns {"rate": bytes/s of the arriving
+    data}.
     """
     if listens:
         with socket.create_server((address, 7100)) as server:

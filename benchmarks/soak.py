@@ -3,15 +3,14 @@ has two servers and two workers, or it is one trainer with a store of its own.
 
 Each fault must have one of two outcomes. Outcome 1: the run goes on within ten seconds of the
 restart, its losses are bit for bit the losses of a run without faults, and no committed step is
-repeated. Outcome 2, after a mistake of the user or a failure of a device: the run ends with an
-error that names the cause, and goes on when the cause is repaired. In both cases, the state at the
-end is equal to the state after the run without faults. Every process that ends by itself prints an
-error. The error names the role, the host, and the step or the expected event; or the error names
-the file. No process hangs. Fault K of a seed is always the same fault, and can be run alone.
+repeated. Outcome 2, after a mistake of the user or a failing disk: the run ends with an error that
+names the cause, and goes on when the cause is repaired. In both cases, the final state is equal to
+that of a run without faults. Every process that ends by itself prints an error, which names the
+file, or the role, the host, and the step or the expected event. No process hangs. Fault K of a seed
+is always the same fault, and can be run alone.
 
-To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind` (in
-soak_alone.py, soak_servers.py or here), and give the kind a place in CYCLE. Does NOT emulate lost
-packets or latency.
+To add a kind of fault, write a function of a Scene and a Fault with the decorator `@kind`, and give
+the kind a place in CYCLE. Does NOT emulate lost packets or latency.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ CYCLE = (
 
 
 def drawn(seed: int, number: int) -> Fault:
-    """Choose fault `number` of a seed at random. The same arguments always give the same fault."""
+    """Choose fault `number` of a seed. The same arguments always give the same fault."""
     name, rng = CYCLE[number % len(CYCLE)], random.Random(f"{seed}/{number}")
     link = rng.randrange(WORKERS), rng.randrange(SERVERS)
     workers, servers = (
@@ -166,8 +165,8 @@ def killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("killed twice")
 def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill a process. Then kill a second process while the job recovers or soon after. Returns the
-    errors of the processes that ended by themselves.
+    """Kill a process, and a second process while the job recovers or soon after. Returns the errors
+    of the processes.
     """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims[:1]))
@@ -188,11 +187,9 @@ def killed_twice(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("relay killed")
 def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the relay, which communicates for both workers. The relay's links carry less than half
-    of the bytes that the workers' own links carry in the run without faults, so this fault happens
-    after a third of the bytes after which other faults happen. Returns the errors of the processes
-    that ended by themselves.
-    """
+    """Kill the relay that communicates for both workers. Returns the errors of the processes."""
+    # The relay's links carry less than half of the bytes of the workers' own links, so the fault
+    # happens after a third of the bytes.
 
     def kill() -> None:
         for child in psutil.Process(scene.workers[0].process.pid).children():
@@ -206,8 +203,8 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("workers stop apart")
 def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Let one worker ask to stop, as a worker does after its time limit or an interrupt. All
-    workers must end after the same step, without an error. Returns an empty list.
+    """Let one worker ask to stop. All workers must end after the same step, without an error.
+    Returns an empty list.
     """
     stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
     stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
@@ -222,8 +219,8 @@ def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("server moved")
 def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill a server, and restart it with the same store on another address. The workers get the new
-    address. Returns the errors of the processes that ended by themselves.
+    """Restart a killed server with the same store on another address. Returns the errors of the
+    processes.
     """
     scene.start()
     strike_at(scene, fault, reference, lambda: kill(scene, fault.victims))
@@ -239,8 +236,8 @@ def moved(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link cut")
 def cut(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Cut the link after an exact number of bytes, most likely in the middle of a frame. Returns
-    the errors of the processes that ended by themselves.
+    """Cut the link after an exact number of bytes, most likely inside a frame. Returns the errors
+    of the processes.
     """
     scene.start()
     link, moment = (
@@ -268,8 +265,8 @@ def slowed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("link stalled")
 def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop all traffic of a link without closing it. Only a deadline can detect this fault. Returns
-    the errors of the processes that ended by themselves.
+    """Stop all traffic of a link without closing it, so that only a deadline detects this fault.
+    Returns the errors of the processes.
     """
     scene.start(deadline_s=SHORT_S)
     strike_at(scene, fault, reference, lambda: None)
@@ -283,8 +280,8 @@ def stalled(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("process stopped")
 def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Stop a process with SIGSTOP. After the other processes have ended, the stopped process is
-    either killed or continued. Returns the errors of the processes that ended by themselves.
+    """Stop a process with SIGSTOP until the other processes have ended, and then kill or continue
+    the process. Returns the errors of the processes.
     """
     (victim,) = fault.victims
     scene.start(deadline_s=SHORT_S)
@@ -309,9 +306,7 @@ def stopped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("disk full", mounts=True)
 def full(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Fill the disk during training. Training must go on, because the space of a step was allocated
-    when the store was created. Returns an empty list.
-    """
+    """Fill the disk during training, which must go on. Returns an empty list."""
     disk = scene.disk(int(fault.victims[0][-1]))
     scene.start()
     strike_at(scene, fault, reference, lambda: None, first=0.5)
@@ -334,8 +329,8 @@ def full_at_first(scene: Scene, fault: Fault, reference: Reference) -> list[str]
 
 @kind("state outgrows the disk", ends="sentence", mounts=True)
 def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Let the state that the job commits grow beyond the space left on the disk. The last step that
-    fits must stay committed. Returns the errors of the processes that ended by themselves.
+    """Let the state that the job commits outgrow the disk. The last step that fits must stay
+    committed. Returns the errors of the processes.
     """
     disk, at = scene.disk(0), 1 + fault.choice % (STEPS - 2)
     scene.start(steps=at)
@@ -352,10 +347,8 @@ def outgrown(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 @kind("another dtype", ends="sentence")
 @kind("wrong token", ends="sentence")
 def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Start one worker with another model, dtype or token than the other workers. If
-    `fault.prompt`, the worker is wrong at a later start, else at the first start. If worker 0 has
-    another model or dtype, it is always at a later start, because worker 0 decides the content of a
-    new store. Returns the errors of the processes that ended by themselves.
+    """Start one worker with another model, dtype or token than the other workers, at the first
+    start or (if `fault.prompt`) later. Returns the errors of the processes.
     """
     change = fault.kind.rpartition(" ")[2]
     rank = int(fault.victims[0][-1])
@@ -383,8 +376,8 @@ def _fill(disk: Path) -> Path:
 
 
 def play(fault: Fault, references: dict[str, Reference]) -> Outcome:
-    """Run one fault, from the start of its processes until the last process has ended.
-    `references`: maps each flavor of the job (its options) to a run of the job without faults.
+    """Run one fault until its last process has ended. `references`: maps each flavor of the job to
+    a run without faults.
     """
     of = KINDS[fault.kind]
     if (of.mounts and (why := no_disks())) or (of.alone and (why := no_llama())):
@@ -467,8 +460,8 @@ def _undisturbed_alone(flavour: str) -> Reference:
 
 
 def no_llama() -> str:
-    """Return the reason why the faults of a trainer that runs alone cannot be tested on this
-    machine, "" if they can.
+    """Return the reason why faults of a trainer that runs alone cannot be tested on this machine,
+    or "".
     """
     return (
         ""
@@ -478,9 +471,7 @@ def no_llama() -> str:
 
 
 def no_disks() -> str:
-    """Return the reason why small file systems cannot be mounted on this machine, "" if they
-    can.
-    """
+    """Return the reason why small file systems cannot be mounted on this machine, or ""."""
     try:
         with Scene("plain", HARD_S) as scene:
             scene.disk(0)
@@ -495,8 +486,8 @@ def soak(
     say: Callable[[str], None] = print,
     keep: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Run those faults of a seed whose numbers are in `numbers`, and return their outcomes. `keep`
-    is called with each outcome.
+    """Run the faults of a seed with the given numbers, and return their outcomes. `keep` is called
+    with each outcome.
     """
     faults = [drawn(seed, number) for number in numbers]
     flavours = {fault.flavour for fault in faults if fault.flavour in FLAVOURS or not no_llama()}
@@ -590,9 +581,7 @@ def command(
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse numbers of faults, such as `7` or `50-99`. Raises ConfigError if `text` has another
-    form.
-    """
+    """Parse numbers of faults, such as `7` or `50-99`. Raises ConfigError for any other text."""
     first, _, last = text.partition("-")
     if not first.isdigit() or not (last or first).isdigit():
         raise ConfigError(
@@ -603,9 +592,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def keep_end(path: Path, end: Outcome, seed: int) -> None:
-    """Add an outcome to the file `path`, which keeps the earlier outcomes of the same seed. The
-    faults of a soak can therefore be run in several calls.
-    """
+    """Add an outcome to a file that keeps the earlier outcomes of the same seed."""
     rows: dict[int, Any] = {}
     if path.exists() and (held := loads(path.read_text()))["seed"] == seed:
         rows = {row["fault"]["number"]: row for row in held["faults"]}

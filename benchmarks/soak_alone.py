@@ -1,10 +1,7 @@
-"""Faults of `roadtrain soak` for a trainer that runs alone, with a store of two directories. The
-faults are a power cut, a failing device, a full run directory, an unmounted or copied store, a
-second trainer, and a flipped bit in a file.
+"""Faults of `roadtrain soak` for a trainer that runs alone, with a store of two directories.
 
 For a power cut, the process is killed at one of its syncs or writes. Everything that was synced
-stays in the directories. Of the data that was not synced, all, nothing or some sectors stay
-(soak_power).
+stays in the directories. Of the data that was not synced, all, nothing or some sectors stay.
 """
 
 from __future__ import annotations
@@ -105,8 +102,8 @@ class AloneScene(Scene):
     def beside(
         self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2
     ) -> WorkerLog:
-        """Run a second trainer until it ends, and return its log. No other trainer makes progress
-        at the same time.
+        """Run a second trainer until it ends, while no other trainer makes progress, and return its
+        log.
         """
         self.others += 1
         log = self.home / f"other{self.others}.log"
@@ -137,9 +134,9 @@ class AloneScene(Scene):
         return [WorkerLog.read(self.log(0))]
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
-        """Make the checks of Scene.check, and check two more properties. The file metrics.jsonl has
-        each step exactly once. After a committed step, the run never goes on with another store or
-        an older state.
+        """Compare the logs with those of a run without faults. Also check that metrics.jsonl has
+        each step once, and that a run with a committed step never goes on with another store or an
+        older state.
         """
         super().check(reference)
         if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
@@ -176,8 +173,8 @@ def _steps(fault: Fault) -> int:
 def _strike(
     fault: Fault, reference: Reference, actions: Sequence[Action], first: float = 0.0
 ) -> Strike:
-    """Return a Strike that acts at the moment of the fault, which is a share of all syncs or of all
-    writes. `first`: share before which the Strike cannot act.
+    """Return a Strike at `fault.moment`, a share of all syncs or writes. `first`: smallest share at
+    which it acts.
     """
     action = actions[fault.choice % len(actions)]
     of = "write" if action == "kill half" or fault.prompt else "sync"
@@ -186,9 +183,7 @@ def _strike(
 
 
 def _soon(rng: random.Random) -> Strike:
-    """Return a Strike that kills the trainer soon after a start, in most cases while the next step
-    is committed.
-    """
+    """Return a Strike that kills the trainer soon after a start."""
     where, most = rng.choice((("ledger", 4), ("slot", 6), ("", 30)))
     return Strike("sync", rng.randrange(most), "kill before", where)
 
@@ -213,8 +208,8 @@ def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("Trainer killed", alone=TRAINER)
 def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer, and start it again with the same command. If `fault.prompt`, kill it once
-    more after the second start. Returns an empty list.
+    """Kill the trainer once or (if `fault.prompt`) twice, and start it again with the same command.
+    Returns an empty list.
     """
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
     scene.wait_workers()
@@ -227,9 +222,8 @@ def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill the trainer between a write and the sync of the written data. Start the trainer again,
-    so that it goes on from the files. Soon after this start, kill the trainer and cut the power.
-    Returns the trainer's errors.
+    """Kill the trainer between a write and the sync of the written data. Soon after the next start,
+    kill the trainer again and cut the power. Returns the trainer's errors.
     """
     rng = random.Random(fault.choice)
     where = rng.choice(("", "ledger"))
@@ -245,8 +239,8 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
 
 @kind("device fails", ends="any", alone=ALONE)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Let one sync or write fail with EIO. Data of a failed sync never reaches the device. The
-    power may be cut at once or a little later. Returns the trainer's errors.
+    """Let one sync or write fail with EIO. The power may be cut at once or a little later. Returns
+    the trainer's errors.
     """
     rng = random.Random(fault.choice)
     strike = _strike(fault, reference, ("EIO",))
@@ -280,8 +274,8 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
 
 @kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Leave one directory of the store, or both, empty at the next start, as if a disk were not
-    mounted. The trainer must refuse to start. Returns the trainer's errors.
+    """Leave some directories of the store empty at the next start, as if a disk were not mounted.
+    The trainer must refuse to start. Returns the trainer's errors.
     """
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
     sentences = scene.wait_workers()
@@ -308,9 +302,8 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
 
 @kind("store copied", ends="sentence", alone=ALONE)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Go on with a copy of the store. The first start names only one directory of the copy and is
-    refused. The original must not change, and must be refused later, because it is behind. Returns
-    the trainer's errors.
+    """Go on with a copy of the store, after a start with only one of its directories was refused.
+    The original must be refused later, because it is behind. Returns the trainer's errors.
     """
     scene.start(steps=_steps(fault))
     scene.finished()
@@ -343,8 +336,8 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("histories mixed", ends="sentence", alone=ALONE)
 def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Train a copy of the store to the same step with another learning rate. Then start with one
-    directory of the store and one of the copy, which must be refused. Returns the trainer's errors.
+    """Train a copy of the store to the same step with another learning rate. A start with one
+    directory of the store and one of the copy must be refused. Returns the trainer's errors.
     """
     copies, _ = _trained_apart(scene, fault, 0)
     before = contents([*scene.dirs, *copies, scene.run])
@@ -360,8 +353,7 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 @kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Replace the run's store by a copy that was trained in another run directory. The next start
-    must be refused. The copy is at the same step as the store, one step ahead or one step behind.
-    Returns the trainer's errors.
+    must be refused. Returns the trainer's errors.
     """
     ahead = fault.choice % 3 - 1
     copies, apart = _trained_apart(scene, fault, ahead)
@@ -383,10 +375,8 @@ def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
-    """Train the run, copy its store, and train the run and the copy apart. The copy ends `ahead`
-    steps after the run. The run has at least one step left.
-
-    Returns the directories of the copy, and True if the copy was trained after it was made.
+    """Train the run, copy its store, and train both apart; the copy ends `ahead` steps after the
+    run. Returns (directories of the copy, True if the copy was trained).
     """
     first = 1 + fault.choice % (STEPS - 3)
     last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)
@@ -405,9 +395,8 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
 
 @kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Start a second trainer on the store of the first, with the same run directory or another.
-    While the second trainer starts, the first is paused. Before the pause, the first trainer was
-    creating the store, filling the store or training. Returns the error of the second trainer.
+    """Start a second trainer on the store of the first, which is paused at a sync. Returns the
+    error of the second trainer.
     """
     # a quarter of all syncs create the store
     moment = fault.moment / 4 if fault.choice % 2 else fault.moment
@@ -423,8 +412,8 @@ def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("flipped bit", ends="any", alone=ALONE)
 def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
-    """Between two starts, flip a bit in any file of the store, or in the run directory's record of
-    the store. Returns the trainer's errors.
+    """Flip a bit in a file of the store or of the run directory between two starts. Returns the
+    trainer's errors.
     """
     rng = random.Random(fault.choice)
     scene.start(_first_strike(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
@@ -450,8 +439,8 @@ def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _first_strike(fault: Fault, reference: Reference) -> Strike:
-    """Return the Strike for the first start. It kills the trainer at the moment of the fault or, if
-    `fault.prompt`, never acts.
+    """Return a Strike that kills the trainer at `fault.moment` or, if `fault.prompt`, never
+    acts.
     """
     number = int((0.6 + fault.moment * 0.4) * reference.calls["sync"])
     return Strike("sync", 1 << 30 if fault.prompt else number, "kill before")
@@ -478,9 +467,7 @@ def contents(roots: Sequence[Path]) -> dict[str, str]:
 
 
 def place_in(path: Path, rng: random.Random) -> int:
-    """Choose a random offset in a file. The byte at this offset is most likely nonzero, because
-    zero bytes of a large file may never have been written.
-    """
+    """Choose a random offset in a file, most likely of a nonzero byte."""
     content = path.read_bytes()
     places = [rng.randrange(len(content)) for _ in range(16)]
     return next((at for at in places if content[at]), places[0])

@@ -1,5 +1,5 @@
 """Types for the faults of `roadtrain soak` and their outcomes, and the registry of kinds of faults.
-Other modules define the kinds.
+Does NOT define the kinds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Outcome:
         how: "went on", "sentence" (ended with an error message), "failed", "hung" or "skipped"
         sentences: errors of processes that ended by themselves
         recovery_s: seconds from the restart until every worker has done a step
-        lasted_s: seconds from the fault until the last worker of the same start ended
+        lasted_s: seconds from the fault until the last running worker ended
         seconds: duration of the whole test of the fault
         why: reason why the fault failed, hung or was skipped
     """
@@ -78,7 +78,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Reference:
     """A run without faults. `nbytes`: bytes over each link in each direction. `calls`: numbers of
-    syncs and of writes of a trainer that runs alone.
+    syncs and writes of a trainer.
     """
 
     logs: tuple[WorkerLog, ...]
@@ -87,8 +87,8 @@ class Reference:
 
 
 class NothingToStrike(Exception):
-    """Raised if a fault could not happen, because no step was committed before its moment. The run
-    has gone on to its end without the fault.
+    """Raised if a fault could not happen, because no step was committed. The run has ended without
+    the fault.
     """
 
 
@@ -98,10 +98,9 @@ Play = Callable[[Any, Fault, Reference], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. `ends`: the required outcome: "went on", "sentence" (the run ends with an
-    error message), or "any" if both are allowed. `alone`: flavor of the job if a trainer runs
-    alone, "" if there are workers and servers. `mounts`: True if the fault needs a small file
-    system of its own.
+    """A kind of fault. `ends`: the required outcome, "went on", "sentence" (the run ends with an
+    error message), or "any". `alone`: flavor of the job for a trainer that runs alone, or "" for
+    workers and servers. `mounts`: True if the fault needs a small file system of its own.
     """
 
     play: Play
@@ -122,7 +121,7 @@ def kind(
     Args:
         ends: required outcome. With "sentence", the run must end with an error. The function then
             repairs the cause, and lets the run go on.
-        alone: flavor of the job if a trainer runs alone, "" if there are workers and servers
+        alone: flavor of the job for a trainer that runs alone, or "" for workers and servers
         mounts: True if the fault needs a small file system of its own
     """
 
@@ -139,9 +138,9 @@ def kind(
 def strike_at(
     scene: Scene, fault: Fault, reference: Reference, do: Callable[[], None], first: float = 0.0
 ) -> None:
-    """Arrange that `do` is called at the moment of the fault, in the thread of the link's relay.
-    `first`: share of the link's bytes that must pass before the fault can happen. Of the remaining
-    bytes, the share `fault.moment` passes before `do` is called.
+    """Arrange that the link's relay calls `do` in its thread at `fault.moment`. `first`: share of
+    the link's bytes that must pass before the fault; `fault.moment` is then a share of the
+    remaining bytes.
     """
 
     def strike() -> None:
@@ -162,9 +161,8 @@ def kill(scene: Scene, victims: Iterable[str]) -> None:
 
 
 def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
-    """Wait for the fault and restart killed processes, as torchrun and a service manager do. If
-    `last`, also let the run train to its end. Returns the errors of workers that ended by
-    themselves.
+    """Wait for the fault, restart killed processes, and return the errors of workers that ended by
+    themselves. If `last`, also let the run train to its end.
     """
     scene.wait_struck()
     if fault.prompt:
@@ -179,8 +177,8 @@ def supervised(scene: Scene, fault: Fault, *, last: bool = True) -> list[str]:
 
 
 def refused(scene: Scene, words: str) -> list[str]:
-    """Check that all workers ended by themselves, and that one of their errors matches the regular
-    expression `words`. Returns the errors.
+    """Check that all workers ended by themselves and that an error matches the regular expression
+    `words`. Returns the errors.
     """
     sentences = scene.wait_workers()
     if len(sentences) != WORKERS or not any(re.search(words, sentence) for sentence in sentences):

@@ -1,8 +1,7 @@
 """Processes of `roadtrain soak`: a server, and a worker that trains a tiny model and logs every
 loss.
 
-Each process writes all output into one log file. On SIGUSR1, the process adds the stacks of all its
-threads to the log.
+On SIGUSR1, a process writes the stacks of all its threads to its log.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ GROWN = 1 << 20  # bytes: more than a ledger has spare
 
 @dataclass(frozen=True)
 class Flavour:
-    """Options of the job that is trained. `clip`: clip the gradient to this norm. Updates then wait
-    for the norm of the mean gradient of all workers. If `clip` is None, updates begin during
-    backward.
+    """Options of the job. `clip`: clip the gradient to this norm, so that updates wait for all
+    gradients; None to update during backward.
     """
 
     clip: float | None = None
@@ -68,10 +66,9 @@ class WorkerArgs:
     Attributes:
         relay: True if all workers are on one host and a relay communicates for all of them
         change: what is wrong with this worker: "model", "dtype" or "token"; "" if nothing is wrong
-        grows_at: number of the step from which on the job commits more state, which needs more room
-            on the disk
-        stops_at: number of the step from which on the worker asks to stop. At the end of each step,
-            the workers agree whether to stop. With 0, workers do not exchange requests to stop.
+        grows_at: first step that commits more state, which needs more room on the disk
+        stops_at: first step after which the worker asks to stop; 0 if workers do not exchange
+            requests to stop
         run: run directory, which records the store; only worker 0 has one
     """
 
@@ -131,7 +128,7 @@ def serve(
     strikes: Sequence[Strike],
 ) -> None:
     """Run a server like `roadtrain serve`. `shadow`: directory for the durable content of the
-    store; "" if the durable content is not tracked (soak_power).
+    store, or "" to track none.
     """
     _redirect_output(log)
     torch.set_num_threads(1)
@@ -264,8 +261,8 @@ def _train(args: WorkerArgs, token: bytes) -> None:
 
 
 def _redirect_output(log: str) -> None:
-    """Append all output of this process to `log`, line by line. Output of C libraries is included.
-    Also let the process end when its parent ends.
+    """Append all output of this process to the file `log`, and let the process end when its parent
+    ends.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

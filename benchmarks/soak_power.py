@@ -1,19 +1,14 @@
 """Emulate power cuts: track the durable content of directories, and restore this content after a
 power cut.
 
-The process under test calls `Power.install`. From then on, every successful fsync and fdatasync
-copies the content that has become durable (the bytes of a file, the names of a directory) to a
-shadow directory. After the process has been killed, the test calls `cut`. The directories then hold
-everything that was synced. Of the data that was not synced, they hold all, nothing, or any 512-byte
-sectors. Each `Strike` names a sync or write of the process, and an action at this call: the process
-is killed just before or after the call, only half of the write is done, the device fails, or the
-process pauses. After a failed sync, Linux treats pages as clean although they never reached the
-device, so a later sync does not save these pages. The emulation does the same: only pages that are
-written again are saved.
+After the process under test has called `Power.install`, every successful fsync and fdatasync copies
+the content that has become durable to a shadow directory. After the process has been killed, the
+test calls `cut`. The directories then hold everything that was synced. Of the data that was not
+synced, they hold all, nothing, or any 512-byte sectors. After a failed sync, as in Linux, a later
+sync saves only data that was written again.
 
-Assumes small files, because each sync copies the whole file. Also assumes that each process calls
-`install` once. If a file was synced but its directory never was, a cut loses the file, as POSIX
-allows. This module is independent of the format of stores.
+Assumes small files, and that each process calls `install` once. If a file was synced but its
+directory never was, a cut loses the file, as POSIX allows.
 """
 
 from __future__ import annotations
@@ -41,8 +36,8 @@ Real = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Strike:
-    """An action at one call of the process: call `number` of all calls of kind `kind`, counted from
-    0. `where`: only calls on files whose path contains this text are counted.
+    """An action at one call of the process: call `number` (from 0) of all calls of kind `kind` on
+    files whose path contains `where`.
     """
 
     kind: Literal["sync", "write"]
@@ -151,8 +146,8 @@ class Power:
             _die()
 
     def pause(self) -> None:
-        """Create the file `paused` in the shadow directory, and wait until the file `go` exists
-        there, at most 30 seconds.
+        """Create the file `paused` in the shadow directory, and wait for the file `go` in it, at
+        most 30 seconds.
         """
         paused, go = self.shadow / "paused", self.shadow / "go"
         paused.touch()
@@ -184,27 +179,22 @@ class Power:
         new.rename(self.shadow / name)
 
     def _fail(self, fd: int) -> None:
-        """Record that a sync of file `fd` fails. From now on, the content of the file counts as
-        clean, although it is not on the device.
-        """
+        """Record that a sync of file `fd` fails."""
         status = os.fstat(fd)
         if not stat.S_ISDIR(status.st_mode):
             self._keep(f"failed-{status.st_ino}", _content(fd))
             (self.shadow / f"again-{status.st_ino}").unlink(missing_ok=True)
 
     def _wrote(self, fd: int, offset: int, nbytes: int) -> None:
-        """Record a write. If a sync of the file has failed before, the bytes of this write are
-        dirty again, and a later sync saves them.
-        """
+        """Record a write to file `fd`."""
         number = os.fstat(fd).st_ino
         if nbytes and (self.shadow / f"failed-{number}").exists():
             with self._lock, open(self.shadow / f"again-{number}", "a") as file:
                 file.write(f"{offset} {offset + nbytes}\n")
 
     def without_lost(self, number: int, now: bytes, failed: bytes) -> bytes:
-        """Return the content of a file that can become durable after a failed sync. A sector is
-        lost if the failed sync did not save it and no later write has covered it. In the result, a
-        lost sector has the content that is on the device.
+        """Return the content of a file that can become durable after a failed sync. A 512-byte
+        sector that was neither saved nor written again keeps its durable content.
 
         Args:
             number: inode of the file
@@ -236,9 +226,7 @@ def begin(shadow: Path, roots: Sequence[Path]) -> None:
 
 
 def cut(shadow: Path, roots: Sequence[Path], rng: random.Random) -> str:
-    """Emulate a power cut in `roots`. All processes that use these directories must have ended
-    before.
-
+    """Emulate a power cut in `roots`, after all processes that use these directories have ended.
     Returns a text that says which unsynced bytes and names were kept.
     """
     bytes_left = rng.choice(("none", "any", "all"))

@@ -1,10 +1,9 @@
 """The scene of a fault of `roadtrain soak`: the processes, links and files of the job, and the logs
 of the workers.
 
-Each worker reaches each server over a link of its own, through a relay that counts bytes. The
-moment of a fault is therefore a number of bytes sent over a link, and a link can be cut after an
-exact number of bytes. A scene has one deadline for all waiting. Processes that have not ended by
-then count as hung, and dump their stacks.
+Each worker reaches each server through a relay of its own, which can cut the link after an exact
+number of bytes. A scene has one deadline for all waiting. Processes that have not ended by then
+count as hung, and dump their stacks.
 """
 
 from __future__ import annotations
@@ -39,21 +38,20 @@ FORK.set_forkserver_preload(["benchmarks.soak_warm"])
 
 
 class Hung(DeadlineError):
-    """Raised when the deadline of a scene has passed. The message has the logs of all processes,
-    with the stacks of those that still run.
+    """Raised when the deadline of a scene has passed. The message has the logs of all
+    processes.
     """
 
 
 class Wrong(RoadtrainError):
-    """Raised if a run under test behaves wrongly, for example if it has a different loss, loses a
-    step, or ends without an error message.
+    """Raised if a run under test behaves wrongly, for example loses a step or ends without an error
+    message.
     """
 
 
 class CountedRelay(Relay):
-    """A relay that counts bytes. After a call of `at(nbytes, way, do)`, the relay calls `do` in its
-    own thread, right before it passes on byte `nbytes` of the direction `way`. `cut_at`: monotonic
-    time at which the link was cut.
+    """A relay that counts bytes. After `at(nbytes, way, do)`, its thread calls `do` right before it
+    passes on byte `nbytes` of direction `way`. `cut_at`: monotonic time at which the link was cut.
     """
 
     def __init__(self, target: tuple[str, int], bytes_per_s: float = float("inf")) -> None:
@@ -82,9 +80,7 @@ class _Count(dict[Way, int]):
 
 @dataclass
 class Node:
-    """A process of the scene. `killed`: True if the scene has killed the process; the exit code of
-    such a process is not checked.
-    """
+    """A process of the scene. `killed`: True if the scene has killed the process."""
 
     process: Any
     log: Path
@@ -228,8 +224,8 @@ class Scene:
             self.workers.append(self._started(work, (args, TOKEN), log))
 
     def serve(self, number: int, *, moved: bool = False) -> None:
-        """Start server `number` on its directory. If `moved`, the server gets a new address, and
-        the workers are given the new address. Else it keeps its old address.
+        """Start server `number` on its directory, and give the workers its new address if `moved`.
+        Otherwise the server keeps its address.
         """
         old = self.servers[number] if len(self.servers) > number else None
         port = int(old.where.rpartition(":")[2]) if old is not None and not moved else 0
@@ -277,8 +273,8 @@ class Scene:
                 self.hung("the moment of the fault")
 
     def wait_workers(self) -> list[str]:
-        """Wait until all workers have ended. Returns the errors of workers that ended with an error
-        message.
+        """Wait until all workers have ended, and return the error messages of workers that
+        failed.
         """
         for rank, worker in enumerate(self.workers):
             worker.process.join(max(0.0, self.until - time.monotonic()))
@@ -299,9 +295,7 @@ class Scene:
         return sentences
 
     def ended_workers(self) -> list[str]:
-        """Wait until all workers have ended, and return the errors of workers like wait_workers. If
-        a Strike has killed a server, also mark this server as killed.
-        """
+        """Wait like `wait_workers`, and mark a server that a Strike has killed as killed."""
         sentences = self.wait_workers()
         for server in self.servers:
             if sentences and not server.killed:
@@ -310,7 +304,7 @@ class Scene:
         return sentences
 
     def finish(self) -> None:
-        """Start all processes that do not run, and check that training then goes on to its end."""
+        """Start all processes that do not run, and check that training goes on to its end."""
         self.start()
         self.finished()
 
@@ -327,8 +321,8 @@ class Scene:
         return [WorkerLog.read(self.log(rank)) for rank in range(WORKERS)]
 
     def recovery_s(self) -> float | None:
-        """Compute the seconds from the last start until the slowest worker has done its first step.
-        Returns None if no step was left to do.
+        """Compute the seconds from the last start until the slowest worker has done a step, or None
+        if no step was left.
         """
         firsts = [
             [at for (attempt, _), (_, _, at) in log.steps.items() if attempt == self.attempt]
@@ -337,17 +331,17 @@ class Scene:
         return max(min(f) for f in firsts) - self.restarted if all(firsts) else None
 
     def lasted_s(self) -> float | None:
-        """Compute the seconds from the fault until all workers of the same start have ended.
-        Returns None if there was no fault, or if no worker was started again.
+        """Compute the seconds from the fault until all running workers have ended. Returns None
+        without a fault or a restart.
         """
         return self._last - self.struck_at if self.struck_at and self.attempt else None
 
     def check(self, reference: Sequence[WorkerLog]) -> None:
         """Compare the logs of all workers with those of a run without faults.
 
-        Four properties are checked. Every loss of every start equals the loss of the same step
-        without faults. No step is missing. A step that a worker knew to be committed is not
-        repeated. At the end, parameters and optimizer state are equal.
+        Every loss must equal the loss of the same step without faults. No step may be missing. A
+        step that a worker knew to be committed may not be repeated. At the end, parameters and
+        optimizer state must be equal.
         """
         for rank, (log, whole) in enumerate(zip(self.logs(), reference)):
             expected = {step: line for (_, step), (line, _, _) in whole.steps.items()}
@@ -390,17 +384,17 @@ class Scene:
                 )
 
     def note(self, text: str) -> None:
-        """Add a line to the log of worker 0, as a note for people."""
+        """Add a note to the log of worker 0."""
         with open(self.log(0), "a") as file:
             file.write(f"{text}\n")
 
     def pipe(self) -> tuple[Connection, Connection]:
-        """Create a pipe for a child process, and return its two ends."""
+        """Create a pipe for a child process."""
         return FORK.Pipe()
 
     def hung(self, what: str) -> None:
-        """Raise Hung with the logs of all processes, which contain their stacks. `what`: the event
-        that did not happen in time.
+        """Raise Hung with the logs of all processes. `what`: the event that did not happen
+        in time.
         """
         living = [node for node in self._all if not node.ended]
         for node in living:

@@ -1,6 +1,5 @@
-"""Faults of `roadtrain soak` that strike the stores of servers or the bytes on the servers' links.
-The faults are an unmounted store, a replica that is behind and starts alone, a second server on the
-same directory, a flipped bit, a power cut, and a failing device.
+"""Faults of `roadtrain soak` that strike the stores of servers or the bytes on the servers'
+links.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def _run_directory(scene: Scene) -> None:
 
 
 def _train_some(scene: Scene, fault: Fault, reference: Reference) -> None:
-    """Train some steps, and then end all servers. If `fault.prompt`, servers end after the last of
-    these steps; else all servers are killed at the moment of the fault. Raises NothingToStrike if
-    no step was committed.
+    """Train some steps, and then end all servers: after a step if `fault.prompt`, else by killing
+    the servers at `fault.moment`. Raises NothingToStrike if no step was committed.
     """
     if fault.prompt:
         scene.start(steps=1 + fault.choice % (STEPS - 2))
@@ -70,9 +68,8 @@ def flipped_on_link(scene: Scene, fault: Fault, reference: Reference) -> list[st
 
 @kind("server unmounted", ends="sentence")
 def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Leave the directory of one server, or of both, empty at the next start, as if a disk were not
-    mounted. The workers must refuse to go on. Returns the errors of the processes that ended by
-    themselves.
+    """Leave the directory of some servers empty at the next start, as if a disk were not mounted.
+    The workers must refuse to go on. Returns the errors of the processes.
     """
     _run_directory(scene)
     _train_some(scene, fault, reference)
@@ -98,9 +95,8 @@ def unmounted(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 @kind("stale replica", ends="any")
 def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Kill one of two replicas, which then misses some steps. Later this replica starts alone, and
-    must not train alone. The other replica starts late or, if `fault.prompt`, while the workers
-    still wait. Returns the errors of the processes that ended by themselves.
+    """Kill one of two replicas, which then misses some steps and must not train alone later.
+    Returns the errors of the processes.
     """
     scene.replicas = 2
     _run_directory(scene)
@@ -139,8 +135,8 @@ def stale(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _same(scene: Scene) -> None:
-    """Check that both replicas are at the same step and have the same optimizer state, bit for bit.
-    Raises Wrong if they differ.
+    """Check that both replicas have the same step and the same optimizer state, bit for bit. Raises
+    Wrong if they differ.
     """
     _end_servers(scene)
     tiers = [open_part(path) for path in scene.stores]
@@ -161,9 +157,8 @@ def _same(scene: Scene) -> None:
 
 @kind("second servers")
 def second(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Start a second job while the first job fills its store or trains. If `fault.prompt`, the
-    second job uses the same servers; else it has servers of its own on the same directories.
-    Returns the error of the second job.
+    """Start a second job on the servers of the first or (unless `fault.prompt`) on their
+    directories. Returns the error of the second job.
     """
     scene.start(deadline_s=LONG_S)
     link = scene.links[fault.link]
@@ -204,8 +199,8 @@ def _beside(scene: Scene, number: int) -> str:
 
 @kind("server's bit flipped", ends="any")
 def flipped(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
-    """Between two starts, flip a bit in any file of a server's store. Returns the errors of the
-    processes that ended by themselves.
+    """Flip a bit in a file of a server's store between two starts. Returns the errors of the
+    processes.
     """
     _run_directory(scene)
     _train_some(scene, fault, reference)
@@ -241,9 +236,9 @@ def fails(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
 
 
 def _with_power(scene: Scene, fault: Fault, actions: Sequence[Action], *, again: bool) -> list[str]:
-    """Kill one server, or let its device fail, at one of its syncs or writes. If `again`, restart
-    the server and kill it once more. Then cut the power of this server and, if `fault.prompt`, of
-    the other server too. Returns the errors of workers.
+    """Kill one server, or let its disk fail, at a sync or write, and then cut its power. Returns
+    the errors of the workers. `again`: before the power cut, restart the server and kill it once
+    more.
     """
     rng = random.Random(fault.choice)
     victim = int(fault.victims[0][-1])

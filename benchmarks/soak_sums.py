@@ -1,12 +1,10 @@
 """`roadtrain soak --sums`: scripted faults of spare hosts, while workers compute sums without
 pause. All workers and hosts are real processes.
 
-A scene has two to four workers and two spare hosts (`roadtrain serve --sum`). In each scene, ten
-faults happen, one after another, while the workers go on. In each round, the workers sum several
-tensors, and each worker checks the sums. A fault is over when all workers have done five more
-rounds. A round that takes more than five seconds is a failure; time for which a process was stopped
-does not count. Fault K of a seed is always the same fault. Does NOT kill workers: tests check that
-DDP then ends with an error.
+A scene has two to four workers and two spare hosts (`roadtrain serve --sum`), and ten faults happen
+in it, one after another. In each round, the workers sum several tensors and check the sums. A fault
+is over when all workers have done five more rounds. A round that takes more than five seconds is a
+failure. Fault K of a seed is always the same fault. Does NOT kill workers.
 
     python -m benchmarks.soak_sums HOME RANK WORKERS [ADDRESS TOKEN_FILE]    (one worker)
 """
@@ -169,9 +167,7 @@ class Spare:
 
 
 class Scene:
-    """Workers, spare hosts, and a file with the addresses of the spare hosts, which workers
-    read.
-    """
+    """Workers, spare hosts, and a file with the addresses of the spare hosts."""
 
     def __init__(self, workers: int, rng: random.Random, stack: ExitStack) -> None:
         self.workers, self.rng, self._stack = workers, rng, stack
@@ -222,7 +218,7 @@ class Scene:
         self.paused_s += seconds
 
     def rounds(self) -> list[list[tuple[int, float]]]:
-        """Return a list for each worker. It has (number of rounds done, monotonic time) for each
+        """Return for each worker a list with (number of rounds done, monotonic time) for each
         round.
         """
         out = []
@@ -235,8 +231,7 @@ class Scene:
 
     def further(self, rounds: int, since: float) -> None:
         """Wait until all workers have done `rounds` rounds since the time `since`. Raises
-        TimeoutError after 60 seconds. If a worker has ended, raises RoadtrainError with the last
-        line of this worker's output.
+        TimeoutError after 60 seconds, and RoadtrainError if a worker has ended.
         """
         deadline = time.monotonic() + HARD_S
         while True:
@@ -281,7 +276,7 @@ class Scene:
 
 
 def strike(scene: Scene, kind: str) -> None:
-    """Inject a fault. If a kind of fault adds a spare host, also wait until the workers use it."""
+    """Inject a fault, and wait until the workers use the spare host that it adds, if any."""
     if kind == "added" or not scene.spares:
         scene.used(scene.add())
     elif kind == "slowed":
@@ -316,9 +311,7 @@ def strike(scene: Scene, kind: str) -> None:
 
 
 def play(first: int, count: int, seed: int, say: Callable[[str], None]) -> list[Outcome]:
-    """Run one scene with `count` faults, numbered from `first`, and return the outcome of each
-    fault.
-    """
+    """Run one scene with `count` faults, numbered from `first`, and return their outcomes."""
     out: list[Outcome] = []
     rng = random.Random(f"{seed}/{first}")
     workers = 2 + first // FAULTS_A_SCENE % 3

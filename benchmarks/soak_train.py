@@ -1,6 +1,6 @@
-"""Processes of `roadtrain soak` that train without servers. One runs `roadtrain train`, the other
-runs a script with Hugging Face's Trainer. The store has two directories, and syncs and writes are
-tracked (soak_power). Both log every step and the last committed step, like the workers of soak_job.
+"""Processes of `roadtrain soak` that train without servers: one runs `roadtrain train`, the other a
+script with Hugging Face's Trainer. The store has two directories, and its syncs and writes are
+tracked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ PAD = 4096  # bytes added to each line of metrics.jsonl, so that it needs a page
 
 @dataclass(frozen=True)
 class TrainerArgs:
-    """Arguments for one start of a trainer. `roots`: directories that lose their power together."""
+    """Arguments for one start of a trainer. `roots`: directories that lose their power
+    together.
+    """
 
     home: str
     run: str
@@ -90,15 +92,15 @@ def train_alone(errand: TrainerArgs) -> None:
 
 
 def train_by_trainer(errand: TrainerArgs) -> None:
-    """Train with Hugging Face's Trainer, and log like `train_alone`. In the line of a step, the
-    learning rate takes the place of the norm.
+    """Train with Hugging Face's Trainer, and log like `train_alone`, with the learning rate in
+    place of the norm.
     """
     _watched(errand, lambda: _train_by_trainer(errand))
 
 
 def _train_by_trainer(start: TrainerArgs) -> None:
-    """Run a Trainer script, which is the same at every start. The script has dropout, another order
-    of rows in each epoch, a schedule of the learning rate, and periodic checkpoints.
+    """Run a script of Hugging Face's Trainer with dropout, shuffled rows, a schedule and
+    checkpoints. The script is the same at every start.
     """
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
@@ -181,9 +183,8 @@ def digest_of(stores: tuple[str, ...]) -> str:
 
 
 def _write_down(attempt: int) -> None:
-    """Change this process so that it logs each step when the step's line is written to
-    metrics.jsonl. When a step is known to be committed, the process logs the last step again, with
-    the number of the committed step.
+    """Make this process log each step when metrics.jsonl gets the step's line, and again with the
+    number of the committed step.
     """
     last: dict[str, Any] = {}
     append, advance, adopt = Metrics.append, Mark.advance, Mark.adopt

@@ -1,12 +1,10 @@
 """Compare an update of state on disk with a bare loop that only reads and writes the same files.
 Both are measured in turn in one run.
 
-State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) is stored in two slot files.
-In an update, gradients are pushed, and every record is read, verified, updated, written,
-checksummed, made durable and committed. The bare loop only reads the same bytes of the records
-(without the bf16 copy) from one slot file, and writes whole records to the other. The bare loop
-runs with mixed requests and in bursts, each with several numbers of threads. The best result of the
-bare loop counts.
+State of 14 bytes a parameter (bf16 copy, fp32 master and two moments) is stored in two files, of
+which an update reads one and writes the other. An update includes checksums, syncs and the commit.
+The bare loop runs with mixed requests and in bursts, each with several numbers of threads, and its
+best result counts.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ def _rss() -> int:
 
 
 class _Peak:
-    """Samples the resident memory of this process every 10 ms during a `with` block. `nbytes` is
-    the largest sample.
+    """Samples the resident memory of this process during a `with` block. `nbytes`: the largest
+    sample.
     """
 
     def __enter__(self) -> _Peak:
@@ -74,11 +72,11 @@ class _Peak:
 def bare_loop(
     source: Path, target: Path, nbytes: int, size: int, skip: int, threads: int, burst: int
 ) -> float:
-    """Read `source` and write `target` in pieces of `size` bytes, and return the seconds. Each
+    """Read `source` and write `target` in records of `size` bytes, and return the seconds. Each
     direction has `threads` threads.
 
     Args:
-        skip: bytes at the start of each piece that are not read
+        skip: bytes at the start of each record that are not read
         burst: if positive, alternate between `burst` reads and `burst` writes; if 0, reads and
             writes are mixed
     """
@@ -288,9 +286,6 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
 
 
 def _without_cache(budgets: Budgets) -> Budgets:
-    """Return the same budgets, except that no state is kept in memory. All state is then read and
-    written.
-    """
     records = replace(
         budgets.records, resident=frozenset(), weights_resident=frozenset(), resident_bytes=0
     )

@@ -1,10 +1,8 @@
 """Compare the summation kernel of a server with torch.add. The kernel adds eight received bf16
 gradients into one fp32 buffer in one pass.
 
-The kernel and torch.add run in turn on the same memory with the same number of threads. The floor
-is the speed of memory, measured as the faster of two references. One is a kernel that reads every
-element of the buffers and writes the memory of the sum, but does not add. The other is numpy's copy
-of as many bytes as the kernel reads and writes.
+The floor is the speed of memory: the faster of a kernel that only reads and writes, and of numpy's
+copy of as many bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Measure the summation service: n worker hosts sum a gradient with the help of k spare hosts over
 emulated links. The service is compared with gloo's ring.
 
-The optimum comes from sums/protocol/shares.py, with 0.956 of the rate of each link, because TCP
-carries only this share of whole Ethernet frames. A round cannot be shorter than the optimum.
-Goodput is the bytes of a gradient, divided by the seconds of a round. A round takes as long as its
-slowest worker, and the median of three rounds counts. Every round's sums are checked against the
-promised order of summation. Needs root. Does NOT emulate latency.
+The optimum is the shortest possible round, with 0.956 of the rate of each link, because TCP carries
+only this share of whole Ethernet frames. Goodput is the bytes of a gradient, divided by the seconds
+of a round. A round takes as long as its slowest worker, and the median of three rounds counts.
+Needs root. Does NOT emulate latency.
 
     --only ITEM,..
     4, 8     workers, with up to as many spare hosts, all links equal
@@ -72,8 +71,8 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
 
 
 def _seconds(workers: Sequence[float], spares: Sequence[float]) -> float:
-    """Compute the seconds in which one byte of a gradient is summed if the work is divided in the
-    best way. The arguments are the rates of the links in bytes/s.
+    """Compute the seconds to sum one byte of a gradient with the best division of work, from the
+    rates of the links in bytes/s.
     """
     return busiest(workers, spares, optimum(workers, spares))
 
@@ -140,8 +139,8 @@ def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds
 
 
 def _unequal_links(nbytes: int, rounds: int) -> list[Row]:
-    """Measure a summation with unequal links: of four worker hosts, one has a link of half the
-    rate, and two spare hosts have links of a quarter of the rate.
+    """Measure a summation with unequal links: one of four worker hosts has a link of half the rate,
+    and two spare hosts have links of a quarter.
     """
     workers, spares = [RATE, RATE, RATE, RATE / 2], [RATE / 4] * 2
     with (

@@ -1,11 +1,10 @@
 """Item `steps` of `summation`: whole training steps over emulated links. DDP's own all-reduce
-(gloo) is compared with two uses of the summation service. One is a communication hook of DDP. The
-other is an optimizer that lets the next forward start while gradients are still in flight, with and
-without priorities. Needs root.
+(gloo) is compared with two uses of the summation service: a communication hook of DDP, and an
+optimizer that lets the next forward start while gradients are still in flight, with and without
+priorities. Needs root.
 
-Some models have many parameters (linear layers). Another has much to compute (the same layers are
-applied many times to the batch). All ways train on the same data, and their losses must agree to
-rounding. The time of a step is measured on the slowest worker, as the median of four steps.
+All losses must agree to rounding. The time of a step is measured on the slowest worker, as the
+median of four steps.
 
     python -m benchmarks.summation_steps --rank 0 --workers 4 --master A --spares A:P,..
     --token F --how ddp ..
@@ -63,7 +62,7 @@ class Net(nn.Module):
 
 
 class _EqualPriority(Summation):
-    """A Summation that ignores the priorities of its sums, so that all sums are equal."""
+    """A Summation that ignores the priorities of its sums."""
 
     def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
         return super().sum(*words, **options)

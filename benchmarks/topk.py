@@ -1,9 +1,8 @@
 """Measure the top-k kernels: one selects exactly the 1 % of elements with the largest magnitude,
 the other scatters them back. They are compared with torch.topk and torch's scatter.
 
-The floor of selecting is the time to read the input once. The floor of scattering is the time to
-write the output once. Everything uses one thread, as in a step, and is measured on a large block
-and on one chunk.
+The floor of selecting is the time to read the input once, and the floor of scattering is the time
+to write the output once. Everything uses one thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compare roadtrain's optimizer updates with torch's. An update of roadtrain reads a bf16 gradient
 and writes a bf16 copy of the parameters. An update of torch needs two casts for this.
 
-Roadtrain's updates run chunk by chunk over threads, as in a server. The floor is the rate at which
-the same number of threads reads, changes and writes three fp32 arrays. Roadtrain's updates, torch's
-updates and the floor are measured in turn on arrays of the same size. Does NOT touch storage.
+The floor is the rate at which the same number of threads reads, changes and writes three fp32
+arrays of the same size. Does NOT touch storage.
 """
 
 from __future__ import annotations
@@ -33,9 +32,6 @@ def _read_modify_write(a, b, c):
 
 
 def _buffer(n: int, dtype: str) -> np.ndarray:
-    """Return an array of n zeros. Its memory is aligned and in huge pages, as in a server. The
-    measurement of the floor uses the same kind of memory.
-    """
     return array_in(Buffer(n * (4 if dtype == "fp32" else 2)).view, dtype, 0, n)
 
 
@@ -74,9 +70,6 @@ class _Ours:
 
 
 def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Callable[[], None]:
-    """Return a function that casts the gradient, runs torch's fused optimizer, and casts the
-    parameters.
-    """
     param = torch.nn.Parameter(torch.ones(grad.numel()))
     param.grad, copy = torch.zeros_like(param), torch.zeros_like(grad)
     optimizer = cls([param], fused=True, **options)
@@ -91,9 +84,6 @@ def _torch_fused(cls: type, options: dict[str, Any], grad: torch.Tensor) -> Call
 
 
 def _foreach_lion(grad: torch.Tensor) -> Callable[[], None]:
-    """Return a function that computes Lion with torch's foreach operators, on tensors of a chunk's
-    size. torch has no fused Lion.
-    """
     flat = {name: torch.ones(grad.numel()) for name in ("p", "m", "g", "u")}
     p, m, g, u = (list(x.split(MAX_CHUNK)) for x in flat.values())
     copy = torch.zeros_like(grad)

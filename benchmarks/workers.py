@@ -1,21 +1,15 @@
 """Measure the memory of a worker process that uses network servers, for models of different depth
 and for different numbers of workers.
 
-Servers are processes of this host with state in files. Each worker is a process with one torch
-thread and a model built on torch's `meta` device. The results are the resident memory of a worker,
-minus that of a bare process. A bare process has imported all modules but has built no model. `peak`
-covers the whole life of the process, including the placing of the model; `while training` begins
-after placing. Of several workers, the worker with the most memory counts. Of three runs, the median
-counts, because the layout of glibc's heap changes the memory of a run by some percent.
+The results are the resident memory of a worker, minus that of a bare process, which has imported
+all modules but has built no model. `peak` covers the whole life of the process; `while training`
+begins after the model is placed. Of several workers, the worker with the most memory counts. Of
+three runs, the median counts, because the layout of glibc's heap changes the memory of a run by
+some percent.
 
-Beyond the memory in use, the heap may hold freed memory (device/buffers.py allows 16 MiB, doubled
-if a single block needs more). This freed memory alone is some percent of the memory beyond the bare
-process. Growth of the whole process is therefore shown too, as in the benchmark `depth`.
-
-Some memory must grow with depth: the saved input of each block (rows x seq x width, fp32). These
-inputs are counted and shown. Roadtrain is compared with plain training, which has everything in
-memory: bf16 parameters, fp32 masters and AdamW's state. Each gradient is freed as soon as its
-parameter is updated. With several workers, each worker of plain training would need as much memory.
+The saved input of each block (rows x seq x width, fp32) must grow with depth, and is shown.
+Roadtrain is compared with plain training, which has everything in memory: bf16 parameters, fp32
+masters and AdamW's state.
 
     python -m benchmarks.workers --child ours --blocks 8 --width 512 --servers H:P,H:P --json OUT
 """
@@ -76,9 +70,8 @@ def run(quick: bool = False) -> Report:
 def compare(
     got: Sequence[dict[str, Any]], plain: dict[int, dict[str, Any]], width: int, budget: str
 ) -> list[Row]:
-    """Build the rows for the results `got`, which differ in depth or in the number of workers. The
-    first result is that of the smallest depth or of the fewest workers. `plain`: maps a depth to
-    the result of plain training.
+    """Build the rows for the results `got`, of which the first has the smallest depth or the fewest
+    workers. `plain`: maps a depth to the result of plain training.
     """
     base, rows = got[0], []
     for result in got:
@@ -178,8 +171,8 @@ def compare(
 
 
 def steps_of(blocks: int) -> int:
-    """Return the number of steps for a depth. For every depth, steps times blocks is about the
-    same, so a leak per block shows at every depth.
+    """Return the number of steps for a depth. Steps times blocks is about the same for every depth,
+    so a leak per block shows at every depth.
     """
     return max(LEAST, VISITS // blocks)
 
