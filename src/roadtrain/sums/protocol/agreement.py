@@ -8,16 +8,13 @@ operations.
                                                       has begun the operation that another worker
                                                       waits for
 
-An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
-this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
-an identity and a signature, later operations with this identity and signature need no messages. If
-an operation has `each` set, the workers agree on the operation every time. A Mismatch begins a new
-epoch: all workers abandon incomplete operations, and all numbers start again from the beginning.
+Operations with the same name and details need messages only once, unless the workers must agree on
+each of them. A Mismatch begins a new epoch: all workers abandon incomplete operations and count
+from 0 again.
 
-NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
-B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
-the workers are deadlocked, even if the answers are from different times, because each operation has
-a unique number and a blocked worker begins no operation.
+NOTE cycles. If blocked workers answer that they have not begun the operations on which others are
+blocked, and these answers form a cycle, the workers are deadlocked. This holds even for answers
+from different times, because a blocked worker begins no operation.
 
 No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
 operation.
@@ -58,8 +55,8 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tell all workers to begin a new epoch. Either workers have begun different operations, or
-    workers wait for each other."""
+    """Tell all workers to begin a new epoch: workers have begun different operations or wait for
+    each other."""
 
     epoch: int  # number of the new epoch
     words: str  # describes the mismatch
@@ -67,8 +64,8 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class AskWhetherBegun:
-    """Ask worker `to`, which is blocked, whether this worker has begun the operation with the
-    identity and number in `place`."""
+    """Ask the blocked worker `to` whether it has begun the operation with the identity and number
+    in `place`."""
 
     to: int
     place: tuple[str, int]
@@ -87,8 +84,7 @@ AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 @dataclass(slots=True)
 class _Worker:
-    """The state of a worker, as reported in the worker's last Stall (a frame that a waiting worker
-    sends)."""
+    """The state of a worker that waits, as last reported by the worker."""
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None  # the operation on which the worker is blocked
@@ -101,12 +97,12 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training. In asynchronous training, the workers wait only in operations that are begun
-            with `each=True`.
+            training, where they wait only in operations with `each=True`.
 
     Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
     operation (if `waits`), and all workers that have begun the operation gave the same signature.
-    `lacks` is empty for workers that are not blocked."""
+    `lacks` is empty for workers that are not blocked.
+    """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
@@ -195,7 +191,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Handle the end of a worker's link: the worker has left."""
+        """Handle the loss of a worker."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():
@@ -205,9 +201,8 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Compare the signatures that workers have given to the operation with the identity and
-        number in `place`. Returns a list with a Mismatch if two signatures differ, otherwise an
-        empty list."""
+        """Return a Mismatch if workers gave different signatures to the operation `place`, else
+        nothing."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
             for operation in worker.pending:
@@ -225,12 +220,8 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Find a cycle of workers that contains `worker`. In a cycle, each worker waits for an
-        operation that the next worker has not begun. Returns an empty list if there is no cycle.
-
-        Args:
-            path: The workers from which the search has reached `worker`.
-        """
+        """Find a cycle of workers that contains `worker`, each waiting for an operation that the
+        next has not begun. `path` lists the workers that the search has passed."""
         if path and worker == path[0]:
             return path
         mine = self._workers[worker]

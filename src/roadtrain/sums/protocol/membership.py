@@ -5,9 +5,9 @@
         <-- State --
         -- Change --> all workers: update the Map, then resume
 
-Summation pauses for one round trip. A Change contains, for each tensor, the last round that any
-worker has begun, so that all workers agree on the reducer of each part of the tensor in each round
-(part_map.py). No I/O, no clock.
+Summation pauses for one round trip. A Change names the last round that any worker has begun for
+each tensor, so that all workers assign tensors to the same reducers (part_map.py). No I/O, no
+clock.
 """
 
 from __future__ import annotations
