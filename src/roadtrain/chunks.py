@@ -1,19 +1,17 @@
 """The layout of a model's parameters: each block consists of flat runs, and each run is cut into
-chunks, which are transferred and stored.
+chunks, which are transferred and stored. Does NOT use files, tensors or devices.
 
-Parameters of a block with the same dtype, trainability and optimizer parameter group form a *run*.
-Each parameter starts at a multiple of 32 elements, and the run is padded with zeros to a multiple
-of 2048 elements. A chunk is a contiguous range of one run, so all its elements have the same dtype
-and hyperparameters. Every chunk size is a multiple of 65536 elements, the length of a partial sum.
-So a partial sum has the same bits for every chunk size (Rule 1).
+A *run* contains the parameters of a block with the same dtype, trainability and optimizer parameter
+group. Each parameter starts at a multiple of 32 elements, and the run is padded with zeros to a
+multiple of 2048. A *chunk* is a contiguous range of one run. Every chunk size is a multiple of
+65536 elements, the length of a partial sum. So a partial sum has the same bits for every chunk size
+(Rule 1).
 
 A chunk is stored as a *record*: [weights | state]. A pull returns the weights. The state is
 everything else that the update rule needs: the fp32 master copy if the weights are not fp32, the
-state arrays, and the scalars (float64, one row for each parameter in the chunk). The record of a
-frozen chunk has no state.
+state arrays, and float64 scalars. The record of a frozen chunk has no state.
 
-Assumes that parameter names are unique and that each parameter belongs to one block. Does NOT use
-files, tensors or devices.
+Assumes that parameter names are unique and that each parameter belongs to one block.
 """
 
 from __future__ import annotations
@@ -198,8 +196,8 @@ class ChunkTable:
     ) -> ChunkTable:
         """Lay out `blocks`, pairs of a block's name and its parameters. The root block is first.
 
-        Raises ConfigError if the chunk size is invalid, if a trainable parameter has a dtype that
-        cannot be updated, or if a parameter name appears twice.
+        Raises ConfigError for an invalid chunk size, a trainable dtype that cannot be updated, or a
+        repeated parameter name.
         """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(

@@ -125,7 +125,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the command's job file before torch is imported. Raises ConfigError."""
+    """Check the command's job file before torch is imported."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic
         job.load_job(words[number], overrides)

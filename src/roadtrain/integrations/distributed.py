@@ -10,16 +10,13 @@ soon as backward has computed the gradient.
                 only these parameters
 
 Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when the module's
-forward begins, with the settings (learning rates) that the parameter groups had at step(). The
-first forward of any module also updates the parameters that belong to several modules or to none,
-and the parameters of modules whose forward was never called. In eval mode or under no_grad, the
-first forward updates all parameters.
+forward begins, with the learning rates that the parameter groups had at step(). The first forward
+of any module also updates shared parameters and parameters of modules that are never called. In
+eval mode or under no_grad, the first forward updates all parameters.
 
 Limits with `model`: code that reads a parameter outside of a forward gets the old value until
 synchronize() is called; model.state_dict() updates the parameters first. `p.grad` is None after
 step(). Hooks of the optimizer's step run once per module.
-
-Assumes that all workers train the same model. Small gradients are NOT fused into larger messages.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
-    """A gradient's sum in flight. `version` is torch's version counter of `grad` when the sum
-    began."""
+    """A gradient's sum in flight. `version` shows whether `grad` was changed during the sum."""
 
     grad: torch.Tensor
     handle: Handle
@@ -157,7 +153,7 @@ def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
     """Return the optimizer's trainable parameters with their names. Raises ConfigError if `named`
-    lacks a parameter or repeats a name."""
+    does not fit."""
     if named is None:
         return _trained(optimizer)
     pairs, needed = list(named), {p for _, p in _trained(optimizer)}
@@ -345,10 +341,11 @@ class Distributed(torch.optim.Optimizer):
 class Asynchronous(torch.optim.Optimizer):
     """An optimizer for asynchronous training: no worker waits for others.
 
-    A worker takes a step with its own gradients, pushes the change of the parameters, and gets the
-    sum of all workers' changes so far. With SGD, the result equals that of one process that applies
-    the workers' steps in the order of their pushes. With momentum or Adam the result differs,
-    because a worker's moments are computed from the gradients of this worker only.
+    A worker takes a step with its own gradients, and pushes the change of the parameters. Its new
+    parameters are the initial values plus all changes that workers have pushed so far. With SGD,
+    the result equals that of one process that applies the workers' steps in the order of their
+    pushes. With momentum or Adam it differs, because a worker's moments come from its own gradients
+    only.
     """
 
     _exchange: Exchange
@@ -382,8 +379,8 @@ class Asynchronous(torch.optim.Optimizer):
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
-    """Replace the optimizer's class by a subclass that has `kind` as a base. The object stays the
-    same, because schedulers refer to it."""
+    """Replace the optimizer's class by a subclass that has `kind` as a base; the object stays the
+    same."""
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old step
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (kind, cls), {"__doc__": cls.__doc__})

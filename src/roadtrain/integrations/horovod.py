@@ -202,9 +202,8 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin the sum or average of a tensor over all workers. `how`: whether the result replaces the
-    values of `tensor`, and whether this call waits for it. Returns the result if this call waits,
-    else a Handle."""
+    """Begin the sum or average of a tensor, and return a Handle, or the result if this call waits.
+    `how`: whether to replace the values of `tensor`, and whether to wait."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -276,8 +275,8 @@ def declare(name: str) -> str:
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call, because the torch.distributed call that
-    follows could hang otherwise. Raises DifferError."""
+    """Wait until all workers have made the same call, because torch.distributed would hang
+    otherwise."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -349,9 +348,8 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def _broadcast_value(value: Any, root: int) -> Any:
-    """Return a new copy of the root's `value` on every worker, with tensors in host memory. The
-    value is sent without pickle. Raises ConfigError on all workers if the value cannot be encoded.
-    """
+    """Return a copy of the root's `value` on every worker, with tensors in host memory. Raises
+    ConfigError on all workers if the value cannot be sent without pickle."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:

@@ -115,9 +115,8 @@ def _of_trainer(frame: FrameType, name: str) -> Any:
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made, or None if they do not cover the
-    model. They are read from the Trainer's frame, because the Trainer passes them only to torch's
-    classes."""
+    """Return the parameter groups that the Trainer has just made, read from its frame, or None if
+    they do not cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(

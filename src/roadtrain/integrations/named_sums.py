@@ -11,10 +11,9 @@ Note "unnamed". An unnamed tensor gets a name from its size, its dtype and the l
 So all workers must make and finish their unnamed calls in the same order. If the order of calls
 depends on time (as with `poll`), use names.
 
-Note "agreement". The first call with a name, and each call that waits for other workers, is checked
-to have the same dtype, shape and operation on all workers (sums/agreement.py). If workers disagree
-or wait for each other, every worker gets a DifferError within seconds, all calls in flight are
-abandoned, and the workers may continue.
+Note "agreement". The workers check that they make the same calls (sums/agreement.py). If they
+disagree or wait for each other, every worker gets a DifferError within seconds. All calls in flight
+are abandoned, and the workers may continue.
 
 Tensors that the summation service cannot sum (fp64, integers) are summed by torch.distributed once
 all workers have made the call.
@@ -141,8 +140,8 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the reason why the sum of `handle` failed. If the reason is unknown, return a
-        PeerError with the text of `error`, which torch raised."""
+        """Return the reason why the sum of `handle` failed, or a PeerError with torch's `error` if
+        it is unknown."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
@@ -164,9 +163,8 @@ def _scaling(divisor: float, factor: float) -> str:
 def _by_torch(
     tensor: torch.Tensor, divisor: float
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
-    """Begin a sum by torch.distributed. Averages of integers are rounded down, as in Horovod.
-    Returns a function that waits for the sum, and a function that returns whether the sum is done.
-    """
+    """Begin a sum by torch.distributed, and return two functions: wait for the sum, and tell
+    whether it is done."""
     exact = tensor.is_floating_point() or tensor.is_complex()
     carried = on_link(tensor).clone()
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)

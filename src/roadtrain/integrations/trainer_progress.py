@@ -2,12 +2,12 @@
 data), committed to the store with each step. Does not import transformers, or read or write
 checkpoints.
 
-The store is newer than the last checkpoint of a killed run. So the Trainer continues at the store's
-step, whether `resume_from_checkpoint` is left out or names the last checkpoint.
+After a run was killed, its store is newer than the last checkpoint. The Trainer continues at the
+store's step, whether `resume_from_checkpoint` is left out or names the last checkpoint.
 
 Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer.
-So the Trainer's method `_run_epoch`, which gets this step as an argument, is replaced by a method
-that skips finished epochs and begins the next epoch at the resumed step. Needs transformers 5.
+So the Trainer's method `_run_epoch` is replaced by a method that skips finished epochs and begins
+the next epoch at the resumed step. Needs transformers 5.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Compute from a memory budget how many buffers of each kind to allocate, and which records of the
-state files to keep in memory as well (Rule 4: memory use is bounded).
+"""Compute from a memory budget how many buffers of each kind to allocate, and which records to keep
+in memory besides the state files (Rule 4: memory use is bounded).
 
-The budget is a number of bytes of host memory. It covers everything that roadtrain allocates: the
-root block, block buffers, gradient buffers, saved block inputs, buffers for the records of chunks,
-and the records kept in memory. It does not cover the interpreter, torch itself, or temporary
-allocations in the forward and backward of a block.
+The budget is a number of bytes of host memory. It covers everything that roadtrain allocates. It
+does not cover the interpreter, torch itself, or temporary allocations in the forward and backward
+of a block.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class _Free:
     device: float  # infinity if device memory is not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
-        """Assign memory to at most `most` buffers of `nbytes` bytes, from at most 1 / `share` of
-        the free host memory, and return their number."""
+        """Assign memory to at most `most` buffers of `nbytes` bytes, from 1 / `share` of the free
+        host memory. Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
         if on_device:
             count = int(min(count, self.device // nbytes))
@@ -282,13 +281,9 @@ def _too_small(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Choose which records on files are also kept in `nbytes` bytes of memory.
-
-    Returns the ids of the chunks whose records are kept completely, the ids of the chunks with only
-    their weights kept, and the number of bytes used. Weights have priority, because they are read
-    twice per step and optimizer state once. The first blocks have priority, because the next
-    forward reads them first.
-    """
+    """Choose which records on files are also kept in `nbytes` bytes of memory: weights first,
+    because they are read twice per step. Returns the chunks kept completely, the chunks whose
+    weights are kept, and the bytes used."""
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
         if kept + records[chunk.id].weights_nbytes > nbytes:

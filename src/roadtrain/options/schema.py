@@ -110,8 +110,8 @@ def _read_unit(parse: Callable[[str], float]) -> BeforeValidator:
 
 
 def _write_unit(unit: str, scale: float = 1.0, decimals: int = 0) -> PlainSerializer:
-    """Return a pydantic serializer that writes a number with the unit `unit`, which has the value
-    `scale`. Small numbers have more than `decimals` decimals, so that they are not rounded to 0."""
+    """Return a pydantic serializer that writes a number as a multiple of `scale` with the unit
+    `unit`."""
 
     def write(number: float) -> str | int:
         digits = f"{number / scale:.{12 if number < 1e3 * scale else decimals}f}"

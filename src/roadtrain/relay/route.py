@@ -198,11 +198,7 @@ def least_relay(
     table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
 ) -> tuple[int, RelayBudgets]:
     """Return the minimum memory of a relay in bytes, and the sizes of the relay's buffers with this
-    memory.
-
-    If there are several workers and `holds_gradients` is set (all gradients wait for the global
-    norm), the buffers have room for the gradients of the whole model.
-    """
+    memory. `holds_gradients`: all gradients wait for the global norm."""
     share = -(-len(table.trainable) // servers) + 2  # most trainable chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)
     scratch = buffer_for(chunk.numel * 4 for chunk in table.trainable) if local > 1 else 0

@@ -1,5 +1,5 @@
-"""Activations: the inputs of blocks, which are kept from the forward to the backward, in host
-memory up to a byte budget, and in a scratch file beyond the budget.
+"""Activations: keeps the inputs of blocks from the forward to the backward, in host memory up to a
+byte budget, and in a scratch file beyond the budget.
 
 A kept tensor of n bytes uses this much of the budget:
     HERE     n bytes: the tensor is in host memory. A CPU tensor is kept by reference. A CUDA tensor
@@ -10,8 +10,7 @@ A kept tensor of n bytes uses this much of the budget:
 
 The oldest tensors are written first, because backward needs the newest first. Expanded tensors and
 tensors smaller than 64 KiB are never written. Kept tensors must not be changed in place: loading a
-tensor that was changed raises ModelError. Does NOT keep the autograd graph of a tensor, or any
-tensor after close().
+tensor that was changed raises ModelError. Does NOT keep the autograd graph of a tensor.
 """
 
 from __future__ import annotations
@@ -267,8 +266,8 @@ class Activations:
         ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until a tensor of `nbytes` fits in the budget. If no kept tensor can be written to
-        the file, return anyway."""
+        """Wait until a tensor of `nbytes` fits in the budget, or until no kept tensor can be
+        written to the file."""
         while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:

@@ -1,22 +1,19 @@
-"""BlockStream: runs a model's blocks on fetched parameters, in forward and backward.
+"""BlockStream: runs a model's blocks on fetched parameters, in forward and backward. Does NOT
+support double backward through a block, and does NOT average gradients over workers.
 
 The forward of a block fetches the block's parameters, runs the block, and releases the parameters.
-If gradients are needed, the block becomes a node of the autograd graph that keeps only the block's
-inputs. The backward of the node fetches the parameters again, recomputes the block, and pushes the
-block's gradients as one flat buffer. Parameters of the root stay in memory. A root parameter that a
-block uses (tied weights) is an input of the block's node, so autograd adds up its gradient as
-usual.
+If gradients are needed, only the block's inputs are kept. The backward fetches the parameters
+again, recomputes the block, and pushes the block's gradients as one flat buffer. Parameters of the
+root stay in memory.
 
-Note SAME GRAPH. The forward of a node runs the block with gradients enabled, but drops all tensors
-that autograd saves. So the block runs the same kernels as in backward and in plain training. The
-run also shows which outputs need gradients, and whether a gradient flows to a tensor that is
-neither an argument nor a parameter of the block. Such a gradient would be lost, so an error is
-raised.
+Note SAME GRAPH. The forward runs the block with gradients enabled, but drops all tensors that
+autograd saves. So the block runs the same kernels as in plain training. The run also shows
+gradients that would be lost, because they flow to a tensor that is neither an argument nor a
+parameter. Such a gradient raises an error.
 
 Assumes that blocks are called; that the results of a block depend only on arguments, parameters,
 buffers and RNG; and that blocks return tensors in tuples, lists, dicts or types registered with
-torch.utils._pytree. Does NOT support double backward through a block. Does NOT average gradients
-over workers.
+torch.utils._pytree.
 """
 
 from __future__ import annotations
@@ -250,11 +247,8 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """A recorded run of a block, which lives as long as its node in the autograd graph.
-
-    `inputs` has the distinct tensors among the arguments, and `tickets` their KeptTensors. `slots`
-    has one pair for each leaf of the arguments; see `leaves.distinct`.
-    """
+    """A recorded run of a block, which lives as long as its node in the autograd graph. `slots` has
+    a pair for each leaf of the arguments; see `leaves.distinct`."""
 
     def __init__(
         self,
@@ -341,8 +335,8 @@ class _Call:
         return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
 
     def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Raise ModelError if a gradient flows to a tensor that is neither an argument nor a
-        parameter of the block, because this gradient would be lost."""
+        """Raise ModelError if a gradient would be lost, because it flows to a tensor that is
+        neither an argument nor a parameter of the block."""
         expected = {id(t) for t in (*tensors, *self.block.module.parameters())}
         todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
         seen = set(todo)
@@ -397,8 +391,8 @@ class _Call:
     def _differentiate(
         self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
     ) -> tuple[Sequence[torch.Tensor | None], int]:
-        """Recompute the block, and return (gradients, n). The first n gradients belong to the
-        inputs and shared parameters. The gradients of the parameters in `trained` follow."""
+        """Recompute the block, and return (gradients, n). The first n belong to inputs and shared
+        parameters, the others to `trained`."""
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
         except ModelError as error:

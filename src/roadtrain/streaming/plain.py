@@ -173,7 +173,7 @@ class _Unread:
 
 
 def _from_header(header: Any, rest: _Unread) -> Any:
-    """Decode a value of the header. Raises ValueError or TypeError if `header` is invalid."""
+    """Decode a value of the header, or raise ValueError or TypeError."""
     if not isinstance(header, list):
         if type(header) not in PLAIN and type(header) is not int:
             raise ValueError(f"unexpected {type(header).__name__} in the header")

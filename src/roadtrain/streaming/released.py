@@ -60,7 +60,7 @@ _HELD = {"data", "detach"}  # attributes that return a tensor without values
 
 
 class _Refusing:
-    """A mixin for tensor classes. Reading the values of an instance raises LoopError."""
+    """A mixin for tensor classes that makes reading the values of an instance raise LoopError."""
 
     @classmethod
     def __torch_function__(
@@ -86,7 +86,8 @@ class _Refusing:
 
 
 class _Stale:
-    """A mixin for parameter classes. The first use of an instance fetches its new values."""
+    """A mixin for parameter classes that makes the first use of an instance fetch its new
+    values."""
 
     _fetch: Callable[[], object]  # fetches the values, and calls set_fetched at its end
 

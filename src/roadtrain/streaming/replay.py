@@ -1,9 +1,9 @@
-"""ForwardState: all state on which a block's forward depends, except arguments and parameters.
+"""ForwardState: all state on which a block's forward depends, except arguments and parameters. It
+is recorded before the forward, and restored while the block is recomputed in backward.
 
-The RNG state (CPU and the compute device), autocast, the choice of attention kernels, the training
-flags and the buffers are recorded before the forward, and restored while the block is recomputed in
-backward. Assumes that all other state is the same. Does NOT restore Python's or numpy's random
-numbers, or attributes that a module sets on itself.
+The state consists of the RNG (CPU and the compute device), autocast, the choice of attention
+kernels, training flags and buffers. Does NOT restore Python's or numpy's random numbers, or
+attributes that a module sets on itself.
 """
 
 from __future__ import annotations

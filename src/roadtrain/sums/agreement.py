@@ -1,14 +1,13 @@
 """Agreement: checks, at one worker, that all workers begin the same operations. The coordinator at
-worker 0 decides, with the state machine in sums/protocol/agreement.py. Does NOT sum tensors.
+worker 0 decides. Does NOT sum tensors.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
     agreement.run(ticket, ready, dropped)     calls ready() once all workers have begun the same
                                               operation, or at once if they agreed on it earlier
     agreement.done(ticket)
 
-If an operation is not done after a second, a thread reports the operation to the coordinator. If
-the workers have not agreed on an operation by the deadline, the thread ends the summation (Rule 5:
-every wait has a deadline).
+If the workers have not agreed on an operation by the deadline, the summation ends (Rule 5: every
+wait has a deadline).
 """
 
 from __future__ import annotations
@@ -275,7 +274,7 @@ class Agreement:
 
     def _apply_verdict(self, now: float) -> None:
         """Handle the pending mismatch, if any, when all agreed operations are done or have had a
-        second to finish. The caller holds the lock `order`."""
+        second to finish."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

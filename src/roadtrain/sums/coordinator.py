@@ -4,8 +4,7 @@ and decides which spare hosts sum. Does NOT restart workers.
     worker: Say Stall Has     --> sums/protocol/agreement.py  --> Agreed AskBegun Mismatch Failed
     worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
-Each worker has a link to the coordinator that carries no gradients, so small frames never wait
-behind gradients. A worker whose link ends counts as lost.
+A worker whose link to the coordinator ends counts as lost.
 """
 
 from __future__ import annotations

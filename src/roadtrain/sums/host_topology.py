@@ -24,7 +24,7 @@ UNKNOWN = "unknown"
 
 
 def _read(path: Path) -> str:
-    """Read a file of /sys. Returns "unknown" if the file cannot be read."""
+    """Read a file of /sys, or return "unknown" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -32,8 +32,8 @@ def _read(path: Path) -> str:
 
 
 def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> list[str]:
-    """List the paths in /sys of the PCI functions whose class begins with one of `classes` and
-    whose vendor begins with `vendor`, sorted by PCI address."""
+    """List the paths in /sys of PCI functions, by address. Their class begins with one of
+    `classes`, and their vendor with `vendor`."""
     places = [path.resolve() for path in sorted((root / "bus/pci/devices").glob("*"))]
     return [
         str(place)
@@ -101,8 +101,8 @@ class _Device:
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Read the facts about the device with the path `path` in /sys. `nodes` are the numbers of the
-    host's NUMA nodes, as text."""
+    """Read from /sys the facts about the device at `path`. The result's NUMA node is one of
+    `nodes`."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [
@@ -121,8 +121,8 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the paths of the disks below a block device, such as a RAID array, or else the path
-    itself."""
+    """Return the paths of the disks that a RAID array or logical volume consists of, or else
+    `block`."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 

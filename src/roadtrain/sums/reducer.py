@@ -1,12 +1,11 @@
 """Reducer: adds the parts of tensors that workers push, and returns the sums (BytePS's summation
-service). Does NOT divide the sums by the number of workers, and keeps no parameters, no optimizer
-state and no files.
+service). Does NOT divide the sums by the number of workers, and keeps no parameters or files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-A reducer runs in the process of a worker or of a spare host. One thread does the additions; links
-have their own threads. protocol/reducer.py makes the decisions.
+One thread does the additions; links have their own threads. protocol/reducer.py makes the
+decisions.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Above = Callable[
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the number of bytes of a part on the wire. Raises WireError for an unknown format."""
+    """Return the number of bytes of a part on the wire."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -174,8 +173,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Release the buffers that `worker` does not use at the moment. If `given_up` is True, also
-        drop the rounds that the worker has abandoned."""
+        """Release the buffers, and if `given_up` is True the rounds, that `worker` does not use any
+        more."""
         with self.lock:
             if given_up:
                 self._machine.give_up(worker.rank)
@@ -330,8 +329,8 @@ class Reducer(HostedSession[_ReducerConnection]):
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield (values, dtype) for each encoded part. Later parts overwrite the values of earlier
-    parts."""
+    """Yield (values, dtype) for each encoded part, whose values are valid until the next one is
+    yielded."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

@@ -3,15 +3,13 @@ reducers on workers and spare hosts sum the gradients of the ranks.
 
     gradient -> reducers (shares in protocol/shares.py) -> sum of the gradients of all ranks
 
-Each worker sends a gradient once and receives the gradient's sum once. A worker's reducer also
-receives its share of the other workers' gradients, and returns the sums. Each worker keeps and
-updates all parameters and all optimizer state. The planner and the simulator assume the same for
-the placements `summation` and `parameter-server`.
+Each worker sends a gradient once, receives its sum once, and updates all parameters. The planner
+and the simulator assume the same for the placements `summation` and `parameter-server`.
 
-If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
-without reducers. Otherwise the gradients of each host are summed first, which changes the rounding,
-and the user is told so (Rule 6: nothing changes silently). ParallelOptions refuses to combine the
-summation service with several pipeline or tensor-parallel stages (pp, tp).
+If there are several hosts, some with several workers, the gradients of each host are summed first.
+This changes the rounding, and the user is told so (Rule 6: nothing changes silently). Otherwise the
+sums have the same bits as without reducers. ParallelOptions refuses to combine the summation
+service with several pipeline or tensor-parallel stages (pp, tp).
 """
 
 from __future__ import annotations

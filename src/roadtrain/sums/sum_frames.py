@@ -138,9 +138,11 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Decode the payload of a State or Change frame. Returns two numbers for each tensor: the last
-    round begun, and in a State whether this round is complete (0 or 1), in a Change the first round
-    that any worker lacks."""
+    """Decode the payload of a State or Change frame: two numbers for each tensor.
+
+    In a State, the last round begun, and whether this round is complete (0 or 1). In a Change, the
+    last round that any worker has begun, and the first round that any worker lacks.
+    """
     return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 

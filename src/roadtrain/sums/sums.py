@@ -5,9 +5,8 @@ divided into groups that sum with each other (worker_places.py), and connect. Do
     (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
     spare hosts (spare_hosts.py)
 
-Then `HostSums` (host_sums.py) sums tensors in host memory, and TensorSums (tensor_sums.py) sums
-torch tensors. Reducers are in reducer.py, the process of a spare host is in sum_server.py, and the
-state machines are in protocol/.
+Then HostSums (host_sums.py) sums tensors in host memory, and TensorSums (tensor_sums.py) torch
+tensors.
 
 NOTE no secrets. The messages that workers exchange at the start are not encrypted, so they contain
 no token. Workers of one host connect through Unix sockets, which check the user. Workers of several
@@ -119,13 +118,12 @@ def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSum
 
 
 def _gathered(gather: Gather, mine: T) -> list[T]:
-    """Exchange a struct among all workers. Returns the structs of all workers, by rank."""
+    """Exchange a struct among all workers, and return the structs by rank."""
     return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 
 def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
-    """Make this worker's greeting. Raises ConfigError if options are invalid or if the worker's
-    address does not resolve."""
+    """Make this worker's greeting. Raises ConfigError."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(
@@ -157,8 +155,7 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
 
 
 class _JoiningWorker:
-    """The state of the function `connect` at one worker. `names`: The name of each worker's
-    host."""
+    """The state of the function `connect` at one worker."""
 
     def __init__(
         self,

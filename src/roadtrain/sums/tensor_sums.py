@@ -175,8 +175,8 @@ class TensorSums:
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum, or raise the error that has ended it. The future itself never has an
-        exception, because DDP would take the exception for the sum."""
+        """Return the sum, or raise its error, which is not set in the future, because DDP would
+        take it for the sum."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -203,8 +203,8 @@ class TensorSums:
         grad: torch.Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Begin the sum once all workers have begun the same operation. `how`: The priority, and
-        the wire format between hosts."""
+        """Begin the sum, with the priority and wire format `how`, once all workers have begun the
+        same operation."""
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
 
         def complete() -> None:

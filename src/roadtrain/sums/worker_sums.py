@@ -4,9 +4,8 @@ priorities, and receives the sums. Does NOT divide by the number of workers or i
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most 2
     queued parts each -> out, then `done`
 
-Spare hosts may be added and removed (sums/protocol/membership.py). If a removed host has not
-returned the sum of a part to all workers, workers that have the sum push the sum from `out` to
-another reducer, and the others push their parts from `grad` again. So the `out` of the last round
+If a spare host is removed before all workers have its sums, its parts are pushed again to another
+reducer: from `out` by workers that have the sum, else from `grad`. So the `out` of the last round
 and the `grad` of the current round are kept. Every wait has a deadline (Rule 5).
 """
 
@@ -71,8 +70,8 @@ class SumOptions:
 
 
 class _ReducerLink:
-    """A worker's link to a reducer, and the handler of the frames on this link. `ahead`: Number of
-    parts that are queued in the link."""
+    """A worker's link to a reducer, and the handler of its frames. `ahead` is the number of parts
+    queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -373,8 +372,8 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have the sum of a part that this worker had pushed, so this
-        worker may send its part of the next round."""
+        """Note that all workers have a sum that this worker pushed. So this worker may send its
+        part of the next round."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
@@ -484,8 +483,8 @@ class WorkerSums:
         return out
 
     def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
-        """Make queue entries for the parts of a tensor whose reducer is in `removed`. Some worker
-        lacks the sum of round `lacked`, so this round's sums are pushed."""
+        """Make queue entries for the parts of a tensor whose reducer was removed: for sums of round
+        `lacked`, which some worker lacks, and for parts whose sum has not arrived."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):

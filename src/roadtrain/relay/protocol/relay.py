@@ -3,10 +3,9 @@ actions out; no clock, no I/O.
 
 The workers use the relay as their server. The server sees the relay as a single worker:
     Pull      The relay pulls each version of a chunk from the server once, for all workers, and
-              keeps the parameters until another chunk needs the buffer (least recently used first).
+              keeps the parameters until another chunk needs the buffer.
     Push      The gradients of a single worker are forwarded unchanged. The gradients of several
-              workers are held until every worker has reported that its gradient of the chunk is
-              complete. Then the sum of the gradients is forwarded.
+              workers are held until all are complete, and then their sum is forwarded.
     EndStep   The relay forwards one EndStep once every worker has sent an EndStep.
 Assumes that messages of a worker arrive in order.
 """

@@ -1,5 +1,5 @@
 """State machine of the coordinator at worker 0. It checks that all workers begin the same
-operations.
+operations. No I/O, no clock.
 
     Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
     Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
@@ -8,16 +8,11 @@ operations.
                                                       has begun the operation that another worker
                                                       waits for
 
-Operations with the same name and details need messages only once, unless the workers must agree on
-each of them. A Mismatch begins a new epoch: all workers abandon incomplete operations and count
-from 0 again.
+A Mismatch begins a new epoch: all workers abandon incomplete operations and count from 0 again.
 
-NOTE cycles. If blocked workers answer that they have not begun the operations on which others are
-blocked, and these answers form a cycle, the workers are deadlocked. This holds even for answers
-from different times, because a blocked worker begins no operation.
-
-No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
-operation.
+NOTE cycles. If each worker of a cycle waits for an operation that the next worker has not begun,
+the workers are deadlocked. Answers from different times prove this, because a blocked worker begins
+no operation.
 """
 
 from __future__ import annotations
@@ -99,9 +94,9 @@ class AgreementStateMachine:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
             training, where they wait only in operations with `each=True`.
 
-    Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
-    operation (if `waits`), and all workers that have begun the operation gave the same signature.
-    `lacks` is empty for workers that are not blocked.
+    Invariants (`check`): if `waits`, each operation in `begun` lacks at least one worker. All
+    workers that have begun an operation gave the same signature. `lacks` is empty for workers that
+    are not blocked.
     """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
@@ -220,8 +215,8 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Find a cycle of workers that contains `worker`, each waiting for an operation that the
-        next has not begun. `path` lists the workers that the search has passed."""
+        """Find a cycle of workers in which each waits for an operation that the next has not
+        begun."""
         if path and worker == path[0]:
             return path
         mine = self._workers[worker]

@@ -1,8 +1,9 @@
 """Choice of the workers of a host that sum for the other workers, by the PCIe topology of the host.
+No I/O.
 
 See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share the switch's
-link to host memory. If only some switches have a network card, their links are left to the network
-traffic, and only the devices below the other switches sum. Otherwise all devices sum. No I/O.
+link to host memory. If only some switches have a network card, only the devices below the other
+switches sum. Otherwise all devices sum.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""State machine for adding and removing spare hosts while workers sum.
+"""State machine for adding and removing spare hosts while workers sum. No I/O, no clock.
 
-    a host is offered or lost --> Coordinator (at worker 0)
-        -- Ask -->    all workers: connect to new hosts, begin no round, report the rounds begun
-        <-- State --
-        -- Change --> all workers: update the Map, then resume
-
-Summation pauses for one round trip. A Change names the last round that any worker has begun for
-each tensor, so that all workers assign tensors to the same reducers (part_map.py). No I/O, no
-clock.
+a host is offered or lost --> Coordinator (at worker 0)
+    -- Ask -->    all workers: connect to new hosts, begin no round, report the rounds begun
+    <-- State --
+    -- Change --> all workers: update the Map, then resume
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 class AskRounds(NamedTuple):
     """Ask all workers to connect to new hosts, to begin no new round, and to report the last round
-    that they have begun for each tensor."""
+    begun of each tensor."""
 
     number: int  # number of this query
     added: Spares

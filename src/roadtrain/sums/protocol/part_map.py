@@ -1,10 +1,8 @@
 """Map: assigns a reducer to each part of a tensor in each round, while spare hosts are added and
-removed.
+removed. No I/O.
 
-A Change (membership.py) contains a round number for each tensor. Later rounds of the tensor use the
-new shares. In earlier rounds, only parts of removed reducers move, to the first remaining reducer
-that a later Change assigns. So all workers agree on the reducer of every part in every round. No
-I/O.
+All workers agree on the reducer of every part in every round. Rounds that begin after a change use
+new shares. In earlier rounds, only the parts of removed reducers get another reducer.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """State machine of a reducer. It collects the parts of all workers in a round; then the caller sums
-these parts.
+these parts. No I/O, no clock.
 
 With the rule `sum`, the parts of a round are summed in the order of the workers, and all workers
 get the sum. With the rule `accumulate` (asynchronous training), each part is added to the
-accumulated value when it arrives, and only its sender gets the new value.
+accumulated value at once, and only its sender gets the new value.
 
 If a spare host dies, another reducer takes over its parts. Workers that have the sum of a round
 push the sum, and the others push their parts again. If any worker has pushed the sum, the reducer
 sends this sum on instead of adding, so all workers have the same bits.
-
-No I/O, no clock. A part is in one round at a time: a worker pushes round r only when it has the sum
-of round r - 1, and when all workers have this sum if it pushed the sum itself.
 """
 
 from __future__ import annotations
@@ -90,8 +87,8 @@ class ReducerStateMachine:
         return current
 
     def _begin(self, part: Arrived, before: PartRound | None) -> PartRound:
-        """Begin the round after `before` of a part. Raises LoopError if the part's size or format
-        has changed."""
+        """Begin the next round of a part. Raises LoopError if the part's size or format has
+        changed."""
         if before is not None and (before.elements, before.format) != (part.elements, part.format):
             raise LoopError(
                 f"tensor {part.key} has changed: the part that begins at element {part.start} has"
@@ -105,8 +102,7 @@ class ReducerStateMachine:
 
     def give_up(self, worker: int) -> None:
         """Drop the rounds in which `worker` waits for a sum, because the worker has abandoned these
-        rounds and will use other keys. Rounds in which no worker waits are dropped when worker 0
-        gives up."""
+        rounds. Rounds in which no worker waits are dropped when worker 0 gives up."""
         for where, current in list(self.rounds.items()):
             if worker in current.here or (worker == 0 and not current.here):
                 del self.rounds[where]

@@ -1,11 +1,11 @@
 """Optimal shares: divide the summation of a gradient among hosts so that the load of the busiest
-link is minimal. Closed form.
+link is minimal. No I/O. Ignores links that are shared or carry other traffic.
 
-Let there be n worker hosts, where host i has a full-duplex link of rate b_i, and spare hosts, where
-spare host j has rate c_j. If the gradient has M bytes, worker host i sums x_i M bytes, and spare
-host j sums y_j M bytes. The shares x_i and y_j add up to 1. Worker host i sends M (1 - x_i) bytes
-of gradients, and its own sums to each of the n - 1 other worker hosts. A spare host sends each of
-its sums n times. Each host receives as much as it sends. So an exchange takes at least
+Let n worker hosts have full-duplex links of rates b_i, and spare hosts links of rates c_j. Of a
+gradient of M bytes, worker host i sums x_i M bytes, and spare host j sums y_j M bytes. The shares
+add up to 1. Worker host i sends M (1 - x_i) bytes of gradients, and each of its sums n - 1 times. A
+spare host sends each of its sums n times. Each host receives as much as it sends. So an exchange
+takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 
@@ -18,10 +18,8 @@ feasible if and only if T >= max 1/b_i =: T0 and the bounds add up to at least 1
 
 The least T is max(T0, T1). At T1 the shares equal the bounds. If T0 > T1, any shares below the
 bounds are optimal; `optimum` scales the bounds to add up to 1. For n = 2, T = T0 for any shares.
-With b = c = 1 and k spare hosts this is Jiang et al. (BytePS, OSDI 2020), section 4.1, t_opt = 2 n
+With b = c = 1 and k spare hosts, T is t_opt in Jiang et al. (BytePS, OSDI 2020), section 4.1: 2 n
 (n - 1) / (n^2 + k n - 2 k).
-
-No I/O; also exact with fractions.Fraction. Ignores links that are shared or carry other traffic.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
 
 
 def _hash(key: int) -> float:
-    """Hash a key to [0, 1) with splitmix64. The result is the same on all hosts."""
+    """Hash a key to [0, 1) with splitmix64, the same on all hosts."""
     mask = (1 << 64) - 1
     x = (key + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -114,10 +112,8 @@ def _hash(key: int) -> float:
 
 
 def order(of: Sequence[int], rank: int) -> list[int]:
-    """Return the order in which worker `rank` sends its parts. `of` is the reducer of each part.
-
-    The order keeps all links busy until the end, and workers begin with different reducers.
-    """
+    """Return the order in which worker `rank` sends its parts, so that all links stay busy. `of` is
+    the reducer of each part."""
     own: dict[int, list[int]] = {}
     for number, reducer in enumerate(of):
         own.setdefault(reducer, []).append(number)
