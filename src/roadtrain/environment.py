@@ -48,8 +48,6 @@ class WorkerIdentity:
     """The rank of this worker in its group of workers, and the size of the group.
 
     Attributes:
-        rank: The rank of this worker.
-        workers: The number of workers.
         session: A string that is the same for all workers of one start of a job, and differs after
             every restart.
         local: The number of workers on each host; 1 if the hosts have different numbers of workers.

@@ -21,7 +21,6 @@ def retry(
     """Call `attempt` until it succeeds, and return its result.
 
     Args:
-        attempt: The function to call.
         errors: The errors after which `attempt` is called again. Other errors are raised at once.
         for_s: Seconds after which an error is raised instead of calling `attempt` again. If None,
             `attempt` is called once.

@@ -337,7 +337,6 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 @torch.no_grad()
 def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """Broadcast a tensor in place, as bytes, and return it."""
     flat = tensor.detach().contiguous().reshape(-1)  # a copy if `tensor` is not contiguous
     for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
         carried = on_link(piece)

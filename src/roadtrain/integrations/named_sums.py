@@ -154,7 +154,7 @@ class Exchange:
 
 
 def _scaling(divisor: float, factor: float) -> str:
-    """Describe the scaling of a sum, for messages and for comparison among workers."""
+    """Describe the scaling of a sum, for comparison among workers."""
     return (f", divided by {divisor:g}" if divisor != 1 else "") + (
         f", times {factor:g}" if factor != 1 else ""
     )

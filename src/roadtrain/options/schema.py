@@ -211,8 +211,8 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the tables of a file into one dict with dotted keys: {"a": {"b": 1}} becomes {"a.b":
-    1}. A table inside a table stays a table."""
+    """Return the tables of a file as one dict with dotted keys: {"a.b": 1} for {"a": {"b": 1}}. A
+    table inside a table stays a table."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -246,8 +246,8 @@ def section_in(annotation: Any) -> Any:
 
 
 def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> ConfigError:
-    """Return an error for the first name in `path`, the nested keys, that is not a key in the
-    schema `kind`. `where`: name of the file in the message."""
+    """Return an error for the first of the nested keys in `path` that is not a key in the schema
+    `kind`. `where`: name of the file in the message."""
     inside, before = kind, ""
     for part in path:
         keys = keys_of(inside) if inside is not None and isinstance(part, str) else {}
@@ -271,8 +271,7 @@ def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
     """Return a ConfigError for the first mistake in the table `tree`; unknown keys come first.
-    `cause`: the error that pydantic raised for `tree`. `kind`: the schema of `tree`. `where`: name
-    of the file in the message."""
+    `kind` is the schema of `tree`, and `where` the name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:

@@ -61,11 +61,10 @@ class BlockSource(GradBook, Protocol):
         [push_nbytes] on the compute device."""
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """Receive all gradients of one backward of `block`.
+        """Receive all gradients of one backward of `block`, before `p.grad` is set.
 
         `present` has the indices of the parameters with a gradient. The gradients of all other
-        parameters are zero. BlockStream calls this method before it sets `p.grad`, and after
-        `pending` has stopped counting this backward.
+        parameters are zero. BlockStream.pending no longer counts this backward.
         """
 
 

@@ -87,8 +87,8 @@ class FetchedParameters:
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
-        """Write gradients, by parameter index, to the flat `buffer` in the layout for a push. All
-        other elements are set to zero."""
+        """Write gradients, by parameter index, to the flat `buffer` in the layout for a push. Other
+        elements are set to zero."""
         for run in self.block.runs:
             if not run.trainable:
                 continue

@@ -67,7 +67,6 @@ def materialize(
 
     Args:
         part: The block or the root.
-        split: The split of the model.
         init: A function that initializes a module. If None, the model's own initialization is used.
         values: Whether to initialize parameters. If False, all parameters stay on `meta`.
         loaded: Names of parameters that stay on `meta`, because their values will be loaded.

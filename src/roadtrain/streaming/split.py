@@ -118,7 +118,6 @@ def table(
     Raises ModelError for an unsupported dtype.
 
     Args:
-        split: The split of the model.
         groups: The parameter group of each parameter. A parameter is frozen if it is in no group,
             or does not require a gradient.
         dtype: The dtype in which floating-point parameters are transferred and used for computing.

@@ -35,8 +35,8 @@ class CoordinatorLink:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """Send a frame to the coordinator. Before `linked` was called, keep the frame, because a
-        spare host may die this early. Raises PeerError."""
+        """Send a frame to the coordinator, or keep it until `linked` is called. Raises
+        PeerError."""
         header = m.encode(fields)
         with self._lock:
             if self._link is None:

@@ -101,8 +101,7 @@ class _Device:
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Read from /sys the facts about the device at `path`. The result's NUMA node is one of
-    `nodes`."""
+    """Read from /sys the facts about the device at `path`. `nodes` lists the host's NUMA nodes."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [

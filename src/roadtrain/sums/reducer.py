@@ -127,8 +127,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer of `nbytes` bytes of the budget, and give the bytes of `instead` back.
-        Raises BudgetError."""
+        """Allocate a buffer of `nbytes` bytes of the budget, which gets back the bytes of the old
+        buffer `instead`. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more

@@ -56,7 +56,7 @@ def connect_sums(
 
     Returns:
         The connection of this rank, which is a GradientSum (stages/gradient_sum.py). None if there
-            is only one rank.
+        is only one rank.
 
     Raises:
         ConfigError: The options or the list of spare hosts are invalid.

@@ -197,13 +197,9 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """Set the budgets of the reducers. At worker 0, also create the coordinator.
-
-        Args:
-            groups: The ranks of each group that sums between hosts.
-            elastic: The groups for which spare hosts may be added and removed.
-            twice: Whether gradients are summed inside hosts and then between hosts.
-        """
+        """Set the budgets of the reducers. At worker 0, also create the coordinator. `elastic`: the
+        groups for which spare hosts may change. `twice`: whether gradients are summed inside hosts
+        and then between hosts."""
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)

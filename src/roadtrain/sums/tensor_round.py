@@ -26,13 +26,8 @@ class TensorCodec:
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> (round, bytes)
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Return the encoded bytes of a part. The bytes are the same if the part is pushed again in
-        a round.
-
-        Args:
-            start: First element of the part.
-            number: The number of the round.
-        """
+        """Return the encoded bytes of the part that begins at element `start`, in round `number`.
+        The bytes are the same if the part is pushed again."""
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:

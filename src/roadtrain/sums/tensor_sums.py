@@ -92,7 +92,7 @@ class TensorSums:
 
         Returns:
             The sum in progress. If the workers do not sum the same tensors, waiting for the sum
-                raises DifferError on all workers. Other sums may be begun after such an error.
+            raises DifferError on all workers. Other sums may be begun after such an error.
 
         Raises:
             ConfigError: The dtype cannot be summed.
@@ -134,7 +134,6 @@ class TensorSums:
         result: torch.Tensor,
         begin: Callable[[torch.Tensor, Callable[[], None]], None],
     ) -> None:
-        """Copy the tensor to the host, begin the sum, and copy the result back to the device."""
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()

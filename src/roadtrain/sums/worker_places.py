@@ -82,7 +82,7 @@ def groups_of(
 
     Returns:
         The ranks of each host, or an empty list if there are no sums inside hosts; and the ranks of
-            each group that sums between hosts.
+        each group that sums between hosts.
     """
     hosts = [
         [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)

@@ -269,7 +269,7 @@ class WorkerSums:
 
         Returns:
             For each entry: (reducer, tensor, part, value of the header field `start`, round). The
-                round is 0 unless a sum is pushed.
+            round is 0 unless a sum is pushed.
         """
         out = []
         while self._queue:

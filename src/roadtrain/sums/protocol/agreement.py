@@ -132,12 +132,8 @@ class AgreementStateMachine:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[AgreementAction]:
-        """Handle a Stall: a worker reports operations that are not done after a second.
-
-        Args:
-            pending: The operations that the worker has begun and that are not done.
-            blocked: The operation on which the worker is blocked, or None.
-        """
+        """Handle a Stall: a worker reports operations that are not done after a second, and the
+        operation, if any, on which it is blocked."""
         if epoch != self.epoch or not self.waits:
             return []
         mine = self._workers[worker]
@@ -163,14 +159,8 @@ class AgreementStateMachine:
         began: bool,
         blocked: tuple[str, int] | None,
     ) -> list[AgreementAction]:
-        """Handle a worker's answer to AskWhetherBegun.
-
-        Args:
-            place: The identity and number of the operation in the question.
-            began: Whether the worker has begun this operation.
-            blocked: The identity and number of the operation on which the worker is blocked, or
-                None.
-        """
+        """Handle a worker's answer to AskWhetherBegun about the operation `place`. `blocked` is the
+        operation on which the worker is blocked, or None."""
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
             return []
@@ -186,7 +176,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Handle the loss of a worker."""
+        """Handle the loss of a worker. `why` is shown to the workers that need it."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():
@@ -196,8 +186,8 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Return a Mismatch if workers gave different signatures to the operation `place`, else
-        nothing."""
+        """Return a Mismatch if workers gave different signatures to the operation `place`, else an
+        empty list."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
             for operation in worker.pending:

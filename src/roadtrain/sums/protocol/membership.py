@@ -69,14 +69,9 @@ class MembershipStateMachine:
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
     ) -> list[MembershipAction]:
-        """Handle a worker's answer to AskRounds.
-
-        Args:
-            number: The number of the query that the worker answers.
-            rounds: For each tensor: (last round that the worker has begun, whether the worker has
-                the sum of this round).
-            refused: New reducers that the worker cannot reach.
-        """
+        """Handle a worker's answer to the query `number`. `rounds`: for each tensor, the last round
+        that the worker has begun, and whether it has the sum. `refused`: new reducers that the
+        worker cannot reach."""
         if self.query is None or number != self.query.number:
             return []
         self.states[worker] = rounds, set(refused)
