@@ -4,8 +4,8 @@ chunks, which are transferred and stored. Does NOT use files, tensors or devices
 A *run* contains the parameters of a block with the same dtype, trainability and optimizer parameter
 group. Each parameter starts at a multiple of 32 elements, and the run is padded with zeros to a
 multiple of 2048. A *chunk* is a contiguous range of one run. Every chunk size is a multiple of
-65536 elements, the length of a partial sum. So a partial sum has the same bits for every chunk size
-(Rule 1).
+65536 elements, over which partial sums are formed. So a partial sum has the same bits for every
+chunk size (Rule 1).
 
 A chunk is stored as a *record*: [weights | state]. A pull returns the weights. The state is
 everything else that the update rule needs: the fp32 master copy if the weights are not fp32, the

@@ -4,10 +4,10 @@ its import.
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-torchrun starts the workers; a process without torchrun is the only worker. With two workers, an
-average has the same bits as that of DDP's all-reduce. The rules for names of tensors are in
-integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order or name), a
-DifferError is raised on every worker within seconds, after which the workers may continue.
+torchrun starts the workers; a process without torchrun is the only worker. The rules for names of
+tensors are in integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order
+or name), a DifferError is raised on every worker within seconds, after which the workers may
+continue.
 
 Process sets, operations other than sum and average, gather and similar calls, and elastic training
 are not supported. Sums are not differentiable.
@@ -384,9 +384,8 @@ def DistributedOptimizer(
 ) -> Distributed | Asynchronous:
     """Make an optimizer average its gradients over all workers.
 
-    The average of a gradient begins as soon as backward has computed the gradient. After
-    init(rule="accumulate") steps are asynchronous (integrations/distributed.py, Asynchronous), and
-    no other options are allowed.
+    After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
+    Asynchronous), and no other options are allowed.
 
     Args:
         optimizer: The optimizer, which is changed and returned.

@@ -4,9 +4,8 @@ models from a store. Does NOT start workers.
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
 
-Needs transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is not a torch
-Optimizer. Repeating the command resumes a killed run (trainer_progress.py). The Trainer does
-checkpoints, gradient clipping and gradient accumulation (docs/guides/integrations.md).
+Needs transformers 5. Repeating the command resumes a killed run (trainer_progress.py). The Trainer
+does checkpoints, gradient clipping and gradient accumulation (docs/guides/integrations.md).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Placed:
 
     The optimizer has the Trainer's parameter groups, with weight decay for all parameters but
     biases and norms. Hyperparameters that are not passed (`lr`, and `betas` and `eps` for Adam and
-    AdamW) are taken from the TrainingArguments. If other code than the Trainer calls the factory,
-    the argument `weight_decay` (default 0) applies to all parameters but biases and norms.
+    AdamW) are taken from the TrainingArguments. Without the Trainer, the weight decay is the
+    argument `weight_decay` (default 0).
     """
 
     def __call__(

@@ -2,7 +2,7 @@
 data), committed to the store with each step. Does not import transformers, or read or write
 checkpoints.
 
-After a run was killed, its store is newer than the last checkpoint. The Trainer continues at the
+After a run was killed, its store is newer than the last checkpoint. So the Trainer continues at the
 store's step, whether `resume_from_checkpoint` is left out or names the last checkpoint.
 
 Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer.

@@ -8,9 +8,9 @@ A kept tensor of n bytes uses this much of the budget:
     AWAY     0 bytes: the tensor is in the file
     COMING   n bytes: the tensor is being read from the file
 
-The oldest tensors are written first, because backward needs the newest first. Expanded tensors and
-tensors smaller than 64 KiB are never written. Kept tensors must not be changed in place: loading a
-tensor that was changed raises ModelError. Does NOT keep the autograd graph of a tensor.
+The oldest tensors are written first, because backward needs the newest first. Kept tensors must not
+be changed in place: loading a tensor that was changed raises ModelError. Does NOT keep the autograd
+graph of a tensor.
 """
 
 from __future__ import annotations

@@ -32,11 +32,8 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 def pristine(leaf: Any, name: str) -> Any:
     """Return `leaf`, or an empty copy of `leaf` if it is a key-value cache, because each run of a
-    block appends to its cache. Raises ModelError if the cache is not empty.
-
-    None instead of a cache would change the layout of keys, and so the rounding of kernels. `name`
-    is the name of the block.
-    """
+    block appends to its cache. Raises ModelError, with the block's name `name`, if the cache is not
+    empty."""
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:

@@ -3,10 +3,10 @@ encoded, so decoding runs no code (Rule 8).
 
     b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
-The header is a single value. None, bool, int, float, str and bytes represent themselves. Any other
-value is a list [tag, ...]: the tag of a container is followed by its items, and the tag of a tensor
-by its dtype and shape. Every length is checked before it is used. Decoded tensors are on the host,
-contiguous, and do not share memory.
+In the header, None, bool, int, float, str and bytes represent themselves. Any other value is a list
+[tag, ...]: the tag of a container is followed by its items, and the tag of a tensor by its dtype
+and shape. Every length is checked before it is used. Decoded tensors are on the host, contiguous,
+and do not share memory.
 """
 
 from __future__ import annotations

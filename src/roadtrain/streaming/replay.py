@@ -93,10 +93,7 @@ class ForwardState:
 @contextmanager
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Disable autocast's cache and gradient checkpointing in `modules` while the context is active.
-
-    Autocast's cache would be wrong, because the same Parameter has different values later. Gradient
-    checkpointing would be useless, because the whole block is recomputed anyway.
-    """
+    Autocast's cache would be wrong, because the same Parameter has different values later."""
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]
     torch.set_autocast_cache_enabled(False)

@@ -92,8 +92,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous
             training).
-        groups: The groups that use spare hosts. Each group is a list of ranks. A worker is in at
-            most one group.
+        groups: The groups that use spare hosts. Each group is a list of ranks.
         spares: The spare hosts that are used at the start.
     """
 

@@ -5,9 +5,6 @@ divided into groups that sum with each other (worker_places.py), and connect. Do
     (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
     spare hosts (spare_hosts.py)
 
-Then HostSums (host_sums.py) sums tensors in host memory, and TensorSums (tensor_sums.py) torch
-tensors.
-
 NOTE no secrets. The messages that workers exchange at the start are not encrypted, so they contain
 no token. Workers of one host connect through Unix sockets, which check the user. Workers of several
 hosts authenticate with a token derived from their token file. Without a token file, only loopback

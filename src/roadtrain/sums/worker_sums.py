@@ -264,9 +264,6 @@ class WorkerSums:
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
         """Take the entries that must be sent now out of the queue. The caller holds the lock.
 
-        If the link of the first entry is full, all entries wait, so a link with a small share does
-        not finish early.
-
         Returns:
             For each entry: (reducer, tensor, part, value of the header field `start`, round). The
             round is 0 unless a sum is pushed.

@@ -7,6 +7,7 @@ The workers use the relay as their server. The server sees the relay as a single
     Push      The gradients of a single worker are forwarded unchanged. The gradients of several
               workers are held until all are complete, and then their sum is forwarded.
     EndStep   The relay forwards one EndStep once every worker has sent an EndStep.
+
 Assumes that messages of a worker arrive in order.
 """
 

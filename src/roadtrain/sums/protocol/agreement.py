@@ -11,8 +11,8 @@ operations. No I/O, no clock.
 A Mismatch begins a new epoch: all workers abandon incomplete operations and count from 0 again.
 
 NOTE cycles. If each worker of a cycle waits for an operation that the next worker has not begun,
-the workers are deadlocked. Answers from different times prove this, because a blocked worker begins
-no operation.
+the workers are deadlocked. This holds even if the workers answer at different times, because a
+blocked worker begins no operation.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Handle the loss of a worker. `why` is shown to the workers that need it."""
+        """Handle the loss of a worker. `why` is shown to workers that wait for the lost worker."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():
