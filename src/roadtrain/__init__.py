@@ -68,8 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name `name` when it is first used, because importing torch takes a
-    second."""
+    """Import a public name when it is first used, because importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'roadtrain' has no attribute {name!r}")
     module = __import__(_HOMES[name], fromlist=[name])

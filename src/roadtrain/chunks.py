@@ -1,21 +1,17 @@
 """The layout of a model's parameters: each block consists of flat runs, and each run is cut into
-chunks, which are transferred and stored.
+chunks, which are transferred and stored. Does NOT use files, tensors or devices.
 
-The parameters of a block are laid out flat. Parameters with the same dtype, trainability and
-optimizer parameter group form a *run*. Each parameter starts at a multiple of 32 elements
-(PARAM_ALIGN), and the run is padded to a multiple of 2048 elements (RUN_ALIGN). Padding is zero,
-and its gradients are zero. A chunk is a contiguous piece of one run, so all its elements have the
-same dtype and hyperparameters. Every chunk size is a multiple of 65536 elements (SEGMENT). Partial
-sums are computed over segments of this length, so a partial sum has the same bits for every chunk
-size (Rule 1).
+A *run* contains the parameters of a block with the same dtype, trainability and optimizer parameter
+group. Each parameter starts at a multiple of 32 elements, and the run is padded with zeros to a
+multiple of 2048. A *chunk* is a contiguous range of one run. Every chunk size is a multiple of
+65536 elements, over which partial sums are formed. So a partial sum has the same bits for every
+chunk size (Rule 1).
 
-A chunk is stored as a *record*: [weights | state]. A pull returns the weights part. The state part
-holds everything else that the update rule needs: the fp32 master copy if the weights are not fp32,
-the state arrays, and the scalars (float64, one row for each parameter that has elements in the
-chunk). The record of a frozen chunk has no state part.
+A chunk is stored as a *record*: [weights | state]. A pull returns the weights. The state is
+everything else that the update rule needs: the fp32 master copy if the weights are not fp32, the
+state arrays, and float64 scalars. The record of a frozen chunk has no state.
 
-Assumes that parameter names are unique and that each parameter belongs to one block. Does NOT use
-files, tensors or devices.
+Assumes that parameter names are unique and that each parameter belongs to one block.
 """
 
 from __future__ import annotations
@@ -56,8 +52,8 @@ TRAINABLE = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of the model. `group` is the index of the optimizer's parameter group that
-    contains the parameter, or -1 if no group contains the parameter."""
+    """A parameter of the model. `group` is the index of the parameter's optimizer group, or -1 if
+    the parameter is in no group."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,12 +82,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """The parameters of one block that share dtype, parameter group and trainability.
-
-    `offset` is the offset of the run in the block's pull buffer, in bytes. `push_offset` is the
-    offset of the run in the block's push buffer, in bytes. The push buffer contains only trainable
-    runs.
-    """
+    """The parameters of one block that share dtype, parameter group and trainability. `offset` and
+    `push_offset` are the byte offsets of the run in the block's flat buffers of parameters and of
+    gradients. The gradient buffer contains only trainable runs."""
 
     block: int
     index: int  # position of the run among the block's runs
@@ -106,8 +99,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk(Run):
-    """A contiguous piece of a Run. The fields `numel`, `offset`, `push_offset` and `spans` describe
-    the piece. The other inherited fields have the same values as in the run."""
+    """A contiguous range of a Run. The fields `numel`, `offset`, `push_offset` and `spans` describe
+    this range."""
 
     id: int  # position in ChunkTable.chunks
     start: int  # position in the run of the chunk's first element
@@ -118,9 +111,9 @@ class Chunk(Run):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """The pieces of parameters over which partial sums are formed, each as (param, start,
-        stop), where start and stop are positions in the chunk. These pieces are the chunk's spans,
-        in order, cut at every multiple of SEGMENT in the run."""
+        """The ranges over which partial sums are formed, each as (param, start, stop), where start
+        and stop are positions in the chunk. Each range lies in one parameter and in one segment of
+        65536 elements of the run."""
         out = []
         for span in self.spans:
             at = span.start
@@ -135,10 +128,9 @@ class Chunk(Run):
 class Block:
     """A block of the model.
 
-    `params` are the indices of the block's parameters in ChunkTable.params. They include parameters
-    without elements, although no Run of the block contains these. `pull_nbytes` is the size of the
-    flat buffer for the block's parameters, and `push_nbytes` the size of the flat buffer for its
-    gradients. Both are in bytes, padded to pages.
+    `params` are the indices of the block's parameters in ChunkTable.params, including parameters
+    without elements. `pull_nbytes` is the size of the flat buffer for the block's parameters, and
+    `push_nbytes` the size of the flat buffer for its gradients. Both are in bytes, padded to pages.
     """
 
     index: int
@@ -156,10 +148,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """The layout of a chunk's record. `master`, `arrays` and `scalars` are the byte offsets of the
-    fp32 master copy, the state arrays and the scalars in the record. Each of these offsets is a
-    multiple of the page size (4096 bytes). `master` is 0 if the weights part itself is the fp32
-    master copy."""
+    """The layout of a chunk's record. `master`, `arrays` and `scalars` are byte offsets, multiples
+    of 4096. `master` is 0 if the weights themselves are the fp32 master copy."""
 
     weights_nbytes: int  # padded to pages
     state_nbytes: int  # padded to pages
@@ -176,8 +166,8 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
     """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and `n_scalars`
     scalars for each parameter in the chunk.
 
-    If `staleness` is not 0, the weights part is one update older than the master copy, so the last
-    two versions can be pulled. Then the record has a master copy even if the weights are fp32.
+    If `staleness` is not 0, the stored weights are one update older than the master copy, so the
+    last two versions can be pulled.
     """
     weights = round_up(chunk.weights_nbytes, PAGE)
     if not chunk.trainable:
@@ -206,8 +196,8 @@ class ChunkTable:
     ) -> ChunkTable:
         """Lay out `blocks`, pairs of a block's name and its parameters. The root block is first.
 
-        Raises ConfigError if the chunk size is not a multiple of SEGMENT, if a trainable parameter
-        has a dtype that cannot be updated, or if a parameter name appears twice.
+        Raises ConfigError for an invalid chunk size, a trainable dtype that cannot be updated, or a
+        repeated parameter name.
         """
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
@@ -233,8 +223,7 @@ class ChunkTable:
         return tuple(c for c in self.chunks if c.trainable)
 
     def fingerprint(self) -> str:
-        """Return a hash of the names, shapes and trainability of all parameters. The hash does not
-        depend on the chunk size, the dtypes or the number of directories of the store."""
+        """Return a hash of the names, shapes and trainability of all parameters."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
         body = [
             [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]
@@ -303,8 +292,7 @@ def _lay_out(
 
 
 def cut_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """Return the parts of `spans` that are inside [start, stop). The positions in the result are
-    relative to `start`."""
+    """Return the slices of `spans` inside [start, stop), with positions relative to `start`."""
     return tuple(
         Span(
             s.param,

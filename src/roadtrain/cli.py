@@ -1,11 +1,8 @@
 """The `roadtrain` command line: find the function of a command, parse its options and call it.
 
-A command is a function with type annotations. `--help` prints the first paragraph of the function's
-docstring and the options listed under `Args:`. Both are read from the source file. A command's
-module is imported only when the command runs. So help texts and usage errors are printed without
-importing torch, which takes a second (docs/decisions/0029). A RoadtrainError is printed as a
-message without a traceback. The exit code is 2, or 3 if another process failed and repeating the
-command may succeed.
+Help texts are read from the docstrings in the source files, so `--help` does not import torch
+(docs/decisions/0029). A RoadtrainError is printed as a message without a traceback. The exit code
+is 2, or 3 if another process failed and repeating the command may succeed.
 """
 
 from __future__ import annotations
@@ -36,10 +33,9 @@ class Command:
         target: The function that runs the command, as module:function. It returns an exit code or
             None.
         words: Names of the positional arguments. [WORD] is optional.
-        job_keys: Whether every key of a job file is also an option of the command. Such options are
-            passed to the function as `overrides`.
-        job_word: The index in `words` of the argument that is a job file; -1 if the command has no
-            job file. The job file is checked before torch is imported.
+        job_keys: Whether every key of a job file is also an option of the command. The function
+            gets these options as `overrides`.
+        job_word: The index in `words` of the job file; -1 if the command has no job file.
     """
 
     target: str
@@ -49,8 +45,8 @@ class Command:
 
     @property
     def takes_rest(self) -> bool:
-        """Return whether the last positional argument is `-- CMD...`, which stands for the list of
-        all arguments after `--`."""
+        """Return whether the last positional argument is `-- CMD...`: the list of all arguments
+        after `--`."""
         return bool(self.words) and self.words[-1].startswith("-- ")
 
 
@@ -111,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Run the command line `args` and return its exit code. In contrast to `main`, raises errors
-    instead of printing them."""
+    """Run the command line `args` and return its exit code. Raises errors, which `main` prints."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -130,9 +125,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Check the job file of the command `name`, if the command has one. `words`: the positional
-    arguments. `overrides`: options that replace keys of the job file. Called before the command's
-    module imports torch. Raises ConfigError."""
+    """Check the command's job file before torch is imported."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # imports pydantic
         job.load_job(words[number], overrides)
@@ -181,9 +174,8 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Return the value of the option `key`, converted to `kind`. `text` is the value after `=`, or
-    None if there was no `=`. `left` are the arguments after the option. If `text` is None, the
-    first of these arguments is the value, and is removed from `left`."""
+    """Return the value of an option: `text`, or if `text` is None the first item of `left`, which
+    is removed."""
     if kind is bool:
         if text:
             raise ConfigError(f"--{key} takes no value, got {text}")
@@ -211,8 +203,7 @@ def _check_words(name: str, words: Sequence[Any]) -> None:
 
 
 def _function_of(target: str) -> ast.FunctionDef:
-    """Return the parsed source of a command's function. Raises ConfigError if the function belongs
-    to the benchmarks and there is no clone of the repository."""
+    """Return the parsed source of a command's function."""
     module, _, name = target.partition(":")
     top = Path(__file__).parents[1]
     if module.startswith("benchmarks."):
@@ -236,8 +227,8 @@ def summary_of(target: str) -> str:
 
 
 def options_of(target: str) -> Mapping[str, Option]:
-    """Return the options that the docstring of a command's function lists under `Args:`, by name.
-    The type of each option's value is read from the function's signature."""
+    """Return the options that the docstring of a command's function lists under `Args:`, by
+    name."""
     function = _function_of(target)
     annotations = {
         arg.arg: ast.unparse(arg.annotation)
@@ -253,9 +244,7 @@ def options_of(target: str) -> Mapping[str, Option]:
 
 
 def _find_benchmarks() -> Path:
-    """Make the benchmarks importable, and return the directory that contains them: `benchmarks` in
-    a clone of the repository. The benchmarks are not installed with the package. Raises ConfigError
-    if there is no clone."""
+    """Make the benchmarks importable, and return the clone of the repository that contains them."""
     clone = Path(__file__).parents[2]
     if not (clone / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(

@@ -1,6 +1,5 @@
-"""The rank of this process among the processes that torchrun has started, and the identity of this
-host. The rank is read from environment variables. Does NOT communicate with other processes.
-"""
+"""The rank of this process, from the environment variables that torchrun sets, and the identity of
+this host. Does NOT communicate with other processes."""
 
 from __future__ import annotations
 
@@ -49,10 +48,8 @@ class WorkerIdentity:
     """The rank of this worker in its group of workers, and the size of the group.
 
     Attributes:
-        rank: The rank of this worker.
-        workers: The number of workers.
-        session: A string that is the same for all workers of one start of a job. Every restart has
-            another string.
+        session: A string that is the same for all workers of one start of a job, and differs after
+            every restart.
         local: The number of workers on each host; 1 if the hosts have different numbers of workers.
     """
 
@@ -63,9 +60,8 @@ class WorkerIdentity:
 
     @staticmethod
     def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
-        """Read the identity of this worker from torchrun's variables. If the variables are not set,
-        this process is the only worker. Raises ConfigError if the variables contradict each
-        other."""
+        """Read the identity of this worker from torchrun's variables. Without these variables, this
+        process is the only worker. Raises ConfigError if the variables contradict each other."""
         (rank, workers), (_, local) = _rank_of(environ), local_rank_of(environ)
         hosts = _number(environ, "GROUP_WORLD_SIZE", workers // max(local, 1))
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
@@ -74,19 +70,18 @@ class WorkerIdentity:
         return WorkerIdentity(rank, workers, session, local if local * hosts == workers else 1)
 
     def of_stage(self, stage: int, replica: int, width: int) -> WorkerIdentity:
-        """Return the identity of this worker within its pipeline stage. The stage has `width`
-        replicas, and the worker is replica `replica`.
+        """Return the identity of this worker as replica `replica` of a pipeline stage with `width`
+        replicas.
 
-        `self` is the worker's identity among all processes of the pipeline. Each stage gets another
-        session, because the replicas of a stage do not share their servers with other stages.
+        Every stage has a session of its own, because its replicas share servers only with each
+        other.
         """
         alone = uuid.uuid4().hex if width == 1 else ""
         return WorkerIdentity(replica, width, f"{self.session}:stage {stage}:{alone}")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank of this process among the processes of this host, and the number of processes
-    of this host."""
+    """Return the rank of this process among the processes of this host, and their number."""
     return _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
 
 

@@ -18,7 +18,7 @@ RoadtrainError
 +-- StoreError                stored data cannot be used or written; the last committed step is kept
 |   +-- DamagedError          data does not match its checksum, or is missing
 |   +-- ForeignError          the store belongs to another job, model or format
-|   +-- FullError             the device is full
+|   +-- FullError             the disk is full
 |   +-- GoneError             a directory or a file is missing
 |   +-- StaleError            the store is behind a step that is known to be committed
 |   +-- ForkedError           two copies of a store were trained separately, and it is unclear which

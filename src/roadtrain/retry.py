@@ -1,5 +1,4 @@
-"""Helpers for actions that may fail: repeat an action until it succeeds, or undo an action that
-failed."""
+"""Repeat an action until it succeeds, or undo an action that failed."""
 
 from __future__ import annotations
 
@@ -22,13 +21,10 @@ def retry(
     """Call `attempt` until it succeeds, and return its result.
 
     Args:
-        attempt: The function to call.
-        errors: The classes of errors after which `attempt` is called again. Errors of other classes
-            are raised at once.
-        for_s: Number of seconds for which `attempt` is called again after an error. After this
-            time, the next error is raised. If None, `attempt` is called once.
-        waits: Called every few seconds, between attempts, with the last error and the number of
-            seconds that are left.
+        errors: The errors after which `attempt` is called again. Other errors are raised at once.
+        for_s: Seconds after which an error is raised instead of calling `attempt` again. If None,
+            `attempt` is called once.
+        waits: Called every few seconds, between attempts, with the last error and the seconds left.
     """
     begin = time.monotonic()
     until, say_at = begin + (for_s or 0.0), begin + SAY_SOON_S

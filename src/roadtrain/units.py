@@ -1,8 +1,7 @@
 """Parse and print byte sizes, durations and rates.
 
-Inside the package, a size is an `int` in bytes, and a duration is a `float` in seconds. Names
-contain the unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit in which the user wrote a value is
-not stored.
+Inside the package, sizes are in bytes and durations in seconds. Names contain the unit: `nbytes`,
+`timeout_s`, `bytes_per_s`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_bytes(text: str | int) -> int:
     """Parse a size, such as `"1.5GiB"`, `"800 MB"` or `4096`, and return it in bytes. Raises
-    UnitError if `text` is not a size or is negative."""
+    UnitError."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
@@ -55,8 +54,7 @@ def parse_bytes(text: str | int) -> int:
 
 def parse_rate(text: str) -> float:
     """Parse a rate above 0, such as `"400Mbit/s"` or `"1.5 GB/s"`, and return it in bytes per
-    second. Raises UnitError if `text` is not such a rate. `Gb/s` is refused too, because it could
-    mean bits or bytes."""
+    second. Raises UnitError, also for `Gb/s`, because b may mean bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
             f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
@@ -66,20 +64,19 @@ def parse_rate(text: str) -> float:
 
 def parse_flops(text: str) -> float:
     """Parse a compute speed above 0, such as `"312TFLOP/s"`, and return it in floating-point
-    operations per second. Raises UnitError if `text` is not such a speed."""
+    operations per second. Raises UnitError."""
     return _parsed(str(text), _FLOPS, "a compute speed", "312TFLOP/s", per="/s")
 
 
 def parse_seconds(text: str) -> float:
     """Parse a duration, such as `"5us"`, `"1.5 ms"` or `"2s"`, and return it in seconds. Raises
-    UnitError if `text` is not a duration."""
+    UnitError."""
     return _parsed(str(text), _SECONDS, "a time", "5us, 1.5ms, 2s")
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """Parse a number with a unit, and return the number times the factor of the unit. `units`: unit
-    -> factor. `per`: a suffix that must follow the unit, such as `/s`; with a suffix, the number
-    must be above 0. `what` and `example`: texts for the error."""
+    """Parse a number, a unit and the suffix `per`, and return the number times the unit's
+    factor."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (

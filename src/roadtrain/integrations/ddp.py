@@ -4,13 +4,10 @@ optimizer stay the same.
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
-Each worker's process also runs a reducer, which sums a part of the gradients of all workers.
-`spares` are additional hosts that run `roadtrain serve HOST:PORT --sum`. Workers of the same host
-first sum their gradients in shared memory. Gradients are divided by the number of workers, then
-summed in the order of ranks. With two workers, the result has the same bits as that of DDP's own
-all-reduce. With more workers, the two results are equal up to rounding. Needs an initialized
-process group of torch.distributed. At the start, workers exchange their addresses through this
-group.
+Each worker's process also sums a share of the gradients. `spares` are additional hosts that run
+`roadtrain serve HOST:PORT --sum`. With two workers, the result has the same bits as that of DDP's
+own all-reduce; with more workers, the two are equal up to rounding. Needs an initialized process
+group of torch.distributed.
 """
 
 from __future__ import annotations
@@ -40,10 +37,8 @@ ANY_PORT = 9
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Summation(TensorSums):
-    """A worker's connection to the summation service. A Summation is the argument `state` of
-    `sum_hook`.
-
-    Call close() before the process group is destroyed.
+    """A worker's connection to the summation service: the argument `state` of `sum_hook`. Call
+    close() before the process group is destroyed.
 
     Args:
         spares: HOST:PORT of spare hosts, or the path of a file with a HOST:PORT (and optionally a
@@ -125,8 +120,6 @@ class Summation(TensorSums):
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a gradient bucket of DDP over all workers; a hook for DDP's `register_comm_hook`.
 
-    The buckets that DDP passes last have priority, because the next forward needs them first.
-
     Args:
         state: The summation service.
         bucket: DDP's bucket of gradients.
@@ -158,8 +151,7 @@ sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.F
 
 
 def exchange(words: bytes) -> list[bytes]:
-    """Send the message `words` to all workers, and return the messages of all workers, in rank
-    order."""
+    """Send the message `words` to all workers, and return the messages of all workers, by rank."""
     device = own_device("cuda" if dist.get_backend() == "nccl" else "cpu")
     workers = range(dist.get_world_size())
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]

@@ -10,20 +10,13 @@ soon as backward has computed the gradient.
                 only these parameters
 
 Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when the module's
-forward begins, while gradients of later modules still travel. The update uses the settings
-(learning rates) that the parameter groups had at step(). Some parameters are updated at the first
-forward of any module, because no forward of their own module would update them in time: parameters
-that belong to several modules or to none, and parameters of modules whose forward was never called
-(because other modules read their weights, as in MultiheadAttention). In eval mode or under no_grad,
-the first forward updates all parameters.
+forward begins, with the learning rates that the parameter groups had at step(). The first forward
+of any module also updates shared parameters and parameters of modules that are never called. In
+eval mode or under no_grad, the first forward updates all parameters.
 
 Limits with `model`: code that reads a parameter outside of a forward gets the old value until
-synchronize() is called. model.state_dict() updates the parameters first. If a forward used a
-parameter before the parameter was updated, the next backward raises an error. `p.grad` is None
-after step(). Hooks of the optimizer's step run once per module.
-
-Assumes that all workers train the same model. Each gradient is summed separately: small gradients
-are not fused into larger messages.
+synchronize() is called; model.state_dict() updates the parameters first. `p.grad` is None after
+step(). Hooks of the optimizer's step run once per module.
 """
 
 from __future__ import annotations
@@ -42,9 +35,7 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
-    """A gradient's sum in flight. `version`: torch's version counter of the tensor `grad` when the
-    sum began. Every change of the tensor increases this counter, so a change during the sum is
-    detected."""
+    """A gradient's sum in flight. `version` shows whether `grad` was changed during the sum."""
 
     grad: torch.Tensor
     handle: Handle
@@ -52,8 +43,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """The sums of one optimizer's gradients. `division`: two numbers. Gradients are divided by the
-    first number before the sum, and the sum is multiplied by the second number."""
+    """The sums of one optimizer's gradients. `division`: gradients are divided by the first number
+    before the sum, and the sum is multiplied by the second number."""
 
     def __init__(
         self,
@@ -119,8 +110,7 @@ class GradientSums:
             )
 
     def begin_all(self) -> None:
-        """Begin the sums of all gradients whose sums backward has not begun. Parameters that were
-        added to the optimizer since the last call are included."""
+        """Begin the sums of all gradients whose sums backward has not begun."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
             if p not in self.under_way and p.requires_grad:
@@ -128,9 +118,8 @@ class GradientSums:
         self.seen.clear()
 
     def take(self) -> dict[nn.Parameter, _Sum]:
-        """Return the sums in flight, by parameter. The caller must pass each sum to `arrive`. Sets
-        `p.grad` of these parameters to None. Raises LoopError if a gradient was changed during its
-        sum."""
+        """Return the sums in flight, by parameter. The caller must pass each sum to `arrive`.
+        Raises LoopError if a gradient was changed during its sum."""
         sums, self.under_way = self.under_way, {}
         for p, total in sums.items():
             if p.grad is not total.grad or total.grad._version != total.version:
@@ -163,9 +152,8 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's trainable parameters with their names, in the order of `named`. If
-    `named` is None, name the parameters by their positions in the parameter groups. Raises
-    ConfigError if a parameter is missing in `named`, or if a name appears twice."""
+    """Return the optimizer's trainable parameters with their names. Raises ConfigError if `named`
+    does not fit."""
     if named is None:
         return _trained(optimizer)
     pairs, needed = list(named), {p for _, p in _trained(optimizer)}
@@ -181,9 +169,8 @@ def _checked(
 
 class DeferredSteps:
     """The deferred updates of an optimizer's steps: the forward of each module of `model` applies
-    the updates of the module's parameters (see the Note "deferred steps"). `step`: the optimizer's
-    own step, which updates the parameters in the optimizer's groups. `num_steps`: number of the
-    training's last step, which is not deferred; 0 if this number is not known."""
+    the updates of the module's parameters. `step` is the optimizer's own step. `num_steps` is the
+    number of the training's last step, which is not deferred; 0 if unknown."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
@@ -271,8 +258,8 @@ class DeferredSteps:
 
 
 class Distributed(torch.optim.Optimizer):
-    """An optimizer whose gradients are summed over the workers. `distribute` replaces the class of
-    an optimizer by a class derived from both Distributed and the optimizer's own class."""
+    """An optimizer whose gradients are summed over the workers. `distribute` makes it the base
+    class of an optimizer's class."""
 
     _gradients: GradientSums
     _deferred: DeferredSteps | None = None
@@ -292,8 +279,8 @@ class Distributed(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make step() use the gradients as they are while this context is active. Call
-        synchronize() first. Between synchronize() and step(), the caller may change the summed
-        gradients, for example clip them."""
+        synchronize() first; then the caller may change the summed gradients, for example clip them.
+        """
         self._alone = True
         try:
             yield
@@ -352,14 +339,13 @@ class Distributed(torch.optim.Optimizer):
 
 
 class Asynchronous(torch.optim.Optimizer):
-    """An optimizer for asynchronous training.
+    """An optimizer for asynchronous training: no worker waits for others.
 
-    A worker takes a step with its own gradients and pushes the change of the parameters. The worker
-    does not wait for other workers. Then the worker sets its parameters to their initial values
-    plus the sum of all changes that all workers have pushed so far. If a step depends on the
-    gradient alone (SGD), the result equals that of one process that applies the workers' steps in
-    the order of their pushes. With momentum or Adam the result differs, because a worker's moments
-    are computed from the gradients of this worker only.
+    A worker takes a step with its own gradients, and pushes the change of the parameters. Its new
+    parameters are the initial values plus all changes that workers have pushed so far. With SGD,
+    the result equals that of one process that applies the workers' steps in the order of their
+    pushes. With momentum or Adam it differs, because a worker's moments come from its own gradients
+    only.
     """
 
     _exchange: Exchange
@@ -393,10 +379,8 @@ class Asynchronous(torch.optim.Optimizer):
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
-    """Replace the optimizer's class by a subclass of the same name that has `kind` as a base.
-
-    The optimizer stays the same object, because schedulers refer to it.
-    """
+    """Replace the optimizer's class by a subclass that has `kind` as a base; the object stays the
+    same."""
     vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old step
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (kind, cls), {"__doc__": cls.__doc__})
@@ -408,8 +392,8 @@ def distribute_asynchronously(
     exchange: Exchange,
     named: Iterable[tuple[str, nn.Parameter]] | None,
 ) -> Asynchronous:
-    """Replace an optimizer's class by a subclass of Asynchronous, for a summation service with the
-    rule "accumulate". Raises ConfigError."""
+    """Make an optimizer Asynchronous, for a summation service with the rule "accumulate". Raises
+    ConfigError."""
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
@@ -431,13 +415,13 @@ def distribute(
     model: nn.Module | None,
     num_steps: int,
 ) -> Distributed:
-    """Replace an optimizer's class by a subclass of Distributed.
+    """Make an optimizer Distributed. Raises ConfigError.
 
-    `passes`: number of backward passes per step. `division`: two numbers. Gradients are divided by
-    the first number before the sum, and the sum is multiplied by the second number. `model`: if not
-    None, the updates of each step are deferred to the next forward of this model. `num_steps`:
-    number of the training's last step, which is not deferred; 0 if this number is not known. Raises
-    ConfigError."""
+    `passes`: number of backward passes per step. `division`: gradients are divided by the first
+    number before the sum, and the sum is multiplied by the second number. `model`: if not None,
+    updates are deferred to the next forward of this model. `num_steps`: number of the training's
+    last step, which is not deferred; 0 if unknown.
+    """
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(

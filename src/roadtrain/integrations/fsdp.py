@@ -3,11 +3,10 @@
     fully_shard(model)
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
-Every worker receives the complete sum and keeps only its shard. With n workers, each worker
-receives n times the bytes of a ring reduce-scatter. The summation service is therefore faster than
-a ring only if links receive faster than they send, or if workers share a host. Parameters are still
-gathered by FSDP2 itself. All workers must be in one FSDP2 group. FSDP2 waits for each
-reduce-scatter, so sums do not overlap with backward.
+Every worker receives the complete sum and keeps only its shard: n times the bytes of a ring
+reduce-scatter with n workers. So the summation service is faster than a ring only if links receive
+faster than they send, or if workers share a host. All workers must be in one FSDP2 group. Sums do
+not overlap with backward, because FSDP2 waits for each reduce-scatter.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ its import.
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-torchrun starts the workers; a process without torchrun is the only worker. For an average, each
-worker's tensor is divided before the sum, as in DDP. So with two workers, the result has the same
-bits as that of DDP's all-reduce. The rules for names of tensors are in integrations/named_sums.py,
-Note "keys". If workers disagree (in type, shape, order or name), a DifferError is raised on every
-worker within seconds. (DifferError is a RuntimeError, as in Horovod.) After the error, the workers
-may continue. The argument `compression` of a call is a member of Compression; all members are
-strings. Process sets, operations other than sum and average, gather and similar calls, and elastic
-training are not supported. Sums are not differentiable.
+torchrun starts the workers; a process without torchrun is the only worker. The rules for names of
+tensors are in integrations/named_sums.py, Note "keys". If workers disagree (in type, shape, order
+or name), a DifferError is raised on every worker within seconds, after which the workers may
+continue.
+
+Process sets, operations other than sum and average, gather and similar calls, and elastic training
+are not supported. Sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -136,8 +135,8 @@ def init(**options: Any) -> None:
 def shutdown() -> None:
     """Apply deferred steps and stop the summation service.
 
-    A later init() needs a different MASTER_PORT, because torch's store of the old process group may
-    still answer at the old port.
+    A later init() needs a different MASTER_PORT, because torch's old store may still answer at the
+    old port.
     """
     if (exchange := _World.exchange) is None:
         return
@@ -203,10 +202,8 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """Begin the sum of a tensor over all workers. `average`: whether to divide the sum by the
-    number of workers. `how`: two flags: whether the sum replaces the values of `tensor`, and
-    whether this call waits for the sum. Returns the sum if this call waits for the sum, else a
-    Handle."""
+    """Begin the sum or average of a tensor, and return a Handle, or the result if this call waits.
+    `how`: whether to replace the values of `tensor`, and whether to wait."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -263,8 +260,7 @@ push_pull_async, push_pull_async_inplace = _push_pull(False, False), _push_pull(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Wait for the sum that belongs to `handle`, and return the result. Call `synchronize` once per
-    handle."""
+    """Wait for the sum that belongs to `handle`, and return the result. Call once per handle."""
     return _exchange().finish(handle)
 
 
@@ -279,9 +275,8 @@ def declare(name: str) -> str:
 
 
 def _agree(identity: str, signature: str) -> None:
-    """Wait until all workers have made the same call. `identity`: the name of the call.
-    `signature`: a description of the call's arguments. Raises DifferError if workers make different
-    calls. Without this check, the torch.distributed call that follows would hang in this case."""
+    """Wait until all workers have made the same call, because torch.distributed would hang
+    otherwise."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -297,9 +292,8 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """Broadcast tensors in place, from worker `root_rank`. `params`: a state_dict, whose tensors
-    are broadcast in the order of their names, or pairs of a name and a tensor. Raises ConfigError
-    on all workers if names, dtypes or shapes differ."""
+    """Broadcast tensors in place, from worker `root_rank`. `params`: a state_dict, or pairs of a
+    name and a tensor. Raises ConfigError on all workers if names, dtypes or shapes differ."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -343,7 +337,6 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 @torch.no_grad()
 def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """Broadcast a tensor in place, as bytes, and return it."""
     flat = tensor.detach().contiguous().reshape(-1)  # a copy if `tensor` is not contiguous
     for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
         carried = on_link(piece)
@@ -354,9 +347,8 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def _broadcast_value(value: Any, root: int) -> Any:
-    """Return a new copy of the root's `value` on every worker. The value is encoded by
-    streaming/plain.py, without pickle. Tensors in the returned value are in host memory. Raises
-    ConfigError on all workers if the value cannot be encoded."""
+    """Return a copy of the root's `value` on every worker, with tensors in host memory. Raises
+    ConfigError on all workers if the value cannot be sent without pickle."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
@@ -392,8 +384,6 @@ def DistributedOptimizer(
 ) -> Distributed | Asynchronous:
     """Make an optimizer average its gradients over all workers.
 
-    The average of a gradient begins as soon as backward has computed the gradient.
-
     After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
     Asynchronous), and no other options are allowed.
 
@@ -409,8 +399,8 @@ def DistributedOptimizer(
         model: If set, step() does not wait for the sums. Instead, each module's next forward waits
             for the module's sums, with the same results (integrations/distributed.py, Note
             "deferred steps").
-        num_steps: Number of the training's last step, which is not deferred. 0 if this number
-            is not known.
+        num_steps: Number of the training's last step, which is not deferred. 0 if this number is
+            not known.
         **others: Other options of Horovod and BytePS. Options that do not change results are
             ignored. All others raise ConfigError.
 
@@ -459,8 +449,7 @@ def CrossBarrier(
     backward_passes_per_step: int = 1,
     num_steps: int | None = None,
 ) -> Distributed | Asynchronous:
-    """Return DistributedOptimizer(..., model=model). CrossBarrier is BytePS's name for such an
-    optimizer."""
+    """Return DistributedOptimizer(..., model=model), under BytePS's name."""
     return DistributedOptimizer(
         optimizer,
         named_parameters,

@@ -1,13 +1,11 @@
-"""Use `roadtrain.place` in Hugging Face's Trainer, which then streams its model from a store. TRL's
-trainers, which are derived from the Trainer, are supported, too.
+"""Use `roadtrain.place` in Hugging Face's Trainer and in TRL's trainers, which then stream their
+models from a store. Does NOT start workers.
 
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
 
-Needs transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is not a torch
-Optimizer. Repeating the command resumes a killed run (trainer_progress.py). Checkpoints, gradient
-clipping and gradient accumulation are done by the Trainer (docs/guides/integrations.md). Does NOT
-start workers.
+Needs transformers 5. Repeating the command resumes a killed run (trainer_progress.py). The Trainer
+does checkpoints, gradient clipping and gradient accumulation (docs/guides/integrations.md).
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ OPTIONS = {*inspect.signature(place).parameters} - {"model", "optimizer", "unkno
 class Placed:
     """A factory that makes the optimizer for the Trainer.
 
-    The optimizer has the parameter groups that the Trainer makes, with weight decay
-    (`args.weight_decay`) for all parameters but biases and norms. If `lr` is not passed, `lr` is
-    taken from the TrainingArguments. For Adam and AdamW, `betas` and `eps` are taken from the
-    TrainingArguments, too. If other code than the Trainer calls the factory, the argument
-    `weight_decay` (default 0) applies to all parameters but biases and norms, and `lr` must be
-    passed if the optimizer has no default.
+    The optimizer has the Trainer's parameter groups, with weight decay for all parameters but
+    biases and norms. Hyperparameters that are not passed (`lr`, and `betas` and `eps` for Adam and
+    AdamW) are taken from the TrainingArguments. Without the Trainer, the weight decay is the
+    argument `weight_decay` (default 0).
     """
 
     def __call__(
@@ -93,8 +89,8 @@ class Placed:
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: biases and norms have no weight decay, all other parameters
-    have `weight_decay`."""
+    """Return two parameter groups: all parameters but biases and norms, which have `weight_decay`,
+    and biases and norms without weight decay."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     norms = {
         id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()
@@ -118,9 +114,8 @@ def _of_trainer(frame: FrameType, name: str) -> Any:
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """Return the parameter groups that the Trainer has just made. They are read from the Trainer's
-    frame, because the Trainer passes parameter groups only to torch's classes. Returns None if
-    there are no groups, or if the groups do not cover the model."""
+    """Return the parameter groups that the Trainer has just made, read from its frame, or None if
+    they do not cover the model."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
     needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(
@@ -135,8 +130,8 @@ def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]]
 
 
 def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the optimizer's hyperparameters from the Trainer's TrainingArguments. Return {} if
-    `frame` is not a frame of a Trainer."""
+    """Return the optimizer's hyperparameters from the Trainer's TrainingArguments, or {} without a
+    Trainer."""
     arguments = getattr(_of_trainer(frame, "self"), "args", None)
     if arguments is None:
         return {}

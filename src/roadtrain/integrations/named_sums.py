@@ -1,27 +1,22 @@
-"""Sums of named tensors over the workers. horovod.py implements the calls of Horovod and BytePS
-with these sums.
+"""Sums of named tensors over the workers, with which horovod.py implements the calls of Horovod and
+BytePS. Sums are not differentiable, and sparse tensors are not supported.
 
     begin(tensor, name) -> Handle -> finish(handle) -> a tensor that belongs to the caller
 
 Note "keys". A tensor's key is a hash of its name, type, shape and operation, so workers may make
 their calls in any order. The buffers of a key are kept forever, so a name should be reused for
-tensors of the same size and dtype; a different size or dtype gives a new key.
+tensors of the same size and dtype.
 
-Note "unnamed". An unnamed tensor gets a name from its size, its dtype and the lowest number that no
-unnamed tensor in flight has. So the number of buffers does not grow with the number of calls. All
-workers must make and finish their unnamed calls in the same order. If the order of calls depends on
-time (as with `poll`), use names.
+Note "unnamed". An unnamed tensor gets a name from its size, its dtype and the lowest free number.
+So all workers must make and finish their unnamed calls in the same order. If the order of calls
+depends on time (as with `poll`), use names.
 
-Note "agreement". When a name is used for the first time (or an unnamed call is made for the n-th
-time), workers check that the call has the same dtype, shape and operation on all workers. Workers
-also check each call that waits for other workers (sums/agreement.py). If workers disagree or wait
-for each other, every worker gets a DifferError within seconds, all calls in flight are abandoned,
-and the workers may continue.
+Note "agreement". The workers check that they make the same calls (sums/agreement.py). If they
+disagree or wait for each other, every worker gets a DifferError within seconds. All calls in flight
+are abandoned, and the workers may continue.
 
-The summation service does not sum some types (fp64, integers). Tensors of these types are summed by
-torch.distributed, which needs the same order of calls on all workers. So a call with such a tensor
-begins when all workers have made the call. Needs a Summation. Sums are not differentiable, and
-sparse tensors are not supported.
+Tensors that the summation service cannot sum (fp64, integers) are summed by torch.distributed once
+all workers have made the call.
 """
 
 from __future__ import annotations
@@ -87,8 +82,7 @@ class Exchange:
 
         The tensor must not change before `finish` returns. Sums with smaller priorities go first.
         If `accumulate` is set, the tensor is added to the value that an asynchronous service
-        stores. An asynchronous service only adds to stored values, so torch.distributed computes
-        all other sums. Raises ConfigError or LoopError.
+        stores. Raises ConfigError or LoopError.
         """
         if self._closed:
             raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")
@@ -131,8 +125,8 @@ class Exchange:
 
     @torch.no_grad()
     def finish(self, handle: Handle) -> torch.Tensor:
-        """Wait for the sum and return it. Raises LostError, DeadlineError or another error of
-        roadtrain if the sum fails."""
+        """Wait for the sum and return it. Raises an error of roadtrain, such as LostError or
+        DeadlineError, if the sum fails."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
                 f"the handle of {handle.name!r} was already synchronized", hint="synchronize once"
@@ -146,9 +140,8 @@ class Exchange:
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """Return the reason why a sum failed: the error of the sum of `handle` or, if there is
-        none, the error that ended the Summation. If neither is known, return a PeerError with the
-        text of `error`, the error that torch raised."""
+        """Return the reason why the sum of `handle` failed, or a PeerError with torch's `error` if
+        it is unknown."""
         cause = handle.ticket.error if handle.ticket is not None else None
         cause = cause or self.summation.error
         why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
@@ -161,7 +154,7 @@ class Exchange:
 
 
 def _scaling(divisor: float, factor: float) -> str:
-    """Describe the scaling of a sum, for messages and for comparison among workers."""
+    """Describe the scaling of a sum, for comparison among workers."""
     return (f", divided by {divisor:g}" if divisor != 1 else "") + (
         f", times {factor:g}" if factor != 1 else ""
     )
@@ -170,10 +163,8 @@ def _scaling(divisor: float, factor: float) -> str:
 def _by_torch(
     tensor: torch.Tensor, divisor: float
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
-    """Begin a sum by torch.distributed. Averages of integers are rounded down, as in Horovod.
-
-    Returns a function that waits for the sum, and a function that returns whether the sum is
-    done."""
+    """Begin a sum by torch.distributed, and return two functions: wait for the sum, and tell
+    whether it is done."""
     exact = tensor.is_floating_point() or tensor.is_complex()
     carried = on_link(tensor).clone()
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)
@@ -188,8 +179,8 @@ def _by_torch(
 
 
 def on_link(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy on the GPU if the tensor is in host memory and the process group
-    (NCCL) cannot send host memory."""
+    """Return the tensor, or a copy on the GPU if the process group (NCCL) cannot send host
+    memory."""
     return (
         tensor if tensor.is_cuda or dist.get_backend() != "nccl" else tensor.to(own_device("cuda"))
     )

@@ -1,18 +1,13 @@
-"""TrainerProgress: the progress of Hugging Face's Trainer, committed with each step.
-
-The Trainer writes its progress (step, log, schedule and position in the data) to checkpoints. After
-a run was killed, the last checkpoint is older than the store. So the progress is also committed to
-the store with each step, like other tracked objects. If the store has progress, the Trainer
-continues at the store's step, whether `resume_from_checkpoint` is left out or names the last
-checkpoint.
-
-Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer,
-so the store cannot change this decision. But the Trainer's method `_run_epoch` takes all that it
-needs as arguments. So `_run_epoch` is replaced in the Trainer object by a method that skips
-finished epochs and begins the next epoch at the resumed step.
-
-Needs transformers 5, whose Trainer has `_run_epoch`. Does not import transformers, or read or write
+"""TrainerProgress: the progress of Hugging Face's Trainer (step, log, schedule and position in the
+data), committed to the store with each step. Does not import transformers, or read or write
 checkpoints.
+
+After a run was killed, its store is newer than the last checkpoint. So the Trainer continues at the
+store's step, whether `resume_from_checkpoint` is left out or names the last checkpoint.
+
+Note "how a run resumes". The Trainer decides at which step to begin before it makes its optimizer.
+So the Trainer's method `_run_epoch` is replaced by a method that skips finished epochs and begins
+the next epoch at the resumed step. Needs transformers 5.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ NAME = "trainer"  # name of the progress among the tracked objects
 
 def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
     """Commit the Trainer's progress with each step of `placed`. If the store of `placed` already
-    has a Trainer's progress, continue from there.
+    has a Trainer's progress, continue from this progress.
 
     Args:
         trainer: Hugging Face's Trainer, while its method `train` runs.
@@ -114,7 +109,7 @@ class TrainerProgress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the Trainer's `state` and the states of its callbacks. `run_epoch` restores the
-        losses, counters and random generators when the first epoch begins."""
+        losses, counters and random generators."""
         self.resumed, self._at_forward = state, self._placed.job_state.resumed_generators()
         kept = json.loads(state["state"])
         states = list(kept.pop("stateful_callbacks"))
@@ -129,7 +124,7 @@ class TrainerProgress:
                 vars(callback).update(mine[1])
 
     def run_epoch(self, **kwargs: Any) -> Any:
-        """Run one epoch, or the rest of an epoch after a resume. Called with the arguments of
+        """Run one epoch, or the remaining steps of an epoch after a resume, with the arguments of
         `_run_epoch`."""
         trainer = self._trainer
         self._track_schedule()
@@ -184,8 +179,8 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 def _local(frame: FrameType | None, name: str) -> Any:
-    """Return the local variable `name` of the nearest frame that has it, from `frame` outwards;
-    None if no frame has it."""
+    """Return the local variable `name` of the nearest frame that has it, from `frame` outwards, or
+    None."""
     while frame is not None and name not in frame.f_locals:
         frame = frame.f_back
     return None if frame is None else frame.f_locals[name]

@@ -1,11 +1,9 @@
-"""Compute from a memory budget how many buffers of each kind to allocate, and which parts of the
-state files to keep in memory as well. So memory use is bounded (Rule 4).
+"""Compute from a memory budget how many buffers of each kind to allocate, and which records to keep
+in memory besides the state files (Rule 4: memory use is bounded).
 
-The budget is a number of bytes of host memory. It covers everything that roadtrain allocates: the
-root block, block buffers, gradient buffers, saved block inputs, and record buffers (a record has
-the weights and the optimizer state of a chunk). If the state is on files, the budget also covers
-the parts of the files that are kept in memory. The budget does not cover the interpreter, torch
-itself, or temporary allocations in the forward and backward of a block.
+The budget is a number of bytes of host memory. It covers everything that roadtrain allocates. It
+does not cover the interpreter, torch itself, or temporary allocations in the forward and backward
+of a block.
 """
 
 from __future__ import annotations
@@ -103,9 +101,8 @@ class _Free:
     device: float  # infinity if device memory is not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
-        """Assign memory to at most `most` buffers of `nbytes` bytes each. Use at most the fraction
-        1 / `share` of the free host memory. If `on_device` is True, the buffers need device memory
-        too. Returns the number of buffers."""
+        """Assign memory to at most `most` buffers of `nbytes` bytes, from 1 / `share` of the free
+        host memory. Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
         if on_device:
             count = int(min(count, self.device // nbytes))
@@ -114,10 +111,9 @@ class _Free:
         return count
 
     def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
-        """Assign memory to one more buffer for each item of `order`, which names kinds of buffers.
-        For the kind "record", assign one more buffer to each of the `servers` servers. Skip an
-        item that needs more than half of the free memory. Returns the number of assigned items of
-        each kind."""
+        """Assign memory to a buffer of each kind in `order`, unless it needs more than half of the
+        free memory. Returns the number of assigned buffers of each kind; a "record" is one buffer
+        per server."""
         cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
         cost["push"] = size.push
         bought = Counter[str]()
@@ -128,7 +124,7 @@ class _Free:
 
 def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
     """Return a budget of host memory in bytes. If `budget` is None, the budget is half of the free
-    memory, or all of the free memory if `whole` is True."""
+    memory, or all of it if `whole` is True."""
     if budget is not None:
         return parse_bytes(budget)
     free = psutil.virtual_memory().available
@@ -136,8 +132,8 @@ def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
-    """Return the size of a buffer that can hold each size in `nbytes`. The size of the buffer is a
-    multiple of the size of a huge page, and is never 0."""
+    """Return the size of a buffer that can hold each size in `nbytes`: a multiple of a huge page,
+    and never 0."""
     return round_up(max(nbytes, default=0), HUGE) or HUGE
 
 
@@ -160,9 +156,8 @@ class _Sizes:
         blocks: Sequence[Block],
         residual_block: int,
     ) -> _Sizes:
-        """Compute the sizes. `blocks`: the blocks that use slots. `residual_block`: index of the
-        block that stores the unsent gradients (residuals) of the root block; 0 if there is no such
-        block."""
+        """Compute the sizes. `blocks` use slots. `residual_block` is the index of the block with
+        the unsent gradients of the root block; 0 if there is none."""
         root = table.blocks[0]
         pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (
@@ -190,8 +185,9 @@ def derive(
 
     `records`: the records of the chunks that servers in this process own, by the id of the chunk.
     `owners`: the server number of each chunk. `device_bytes`: limit of the accelerator memory for
-    the root block's buffers, slots and gradient buffers; None if there is no limit. If the budget
-    is too small, raises a BudgetError that names the smallest budget that is enough."""
+    buffers; None if there is no limit. If the budget is too small, raises a BudgetError that names
+    the smallest budget that is enough.
+    """
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
     size = _Sizes.of(table, records, blocks, terms.root_residual)
@@ -267,8 +263,8 @@ def derive(
 def _too_small(
     table: ChunkTable, where: str, least: int, budget: int, on_files: bool
 ) -> BudgetError:
-    """Return an error for a budget of `budget` bytes that is smaller than `least`, the number of
-    bytes that the model needs. `where`: the kind of memory, "host" or "device"."""
+    """Return the error for a budget of `budget` bytes of `where` ("host" or "device") memory, if
+    the model needs `least` bytes."""
     enough = f"{-(-least // MIB)} MiB"  # rounded up, so that this number is enough
     way_out = f"give at least {enough}"
     if not on_files:
@@ -285,15 +281,9 @@ def _too_small(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Choose which records on files are also kept in `nbytes` bytes of memory.
-
-    Returns three values. The first is the ids of the chunks whose records are kept completely. The
-    second is the ids of the chunks whose weights are kept, without the optimizer state. The third
-    is the number of bytes used. Weights have priority over optimizer state. Weights usually take 2
-    bytes per element and are read twice per step. Optimizer state, with the fp32 master copy,
-    usually takes 12 bytes or more and is read once per step. The weights of the first blocks have
-    priority over those of later blocks, because the next forward reads the first blocks first.
-    """
+    """Choose which records on files are also kept in `nbytes` bytes of memory: weights first,
+    because they are read twice per step. Returns the chunks kept completely, the chunks whose
+    weights are kept, and the bytes used."""
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
         if kept + records[chunk.id].weights_nbytes > nbytes:
@@ -333,11 +323,12 @@ def derive_server(
 ) -> ServerBudgets:
     """Divide the memory budget of a server, `host_bytes`, among the kinds of buffers.
 
-    `records`: the records of the server's chunks, by the id of the chunk. `workers`: the number of
-    workers. `holds_gradients`: True if updates wait for step(), so that the server must store the
-    gradients of all its chunks. `wide`: True if gradients arrive in fp32. `beside`: bytes of the
-    budget that are reserved to receive sums from switches (fan-in). If the budget is too small,
-    raises a BudgetError that names the smallest budget that is enough."""
+    `records`: the records of the server's chunks, by the id of the chunk. `holds_gradients`: True
+    if updates wait for step(), so that the server must store the gradients of all its chunks.
+    `wide`: True if gradients arrive in fp32. `beside`: bytes that are reserved to receive sums from
+    switches (fan-in). If the budget is too small, raises a BudgetError that names the smallest
+    budget that is enough.
+    """
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = buffer_for(record.nbytes for record in records.values())

@@ -1,9 +1,7 @@
 """Check the options that code passes to a public function or dataclass.
 
 The annotation of an argument or dataclass field declares an option: its type, its limits
-(`Annotated[int, Field(ge=1)]`) and additional checks (`refusing`). Each public function and
-dataclass first calls `check_options`. An invalid option raises a ConfigError that has the name of
-the option, its value and the accepted values. Values are never converted.
+(`Annotated[int, Field(ge=1)]`) and additional checks (`refusing`). Values are never converted.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
     Args:
         owner: The function or dataclass that declares the options.
         values: The values of the options, by the name of the argument or field.
-        where: The name of `owner` in the error message. If "", the message has the name that
-            `owner` has in the code.
+        where: The name of `owner` in the error message. If "", its name in the code.
     """
     model, hints = _declared(owner)
     try:
@@ -95,8 +92,8 @@ def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: s
 
 @functools.cache
 def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return a pydantic model with a field for each option of `owner`, and the annotation of each
-    option by name."""
+    """Return a pydantic model with a field for each option of `owner`, and the annotations by
+    name."""
     hints = get_type_hints(owner, include_extras=True)
     hints.pop("return", None)
     fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}

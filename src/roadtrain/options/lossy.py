@@ -1,8 +1,5 @@
 """The options that make training lossy or delayed: TopK, Downcast and Delay. All are off by default
-(Rule 2).
-
-Each option checks its own values; placement/session_plan.py checks which options can be combined.
-"""
+(Rule 2). Does NOT check which options can be combined (placement/session_plan.py)."""
 
 from __future__ import annotations
 
@@ -69,10 +66,9 @@ class Downcast:
 class Delay:
     """Let a step begin before the updates of the latest steps are finished.
 
-    If `steps` is 1, each step computes with the parameters from before the last update, and
-    the last update runs at the same time. If `steps` is larger, each step computes with the newest
-    parameters available. A slow worker then does not immediately hold up other workers, but runs
-    are not reproducible.
+    If `steps` is 1, each step computes with the parameters from before the last update, which runs
+    at the same time. If `steps` is larger, each step computes with the newest parameters available.
+    A slow worker then does not immediately hold up other workers, but runs are not reproducible.
 
     Args:
         steps: The largest number of updates that the parameters of a step may lack. If None, the

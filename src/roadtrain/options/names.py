@@ -9,9 +9,9 @@ from roadtrain.errors import ConfigError
 
 
 def did_you_mean(word: str, choices: Iterable[str], before: str = "", least: float = 0.6) -> str:
-    """Return `did you mean X?`, where X is the choice nearest to `word`, or "" if no choice is
-    similar. `before`: a prefix to print before X, such as `optimizer.`. `least`: the required
-    similarity, from 0 to 1."""
+    """Return `did you mean X?`, where X is the choice most similar to `word`, or "". `before`: a
+    prefix to print before X, such as `optimizer.`. `least`: the required similarity, from 0 to 1.
+    """
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=least)
     return f"did you mean `{before}{near[0]}`?" if near else ""
 

@@ -4,10 +4,9 @@ A schema is a class derived from `Section`, or a class decorated with `value` if
 instances too. Each field of the class declares a key with its type, unit, limits and description;
 `docs/reference` is generated from these fields. Other packages define the schemas.
 
-`checked` builds an instance from a table. A mistake in the table raises a ConfigError that names
-the file and the key. If the value is invalid, the error also has this value and the accepted
-values. If the key is unknown, the error also has the nearest valid key. A number must be written as
-a number: neither "1" nor true is accepted for 1.
+`checked` builds an instance from a table. A mistake raises a ConfigError that names the file, the
+key and the accepted values or the nearest valid key. A number must be written as a number: neither
+"1" nor true is accepted for 1.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class _Refused(ValueError):
-    """A ValueError that contains a RoadtrainError. Pydantic expects validators to raise
-    ValueError."""
+    """A ValueError, which pydantic expects from validators, that contains a RoadtrainError."""
 
     def __init__(self, error: RoadtrainError) -> None:
         super().__init__(str(error).partition("\nhint: ")[0])
@@ -88,8 +86,8 @@ class _Refused(ValueError):
 
 
 def refusing(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Turn `read` into a pydantic validator. If `read` raises a RoadtrainError, the user
-    gets an error that has the same text and also names the invalid key."""
+    """Turn `read` into a pydantic validator. A RoadtrainError of `read` reaches the user with the
+    name of the invalid key."""
 
     def validator(value: Any) -> Any:
         try:
@@ -112,9 +110,8 @@ def _read_unit(parse: Callable[[str], float]) -> BeforeValidator:
 
 
 def _write_unit(unit: str, scale: float = 1.0, decimals: int = 0) -> PlainSerializer:
-    """Return a pydantic serializer that writes a number with the unit `unit`. `scale`: the value of
-    one unit. `decimals`: the number of decimals of large numbers. Small numbers have more decimals,
-    so that they are not rounded to 0."""
+    """Return a pydantic serializer that writes a number as a multiple of `scale` with the unit
+    `unit`."""
 
     def write(number: float) -> str | int:
         digits = f"{number / scale:.{12 if number < 1e3 * scale else decimals}f}"
@@ -157,7 +154,7 @@ Texts = Annotated[list[str], BeforeValidator(_as_list)]  # a single text is acce
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     """Return the content of a TOML file. `what`: the kind of file, for error messages. Raises
-    ConfigError if the file cannot be read or is not TOML."""
+    ConfigError."""
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as cause:
@@ -191,9 +188,9 @@ def as_toml(value: Any, **options: Any) -> str:
 
 
 def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the table `tree` with the values of `overrides`. The keys of `overrides` are
-    dotted, such as `run.dir`. The value None removes a key. Raises ConfigError if a part of
-    a dotted key is not a table."""
+    """Return a copy of the table `tree` with the values of `overrides`, whose keys are dotted, such
+    as `run.dir`. The value None removes a key. Raises ConfigError if a dotted key leads through a
+    value that is not a table."""
     out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
     for key, value in overrides.items():
         *path, last = key.split(".")
@@ -214,8 +211,8 @@ def merged(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the tables of a file into one dict with dotted keys: {"a": {"b": 1}} becomes
-    {"a.b": 1}. Only the outermost tables are merged: a table inside a table stays a table."""
+    """Return the tables of a file as one dict with dotted keys: {"a.b": 1} for {"a": {"b": 1}}. A
+    table inside a table stays a table."""
     out: dict[str, Any] = {}
     for name, table in tree.items():
         if isinstance(table, Mapping) and table:
@@ -238,9 +235,8 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def section_in(annotation: Any) -> Any:
-    """Return the schema that a type annotation contains, or None if the annotation contains no
-    schema. The schema is the annotation itself or one of its type arguments, such as the schema
-    `Host` in `list[Host]`."""
+    """Return the schema that a type annotation is or contains, such as `Host` in `list[Host]`, or
+    None."""
     if isinstance(annotation, type) and (
         is_pydantic_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):
@@ -250,9 +246,8 @@ def section_in(annotation: Any) -> Any:
 
 
 def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> ConfigError:
-    """Return an error for the first part of `path` that is not a key in the schema `kind`. `path`:
-    the nested keys that lead to the unknown key. The hint names the nearest valid key. `where`:
-    name of the file in the message."""
+    """Return an error for the first of the nested keys in `path` that is not a key in the schema
+    `kind`. `where`: name of the file in the message."""
     inside, before = kind, ""
     for part in path:
         keys = keys_of(inside) if inside is not None and isinstance(part, str) else {}
@@ -268,16 +263,15 @@ def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> Config
 
 
 def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
-    """Return the RoadtrainError inside a pydantic error that a `refusing` validator has caused.
-    Return None for any other pydantic error."""
+    """Return the RoadtrainError inside a pydantic error that a `refusing` validator has caused, or
+    None."""
     refused = error.get("ctx", {}).get("error")
     return refused.error if isinstance(refused, _Refused) else None
 
 
 def explain(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
-    """Return a ConfigError for the first mistake in the table `tree`. An unknown key is reported
-    before any other mistake. `cause`: the error that pydantic raised for `tree`. `kind`: the schema
-    of `tree`. `where`: name of the file in the message."""
+    """Return a ConfigError for the first mistake in the table `tree`; unknown keys come first.
+    `kind` is the schema of `tree`, and `where` the name of the file in the message."""
     errors = cause.errors()
     error = min(errors, key=lambda e: e["type"] not in UNKNOWN)
     if error["type"] in UNKNOWN:
@@ -305,9 +299,8 @@ def _at(where: str) -> str:
 
 
 def _follow(tree: Any, path: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the part of `path` that exists in the table `tree`, and the value to which this part
-    leads. Pydantic appends the name of a type to a path if the field accepts several types; this
-    name does not exist in `tree`."""
+    """Return the longest beginning of `path` that exists in the table `tree`, and the value at its
+    end."""
     through: list[int | str] = []
     for part in path:
         try:

@@ -1,19 +1,13 @@
-"""A relay: a process that communicates with the servers for the workers of its host.
+"""A relay: a process that communicates with the servers for the workers of its host. Does NOT
+import torch, and keeps no state that must survive a restart.
 
     worker --ring--+
     worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-A ring is a queue in shared memory, so the training processes spend no CPU time on the network. The
-relay pulls parameters once for all workers and caches as many parameters as its memory can hold.
-Gradients of a single worker are forwarded as they arrive. Gradients of several workers are summed
-(in fp32 and in worker order: Rule 1), and only the sum is sent to the server. To the servers, the
-relay looks like one worker. The relay has one ServerChannel per server. A ServerChannel has no
-threads of its own: the threads of the links call the state machine in relay/protocol/relay.py,
-which makes all decisions.
-
-Worker 0 of the host starts the relay and writes an Orders object to the relay's standard input. The
-relay ends when the workers have left. The relay keeps no state that must survive a restart. Does
-NOT import torch.
+A ring is a queue in shared memory. The relay pulls parameters once for all workers and keeps as
+many as its memory can hold. Gradients of several workers are summed (in fp32 and in worker order:
+Rule 1), and only the sum is sent to the server. The state machine in relay/protocol/relay.py makes
+all decisions.
 """
 
 from __future__ import annotations
@@ -115,8 +109,8 @@ def run(orders: Orders) -> None:
 
 
 def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
-    """Listen on the socket `path`. If the relay of an earlier start of the job still uses the
-    socket, retry for 10 s."""
+    """Listen on the socket `path`, once the relay of an earlier start of the job has released
+    it."""
     near = local_options(options)
     return retry(
         lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
@@ -124,12 +118,8 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 
 
 class ServerChannel(IntermediarySession):
-    """The traffic between the workers of this host and one server.
-
-    A ServerChannel is the session of these workers. It is also the Receiver (the object that
-    handles frames) of the relay's link to the server. Here the workers of the host are numbered
-    from 0, whatever their ranks in the job are.
-    """
+    """The traffic between the workers of this host and one server: the session of these workers,
+    and the handler of the frames from the server. The workers of the host are numbered from 0."""
 
     machine: RelayStateMachine
 
@@ -152,11 +142,8 @@ class ServerChannel(IntermediarySession):
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """Connect the relay to the server. The server treats the relay as a worker whose rank is
-        the number of the host.
-
-        Raises PeerError if the link to the server cannot be opened.
-        """
+        """Connect the relay to the server, which treats the relay as a worker whose rank is the
+        number of the host. Raises PeerError if the link cannot be opened."""
         ends, local = self.orders.ends, self.orders.local
         group, summed = ends.group, 1 if local == 1 else -local
         hello = m.Hello(

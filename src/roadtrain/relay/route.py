@@ -1,8 +1,5 @@
-"""The route to the servers through a relay. The option `Servers(relay=SIZE)` selects this route.
-
-Worker 0 of each host starts the relay process (relay/relay.py). The workers of the host reach the
-relay over shared memory. The relay reaches the servers by the route `RelayRoute.onward`.
-"""
+"""The route to the servers through a relay, selected by the option `Servers(relay=SIZE)`. Worker 0
+of each host starts the relay (relay/relay.py); the workers reach it over shared memory."""
 
 from __future__ import annotations
 
@@ -73,10 +70,7 @@ class RelayRoute:
 
     def open(self, ends: RouteEnds) -> OpenRoute:
         """Open the route from a worker to the relay of its host. Worker 0 of the host also starts
-        the relay.
-
-        Raises BudgetError if `host_bytes` is too small.
-        """
+        the relay. Raises BudgetError if `host_bytes` is too small."""
         group = ends.group
         budgets = derive_relay(
             ends.meta.table,
@@ -122,8 +116,7 @@ class OpenRelayRoute:
         )
 
     def close(self) -> None:
-        """Wait until the relay has exited. If the relay has not exited after 10 s, kill the
-        relay."""
+        """Wait until the relay has exited, and kill it after 10 s."""
         if self.process is not None:
             try:
                 self.process.wait(END_S)
@@ -137,21 +130,16 @@ class OpenRelayRoute:
 
 
 def _hosts(group: WorkerIdentity) -> WorkerIdentity:
-    """Return the identity of this host's relay on the route from the relays to the servers.
-
-    On this route, the relays take the place of workers. There is one relay per host, and the number
-    of the host is the rank of the relay. `group`: The identity of a worker of this host.
-    """
+    """Return the identity of this host's relay among the relays of all hosts. `group` is the
+    identity of a worker of this host."""
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1
     )
 
 
 def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
-    """Return the directory for the sockets of a host's relay.
-
-    All workers of the host get the same directory. Each start of a job has a different directory.
-    """
+    """Return the directory for the sockets of a host's relay: the same for all workers of the host,
+    and different for each start of a job."""
     name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
 
@@ -210,13 +198,7 @@ def least_relay(
     table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
 ) -> tuple[int, RelayBudgets]:
     """Return the minimum memory of a relay in bytes, and the sizes of the relay's buffers with this
-    memory.
-
-    Gradients of a single worker are forwarded at once. With several workers, each gradient of a
-    chunk is held until all workers have sent their gradients of the chunk. If, with several
-    workers, `holds_gradients` is set (all gradients wait for the global norm), the gradients of the
-    whole model are held at the same time, and the buffers must have room for all these gradients.
-    """
+    memory. `holds_gradients`: all gradients wait for the global norm."""
     share = -(-len(table.trainable) // servers) + 2  # most trainable chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)
     scratch = buffer_for(chunk.numel * 4 for chunk in table.trainable) if local > 1 else 0

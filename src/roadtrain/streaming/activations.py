@@ -1,22 +1,16 @@
-"""Activations: the inputs of blocks, which are kept from the forward to the backward.
+"""Activations: keeps the inputs of blocks from the forward to the backward, in host memory up to a
+byte budget, and in a scratch file beyond the budget.
 
-The inputs are kept in host memory up to a byte budget, and in a scratch file beyond the budget. A
-kept tensor of n bytes is in one of four states. The table shows how much of the budget the tensor
-uses in each state:
+A kept tensor of n bytes uses this much of the budget:
     HERE     n bytes: the tensor is in host memory. A CPU tensor is kept by reference. A CUDA tensor
              is copied to pinned memory, and is itself kept until the copy is complete.
     LEAVING  n bytes: the tensor is being written to the scratch file
     AWAY     0 bytes: the tensor is in the file
     COMING   n bytes: the tensor is being read from the file
-Backward needs the newest tensor first. Therefore the oldest tensors are written first. When a
-tensor is loaded, the newest of the earlier tensors in the file is read as well, because backward
-probably needs that tensor next. A tensor object that is the input of several blocks (a mask,
-position embeddings) is kept once. Expanded tensors and tensors smaller than 64 KiB are kept by
-reference and never written. A single thread writes and reads the file. The thread starts with the
-first write.
 
-Kept tensors must not be changed in place. Loading a tensor that was changed raises ModelError.
-Does NOT keep the autograd graph of a tensor, or any tensor after close().
+The oldest tensors are written first, because backward needs the newest first. Kept tensors must not
+be changed in place: loading a tensor that was changed raises ModelError. Does NOT keep the autograd
+graph of a tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ class KeptTensor:
     """A kept tensor, returned by `Activations.save` as a ticket for `load` and `free`.
 
     `users` is the number of calls of `save` that returned this object, minus the number of calls of
-    `free`. The Activations' lock guards all fields.
+    `free`. The lock of Activations guards all fields.
     """
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
@@ -65,8 +59,7 @@ class KeptTensor:
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
     def let_go(self) -> None:
-        """Drop the reference to the saved tensor. After this call, in-place changes of the saved
-        tensor are allowed."""
+        """Drop the reference to the saved tensor, which may then be changed in place."""
         self.was_changed = self.is_changed()
         self.source = None
 
@@ -77,11 +70,8 @@ class KeptTensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return torch's count of in-place changes of `tensor`.
-
-    Returns -1 for a tensor that was created under inference_mode, because torch does not count the
-    changes of such a tensor.
-    """
+    """Return torch's count of in-place changes of `tensor`, or -1 for a tensor created under
+    inference_mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -90,8 +80,8 @@ class Activations:
 
     Args:
         budget_bytes: Host memory for kept tensors in bytes.
-        scratch_dir: Directory of the scratch file for tensors beyond the budget. If None, a tensor
-            beyond the budget raises BudgetError.
+        scratch_dir: Directory of the scratch file. If None, a tensor beyond the budget raises
+            BudgetError.
         device: The device of the blocks.
 
     Attributes:
@@ -132,10 +122,8 @@ class Activations:
     # -- save, load, free
 
     def save(self, tensor: torch.Tensor) -> KeptTensor:
-        """Keep `tensor`, and wait until it fits in the budget.
-
-        Raises BudgetError if the tensor cannot fit, and FullError if the scratch disk is full.
-        """
+        """Keep `tensor`, and wait until it fits in the budget. Raises BudgetError if it cannot fit,
+        and FullError if the scratch disk is full."""
         with self._lock:
             self._sweep()
             shared = self._shared.get(id(tensor))
@@ -160,10 +148,8 @@ class Activations:
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
-        """Return the values of the tensor that was saved, on the device of that tensor.
-
-        The values must not be changed. The ticket stays valid until it is freed.
-        """
+        """Return the values of the tensor that was saved, on the device of that tensor. The values
+        must not be changed. The ticket stays valid until it is freed."""
         with self._lock:
             self._sweep()
             self._check_failure()
@@ -272,22 +258,16 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """Drop the reference to the saved device tensor. The copy of this tensor to host memory
-        must be complete.
-
-        After this call, in-place changes of the device tensor are allowed.
-        """
+        """Drop the reference to the saved device tensor, whose copy to host memory must be
+        complete."""
         if ticket.event is None:
             return
         ticket.event = None
         ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until a tensor of `nbytes` fits in the budget.
-
-        If the tensor does not fit, but no kept tensor can be written to the file, return without an
-        error. The tensor may then exceed the budget.
-        """
+        """Wait until a tensor of `nbytes` fits in the budget, or until no kept tensor can be
+        written to the file."""
         while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:
@@ -419,12 +399,8 @@ class Activations:
     def _move(
         self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
     ) -> int:
-        """Write `tensor` to the file, or read `tensor` from the file, and return the xxh3 of its
-        bytes.
-
-        `transfer` writes or reads some bytes, like `os.pwrite` or `os.preadv`. `at` is the offset
-        in the file.
-        """
+        """Write `tensor` to the file at offset `at`, or read it from there, and return the xxh3
+        hash of its bytes."""
         left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             done = transfer(self._file.fileno(), left, at)

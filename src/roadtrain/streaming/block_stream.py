@@ -1,23 +1,19 @@
-"""BlockStream: runs a model's blocks on fetched parameters, in forward and backward.
+"""BlockStream: runs a model's blocks on fetched parameters, in forward and backward. Does NOT
+support double backward through a block, and does NOT average gradients over workers.
 
-The `forward` of each block module is replaced. If no gradient is needed (as under
-`torch.no_grad()`), the replacement fetches the block's parameters, runs the block, and releases the
-parameters. Otherwise the block becomes a node of the autograd graph. This node keeps only the
-inputs of the block. The backward of the node fetches the block's parameters again, recomputes the
-block, releases the parameters, and pushes the block's gradients as one flat buffer. Parameters of
-the root are ordinary parameters. A root parameter that a block uses (tied weights) is an input of
-the block's node, so autograd adds up its gradient as usual.
+The forward of a block fetches the block's parameters, runs the block, and releases the parameters.
+If gradients are needed, only the block's inputs are kept. The backward fetches the parameters
+again, recomputes the block, and pushes the block's gradients as one flat buffer. Parameters of the
+root stay in memory.
 
-Note SAME GRAPH. The forward of a node runs the block with gradients enabled, but drops all tensors
-that autograd saves. Gradients are enabled for three reasons. First, the block runs the same kernels
-as in backward and in plain training. Second, the run shows which outputs need gradients. Third, the
-run shows whether a gradient flows to a tensor that is neither an argument nor a parameter of the
-block. Such a gradient would be lost, so an error is raised.
+Note SAME GRAPH. The forward runs the block with gradients enabled, but drops all tensors that
+autograd saves. So the block runs the same kernels as in plain training. The run also shows
+gradients that would be lost, because they flow to a tensor that is neither an argument nor a
+parameter. Such a gradient raises an error.
 
 Assumes that blocks are called; that the results of a block depend only on arguments, parameters,
 buffers and RNG; and that blocks return tensors in tuples, lists, dicts or types registered with
-torch.utils._pytree. Does NOT support double backward through a block. Does NOT average gradients
-over workers.
+torch.utils._pytree.
 """
 
 from __future__ import annotations
@@ -48,10 +44,7 @@ from roadtrain.streaming.split import ModulePart, Split
 
 class BlockSource(GradBook, Protocol):
     """The object from which a BlockStream fetches parameters, and to which the BlockStream pushes
-    gradients.
-
-    In all methods, `block` is the index of a block in the ChunkTable.
-    """
+    gradients. In all methods, `block` is the index of a block in the ChunkTable."""
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         """Wait for the parameters of a block, and return (parameters, version of the parameters).
@@ -61,22 +54,17 @@ class BlockSource(GradBook, Protocol):
 
     def release(self, block: int) -> None:
         """End one use of the block. The caller must have dropped all views of the block's tensor.
-
-        The memory becomes free when the current stream has finished its work.
-        """
+        The memory becomes free when the current stream has finished its work."""
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Wait for a buffer for the block's gradients, and return this buffer.
-
-        The buffer is an uninitialized uint8 tensor of shape [push_nbytes] on the compute device.
-        """
+        """Wait for a buffer for the block's gradients: an uninitialized uint8 tensor of shape
+        [push_nbytes] on the compute device."""
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """Receive all gradients of one backward of `block`.
+        """Receive all gradients of one backward of `block`, before `p.grad` is set.
 
         `present` has the indices of the parameters with a gradient. The gradients of all other
-        parameters are zero. BlockStream calls this method before it sets `p.grad`. At the time of
-        the call, BlockStream.pending no longer counts this backward.
+        parameters are zero. BlockStream.pending no longer counts this backward.
         """
 
 
@@ -164,10 +152,8 @@ class BlockStream:
         self._watch_root()
 
     def detach(self) -> None:
-        """Restore the blocks' own forwards, and drop the kept inputs.
-
-        The blocks' parameters stay released: their values are not in memory.
-        """
+        """Restore the blocks' own forwards, and drop the kept inputs. The blocks' parameters stay
+        released: their values are not in memory."""
         self.activations.close()
         for block in self._blocks.values():
             if block.own_forward is not None:
@@ -260,13 +246,8 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """A recorded run of a block.
-
-    A _Call lives as long as its node in the autograd graph. When the node is freed, the kept inputs
-    are freed as well. `inputs` has the distinct tensors in (args, kwargs), and `tickets` the
-    KeptTensors of these tensors in the same order. `slots` has one pair for each leaf of (args,
-    kwargs); see `leaves.distinct`.
-    """
+    """A recorded run of a block, which lives as long as its node in the autograd graph. `slots` has
+    a pair for each leaf of the arguments; see `leaves.distinct`."""
 
     def __init__(
         self,
@@ -341,10 +322,8 @@ class _Call:
         return outputs, differentiable
 
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Return the leaves of the arguments, and `inputs` detached from their autograd graph.
-
-        The leaves contain the detached tensors.
-        """
+        """Return the leaves of the arguments, with tensors detached from their graph, and these
+        tensors alone."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
         name = self.block.name
         return [tensors[i] if i >= 0 else pristine(leaf, name) for i, leaf in self.slots], tensors
@@ -355,8 +334,8 @@ class _Call:
         return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
 
     def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Raise ModelError if a gradient flows to a tensor that is neither an argument nor a
-        parameter of the block, because this gradient would be lost."""
+        """Raise ModelError if a gradient would be lost, because it flows to a tensor that is
+        neither an argument nor a parameter of the block."""
         expected = {id(t) for t in (*tensors, *self.block.module.parameters())}
         todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
         seen = set(todo)
@@ -411,11 +390,8 @@ class _Call:
     def _differentiate(
         self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
     ) -> tuple[Sequence[torch.Tensor | None], int]:
-        """Recompute the block, and return (gradients, n).
-
-        The first n gradients belong to the inputs that need a gradient, and to the shared
-        parameters. The gradients of the parameters in `trained` follow.
-        """
+        """Recompute the block, and return (gradients, n). The first n belong to inputs and shared
+        parameters, the others to `trained`."""
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
         except ModelError as error:
@@ -470,11 +446,8 @@ def _refuse(name: str, _: None) -> Any:
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a copy if the tensor is a view of `buffer`.
-
-    A block that returns one of its parameters returns such a view. The copy is necessary, because
-    the memory of `buffer` will be reused.
-    """
+    """Return `tensor`, or a copy if the tensor is a view of `buffer`, whose memory will be
+    reused."""
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()
         if at and at == buffer.untyped_storage().data_ptr():

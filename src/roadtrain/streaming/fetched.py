@@ -1,12 +1,9 @@
-"""FetchedParameters: the parameters of one block. The parameters are views of a fetched buffer
-while the block runs, and released afterwards.
+"""FetchedParameters: the parameters of one block, which are views of a fetched buffer while the
+block runs, and released afterwards. Does NOT fetch.
 
 Released parameters keep shape, dtype and device, take 0 bytes, and raise an error when they are
-read (streaming/released.py). Code that reads their memory in another way finds NaN (or the minimum
-of an integer dtype), never stale values. A Parameter always stays the same object, even if it was
-created on `meta`, because optimizers refer to it.
-
-Assumes that the buffer has the ChunkTable's layout and outlives its views. Does NOT fetch.
+read (streaming/released.py). A Parameter always stays the same object, because optimizers refer to
+it. Assumes that the buffer has the ChunkTable's layout and outlives its views.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from roadtrain.streaming.split import DTYPES
 
 @dataclass(frozen=True)
 class _Place:
-    """The location of a parameter: elements [start, stop) of `run`. A run contains all parameters
-    of the block that have the same dtype, parameter group and trainability."""
+    """The location of a parameter: elements [start, stop) of `run`."""
 
     index: int  # index in ChunkTable.params
     param: nn.Parameter
@@ -67,8 +63,7 @@ class FetchedParameters:
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
-        """Move every parameter to the device and release the parameter. The parameters lose their
-        values."""
+        """Move every parameter to the device and release it. The parameters lose their values."""
         for place in self.places:
             settle(place.param, place.released_value)
             set_released(place.param)
@@ -92,11 +87,8 @@ class FetchedParameters:
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
-        """Write gradients to the flat `buffer` in the layout for a push.
-
-        `grads` maps parameter indices to gradients. Padding and the elements of parameters without
-        a gradient are set to zero.
-        """
+        """Write gradients, by parameter index, to the flat `buffer` in the layout for a push. Other
+        elements are set to zero."""
         for run in self.block.runs:
             if not run.trainable:
                 continue
@@ -113,10 +105,8 @@ class FetchedParameters:
 
 
 def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:
-    """Return the elements of `run` in `buffer`, as a tensor of the run's dtype.
-
-    `offset` is the byte offset of the run in `buffer`.
-    """
+    """Return the elements of `run`, which begin at byte `offset` of `buffer`, as a tensor of the
+    run's dtype."""
     dtype = DTYPES[run.dtype]
     return buffer[offset : offset + run.numel * dtype.itemsize].view(dtype)
 

@@ -1,13 +1,12 @@
 """PlacedGrad: the value of `p.grad` after a gradient was sent to its server.
 
 A PlacedGrad has the parameter's shape, dtype and device and takes 0 bytes. Gradient clipping,
-norms, scaling by a number and `torch.amp.GradScaler` accept a PlacedGrad like a tensor, also in
-lists with ordinary gradients. A norm asks the server for the sum of squares. A product changes
-`scale`, a factor that the server applies in the update.
+norms, scaling by a number and `torch.amp.GradScaler` accept a PlacedGrad like a tensor. A norm asks
+the server for the sum of squares. A product changes `scale`, a factor that the server applies in
+the update. Does NOT provide the elements: every operation that needs them raises LoopError.
 
-Assumes that the server computes the sum of squares from the gradient that has accumulated in this
-step, without `scale`. Assumes that this sum is inf or nan if any element of the gradient is inf or
-nan. Does NOT provide the elements: every operation that needs them raises LoopError.
+Assumes that the server's sum of squares ignores `scale`, and is inf or nan if any element of the
+gradient is.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Wait until the server has computed the sum of the squares of a gradient. Return this sum.
-
-        The gradient is the gradient that has accumulated in this step, without the factor
-        `PlacedGrad.scale`. `param`: index of the parameter in ChunkTable.params.
-        """
+        """Wait for the sum of the squares of the gradient that the server has accumulated in this
+        step, without the factor `PlacedGrad.scale`. `param`: index of the parameter in
+        ChunkTable.params."""
 
 
 class PlacedGrad(torch.Tensor):
@@ -114,10 +111,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 
 
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
-    """Return the norm of a gradient as a 0-dim tensor.
-
-    The norm of a 16-bit gradient is in fp32, because a norm in fp16 could overflow.
-    """
+    """Return the norm of a gradient as a 0-dim tensor, in fp32 for 16-bit gradients, because fp16
+    could overflow."""
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))
     return torch.tensor(value, dtype=dtype, device=grad.device)
@@ -143,10 +138,8 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _on_rest(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply `func` to the ordinary gradients in the list `args[0]`, without the PlacedGrads.
-
-    Returns None if the list contains only PlacedGrads.
-    """
+    """Apply `func` to the ordinary gradients in the list `args[0]`, or return None if there are
+    none."""
     rest = [g for g in args[0] if not isinstance(g, PlacedGrad)]
     return func(rest, *args[1:], **kwargs) if rest else None
 

@@ -1,22 +1,18 @@
 """Initial values for a model that was built on `meta`. The values are computed for one block at a
 time, so the whole model is never in memory.
 
-    for part in (split.root, *split.blocks):  # the root is first, see below
-        materialize(part, split, init)        # init: a function of the user that initializes a
+    for part in (split.root, *split.blocks):  # the root is first, see below materialize(part,
+    split, init)        # init: a function of the user that initializes a
                                               # module, or None for the model's own initialization
         ...use the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model.
-If there is none, it is `reset_parameters()` of each module. Buffers are initialized too, and stay
-in memory. If a tensor gets no value, an error is raised. The same `torch.manual_seed` gives the
-same values.
+The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model,
+or else `reset_parameters()` of each module.
 
-The root must be first, because the initialization of its modules may write to blocks. At that time
-blocks are still on `meta`, where a write has no effect. While a part is initialized, all other
-parts are on `meta` or released. If the initialization of a part changes parameters of another part
-(tied weights), these parameters get their previous values back. The values differ from the values
-of a model that is built on the CPU with the same seed, because the order of random draws differs.
+The root must be first, because the initialization of its modules may write to blocks; blocks are
+still on `meta` then, where a write has no effect. The same `torch.manual_seed` gives the same
+values, but not the values of a model that is built on the CPU with this seed.
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ Init = Callable[[nn.Module], None]
 
 
 def own_init(model: nn.Module) -> Init:
-    """Return the model's own initialization, as a function that initializes one module.
-
-    The function must be called for each module of the model, and for children before their parents.
-    """
+    """Return the model's own initialization, as a function that initializes one module. It must be
+    called for each module of the model, and for children before their parents."""
     families: dict[int, Init] = {}
 
     def walk(module: nn.Module, family: Init | None) -> None:
@@ -73,7 +67,6 @@ def materialize(
 
     Args:
         part: The block or the root.
-        split: The split of the model.
         init: A function that initializes a module. If None, the model's own initialization is used.
         values: Whether to initialize parameters. If False, all parameters stay on `meta`.
         loaded: Names of parameters that stay on `meta`, because their values will be loaded.
@@ -123,11 +116,8 @@ def materialize(
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield each module of a part once, children before their parents.
-
-    `seen`: the ids of modules to skip together with their children, such as the modules of other
-    parts. This function adds the ids of the modules that it yields.
-    """
+    """Yield each module below `module` once, children before their parents, without the modules in
+    `seen`."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -154,20 +144,15 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor for `tensor`, with values that mark it as not initialized.
-
-    These values are NaN, or the minimum of an integer dtype.
-    """
+    """Return a CPU tensor like `tensor`, filled with NaN or the minimum of an integer dtype."""
     return released_value(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
         memory_format=torch.contiguous_format
     )
 
 
 def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """Replace buffers on `meta` with blank CPU tensors, and yield the (module, key) of each buffer.
-
-    A buffer that is registered twice stays shared.
-    """
+    """Replace buffers on `meta` with blank CPU tensors, and yield the (module, key) of each
+    buffer."""
     blanks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in modules:
         for key, buffer in module._buffers.items():

@@ -1,7 +1,5 @@
-"""Functions for the arguments and results of a block as a flat list of leaves.
-
-A key-value cache is always a single leaf, even if torch.utils._pytree could flatten it.
-"""
+"""Functions for the arguments and results of a block as a flat list of leaves. A key-value cache is
+always a single leaf."""
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-    """Return the distinct tensors among `leaves`, and a pair for each leaf.
-
-    The pair of a tensor is (its index among the distinct tensors, None). The pair of any other leaf
-    is (-1, the leaf).
-    """
+    """Return the distinct tensors among `leaves`, and a pair for each leaf: (index among the
+    distinct tensors, None) for a tensor, (-1, the leaf) for any other leaf."""
     tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     at = {key: i for i, key in enumerate(tensors)}
     return list(tensors.values()), [
@@ -36,15 +31,9 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 
 def pristine(leaf: Any, name: str) -> Any:
-    """Return `leaf`, or an empty copy of `leaf` if `leaf` is a key-value cache. Each run of a block
-    gets the returned value as its argument.
-
-    A block appends to its cache, and would append again when the block is recomputed. So each run
-    gets a new empty cache. None instead of a cache would not be equivalent, because a cache
-    determines the memory layout of keys, and the rounding of kernels depends on this layout. Raises
-    ModelError if the cache is not empty. `leaf`: an argument that is not a tensor. `name`: the name
-    of the block.
-    """
+    """Return `leaf`, or an empty copy of `leaf` if it is a key-value cache, because each run of a
+    block appends to its cache. Raises ModelError, with the block's name `name`, if the cache is not
+    empty."""
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:

@@ -1,13 +1,12 @@
-r"""The encoding of the job state as bytes. The encoding can only contain nested values and tensors
-of known types, so decoding runs no code (Rule 8).
+r"""The encoding of the job state as bytes. Only nested values and tensors of known types are
+encoded, so decoding runs no code (Rule 8).
 
     b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
-The header is a single value. None, bool, int, float, str and bytes represent themselves. Any other
-value is a list [tag, ...]: the tag of a container is followed by its items, and the tag of a tensor
-by its dtype and shape. Every length is checked before it is used.
-
-Decoded tensors are on the host, contiguous, and do not share memory.
+In the header, None, bool, int, float, str and bytes represent themselves. Any other value is a list
+[tag, ...]: the tag of a container is followed by its items, and the tag of a tensor by its dtype
+and shape. Every length is checked before it is used. Decoded tensors are on the host, contiguous,
+and do not share memory.
 """
 
 from __future__ import annotations
@@ -60,11 +59,8 @@ def encode(value: Any, what: str = "the state") -> bytes:
 
 
 def decode(raw: bytes | memoryview) -> Any:
-    """Decode the result of `encode`.
-
-    Raises ForeignError if the bytes do not begin like a result of `encode`. Raises DamagedError if
-    the bytes are incomplete or contain unknown types.
-    """
+    """Decode the result of `encode`. Raises ForeignError if the bytes do not begin like such a
+    result, and DamagedError if they are incomplete or contain unknown types."""
     view = memoryview(raw)
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
@@ -164,8 +160,7 @@ class _Unread:
         return len(self._view)
 
     def take(self, shape: list[int], itemsize: int) -> bytearray:
-        """Return the bytes of the next tensor. Raises ValueError if fewer bytes are left than the
-        tensor needs."""
+        """Return the bytes of the next tensor. Raises ValueError if too few bytes are left."""
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{shape!r} is not a shape")
         nbytes = itemsize
@@ -178,10 +173,7 @@ class _Unread:
 
 
 def _from_header(header: Any, rest: _Unread) -> Any:
-    """Decode a value of the header. `rest` has the bytes of the tensors.
-
-    Raises ValueError or TypeError if `header` cannot be a result of `_to_header`.
-    """
+    """Decode a value of the header, or raise ValueError or TypeError."""
     if not isinstance(header, list):
         if type(header) not in PLAIN and type(header) is not int:
             raise ValueError(f"unexpected {type(header).__name__} in the header")

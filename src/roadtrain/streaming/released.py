@@ -1,17 +1,15 @@
 """Released and stale parameters. The memory of such a parameter does not contain its current
 values.
 
-A released parameter has its shape, dtype, device and gradient, but no values and no memory.
-Computing with it would silently give NaN (Rule 6). Therefore the class of a parameter is changed
-while the parameter is released: metadata can be read, and any other use raises LoopError.
-`detach()` and `.data` return tensors that behave in the same way.
+A released parameter has its shape, dtype, device and gradient, but no values and no memory. Any use
+of its values, also after `detach()` or `.data`, raises LoopError, because computing with it would
+silently give NaN (Rule 6).
 
-A stale parameter has old values in its memory. (Only parameters of the root block become stale,
-after an update.) The first use of a stale parameter calls the function that was passed to
-`set_stale`. This function fetches the new values of all stale parameters.
+A stale parameter, which is always in the root block, has old values in its memory after an update.
+Its first use calls a function that fetches the new values of all stale parameters.
 
-Assumes that parameters are used through torch's Python functions. Reads by C++ code are not
-detected: such code reads NaN from a released parameter, and old values from a stale parameter.
+Reads by C++ code are NOT detected: such code reads NaN from a released parameter, and old values
+from a stale parameter.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ _HELD = {"data", "detach"}  # attributes that return a tensor without values
 
 
 class _Refusing:
-    """A mixin for tensor classes. Reading the values of an instance raises LoopError."""
+    """A mixin for tensor classes that makes reading the values of an instance raise LoopError."""
 
     @classmethod
     def __torch_function__(
@@ -88,7 +86,7 @@ class _Refusing:
 
 
 class _Stale:
-    """A mixin for parameter classes. The first use of an instance fetches the instance's new
+    """A mixin for parameter classes that makes the first use of an instance fetch its new
     values."""
 
     _fetch: Callable[[], object]  # fetches the values, and calls set_fetched at its end
@@ -106,15 +104,12 @@ class _Stale:
 
 
 class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
-    """The result of `detach()` or `.data` of a released parameter. This tensor has no values, like
-    the parameter."""
+    """The result of `detach()` or `.data` of a released parameter, which has no values either."""
 
 
 def _name_of(function: Any) -> str | None:
-    """Return the name of the tensor attribute or method that `function` uses.
-
-    Returns None if `function` may read the values of the tensor.
-    """
+    """Return the name of the tensor attribute or method that `function` uses, or None if `function`
+    may read the tensor's values."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -136,11 +131,8 @@ def in_child(maker: int) -> LoopError:
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """Change `params` in a forked child, so that reading a parameter raises LoopError.
-
-    The child does not have the memory of the parameters. `maker` is the id of the process that
-    placed the model.
-    """
+    """Change `params` in a forked child, which does not have their memory, so that reading a
+    parameter raises LoopError. `maker` is the id of the process that placed the model."""
     global _maker
     _maker = maker
     for _, p in params:
@@ -181,11 +173,8 @@ def is_stale(p: torch.Tensor) -> bool:
 
 
 def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor whose elements are all NaN. For an integer dtype, the elements are the
-    minimum of the dtype.
-
-    The tensor only takes the memory of one element.
-    """
+    """Return a tensor whose elements are all NaN, or the minimum of an integer dtype, and which
+    takes the memory of one element."""
     number = dtype.is_floating_point or dtype.is_complex
     value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
@@ -202,10 +191,7 @@ def has_released_value(p: torch.Tensor) -> bool:
 
 
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """Assign `p.data = data`.
-
-    This function also works for parameters on `meta`, where torch refuses the assignment.
-    """
+    """Assign `p.data = data`, also for parameters on `meta`, where torch refuses the assignment."""
     if p.is_meta:
         new = nn.Parameter(data, requires_grad=p.requires_grad)
         new.__class__ = p.__class__
@@ -244,11 +230,8 @@ def set_fetched(p: nn.Parameter) -> None:
 
 
 def is_called_by_dynamo() -> bool:
-    """Return whether torch.compile is tracing or running the caller.
-
-    Compiled code is only valid while the classes of parameters do not change. So the caller must
-    not change these classes if the result is True.
-    """
+    """Return whether torch.compile is tracing or running the caller, which then must not change the
+    classes of parameters."""
     frame = sys._getframe(1)
     while frame is not None:
         disables = frame.f_code.co_qualname.startswith("DisableContext.")  # torch.compiler.disable
@@ -260,10 +243,7 @@ def is_called_by_dynamo() -> bool:
 
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
     """Raise LoopError if a parameter was changed in place, because the change would be lost.
-
-    `versions` has the `_version` that each parameter had at an earlier time. If a parameter's
-    current `_version` differs, the parameter was changed.
-    """
+    `versions` has the earlier `_version` of each parameter."""
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:
             raise LoopError(

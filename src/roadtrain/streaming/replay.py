@@ -1,14 +1,9 @@
-"""ForwardState: all state on which a block's forward depends, except arguments and parameters.
+"""ForwardState: all state on which a block's forward depends, except arguments and parameters. It
+is recorded before the forward, and restored while the block is recomputed in backward.
 
-The state consists of the RNG state (CPU and the compute device), autocast, the choice of attention
-kernels, the training flags of the block's modules, and the block's buffers. The state is recorded
-before the forward, and restored for the recomputation of the block in backward. After the
-recomputation, the state gets its previous values back, so that a batch norm counts every batch only
-once. Changes of buffers are detected by comparing values, because the kernel of batch norm does not
-increment the `_version` of its buffers.
-
-Assumes that all other state that a block reads is the same in forward and backward. Does NOT
-restore Python's or numpy's random numbers, or attributes that a module sets on itself.
+The state consists of the RNG (CPU and the compute device), autocast, the choice of attention
+kernels, training flags and buffers. Does NOT restore Python's or numpy's random numbers, or
+attributes that a module sets on itself.
 """
 
 from __future__ import annotations
@@ -22,11 +17,11 @@ from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 class ForwardState:
-    """The state that a block's forward depends on. The constructor records this state.
+    """The state that a block's forward depends on.
 
-    The caller must create an instance just before the forward, and call `forward_ended` just after
-    the forward. `last` is a dictionary with the latest copies of the block's buffers. If a buffer
-    still has the values of its latest copy, the new instance uses this copy instead of a new one.
+    The caller must create an instance just before the forward, and call `forward_ended` just after.
+    `last` holds the latest copies of the block's buffers, which are shared by instances while the
+    values stay the same.
     """
 
     def __init__(
@@ -57,11 +52,8 @@ class ForwardState:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Context manager that restores the state from before the forward, except autocast.
-
-        At the end of the context, the state gets the values back that it had at the beginning of
-        the context.
-        """
+        """Restore the state from before the forward, except autocast, while the context is
+        active."""
         with ExitStack() as stack:
             devices = [] if self.cuda_rng is None else [self.device]
             stack.enter_context(torch.random.fork_rng(devices))
@@ -79,10 +71,8 @@ class ForwardState:
 
     @contextmanager
     def replay_autocast(self) -> Iterator[None]:
-        """Context manager that restores the autocast of the forward.
-
-        The context must contain only the recomputation, not the computation of gradients.
-        """
+        """Restore the autocast of the forward while the context is active, which must contain only
+        the recomputation, not the computation of gradients."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -102,13 +92,8 @@ class ForwardState:
 
 @contextmanager
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager that disables autocast's cache and gradient checkpointing in `modules`.
-
-    Autocast caches the cast of a Parameter by the identity of the object. This cache would be
-    wrong, because the same Parameter has different values later. Gradient checkpointing would be
-    useless: the whole block is recomputed anyway, so a checkpoint of a transformers layer would
-    only compute the layer once more.
-    """
+    """Disable autocast's cache and gradient checkpointing in `modules` while the context is active.
+    Autocast's cache would be wrong, because the same Parameter has different values later."""
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]
     torch.set_autocast_cache_enabled(False)

@@ -1,14 +1,14 @@
-"""The split of a model into blocks, and the ChunkTable of the split.
+"""The split of a model into blocks, and the ChunkTable of the split. Does NOT move or change
+values.
 
-If the user names no blocks, the blocks are the items of the outermost `nn.ModuleList`s; there may
-be several lists, as in an encoder and a decoder. In a model without such a list, the blocks are the
-children of the largest `nn.Sequential`. If the model has neither such a list nor an
-`nn.Sequential`, all parameters are in the root block. The user names blocks by dotted names or
-patterns. In a pattern, `*` does not match dots (`model.layers.*`). A parameter belongs to the root
-if two blocks use it, or if a block and code outside of the block use it (tied weights).
+Unless the user names blocks, they are the items of the outermost `nn.ModuleList`s, or else the
+children of the largest `nn.Sequential`. Without either, all parameters are in the root block. The
+user names blocks by dotted names or patterns, in which `*` does not match dots (`model.layers.*`).
+A parameter belongs to the root if it is used in two blocks, or in a block and outside of it (tied
+weights).
 
 Assumes that blocks are called (`block(x)`), and that their parameters are not read from outside
-(`block.weight`), because parameters are released between calls. Does NOT move or change values.
+(`block.weight`), because parameters are released between calls.
 """
 
 from __future__ import annotations
@@ -58,11 +58,8 @@ ComputeDtype = Annotated[
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A block or the root: a module, and the parameters that belong to this part.
-
-    `params` has (name, parameter) pairs. The name is the first name of the parameter in
-    `model.named_parameters()`.
-    """
+    """A block or the root: a module, and the parameters that belong to it, each with its first name
+    in `model.named_parameters()`."""
 
     name: str
     module: nn.Module
@@ -121,7 +118,6 @@ def table(
     Raises ModelError for an unsupported dtype.
 
     Args:
-        split: The split of the model.
         groups: The parameter group of each parameter. A parameter is frozen if it is in no group,
             or does not require a gradient.
         dtype: The dtype in which floating-point parameters are transferred and used for computing.
@@ -147,10 +143,8 @@ def table(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return `tensor` as an array, with 16-bit floats as uint16.
-
-    The array is a view of the tensor's memory if the tensor is contiguous on the CPU, else a copy.
-    """
+    """Return `tensor` as an array, with 16-bit floats as uint16: a view of a contiguous CPU tensor,
+    else a copy."""
     tensor = tensor.detach().cpu().contiguous()
     half = tensor.dtype in (torch.bfloat16, torch.float16)
     return (tensor.view(torch.uint16) if half else tensor).numpy()
@@ -172,10 +166,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the items of the outermost module lists in `module`.
-
-    Lists inside an item are ignored.
-    """
+    """Yield the items of the outermost module lists in `module`."""
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         several = isinstance(child, nn.ModuleList) and len(child) >= 2
@@ -221,11 +212,8 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 
 
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
-    """Map the id of each parameter to the names of the blocks that contain the parameter.
-
-    The name ROOT stands for modules outside of all blocks. If a parameter has several names in the
-    model, the result includes the block of each name.
-    """
+    """Map the id of each parameter to the names of all blocks that contain it, or ROOT outside of
+    blocks."""
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

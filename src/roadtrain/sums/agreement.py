@@ -1,16 +1,13 @@
-"""Agreement: checks, at one worker, that all workers begin the same operations. The decisions are
-made by the coordinator at worker 0, with the state machine in sums/protocol/agreement.py.
+"""Agreement: checks, at one worker, that all workers begin the same operations. The coordinator at
+worker 0 decides. Does NOT sum tensors.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
     agreement.run(ticket, ready, dropped)     calls ready() once all workers have begun the same
                                               operation, or at once if they agreed on it earlier
     agreement.done(ticket)
 
-An operation on which the workers agreed earlier needs no messages. If an operation is not done
-after a second, a thread reports the operation to the coordinator. If the workers have not agreed on
-an operation by the deadline, the thread ends the summation (Rule 5: every wait has a deadline). The
-callback `dropped` is called if the operation is abandoned, and must return soon. Does NOT sum
-tensors.
+If the workers have not agreed on an operation by the deadline, the summation ends (Rule 5: every
+wait has a deadline).
 """
 
 from __future__ import annotations
@@ -38,15 +35,15 @@ HINT = "every worker must run the same program over the same model"
 
 def short(text: str) -> str:
     """Shorten a text of more than 1000 characters to its first 1000 characters and a hash of the
-    whole text. So two different texts stay different."""
+    whole."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 class OperationTicket:
-    """An operation that this worker has begun. `error`: The reason why the operation was abandoned;
-    None if the operation was not abandoned."""
+    """An operation that this worker has begun. `error` is the reason why the operation was
+    abandoned, or None."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
@@ -60,21 +57,19 @@ class Agreement:
     """The agreement of one worker with all other workers.
 
     A mismatch means that workers have begun different operations. The program gets the error of
-    each mismatch once. If an operation of this worker was abandoned because of the mismatch,
-    waiting for the operation raises the error. Otherwise, beginning the next operation raises the
-    error.
+    each mismatch once: from waiting for an abandoned operation, or else from beginning the next
+    operation.
 
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous
             training).
-        say: Function that sends a frame to the coordinator. None if there is only one worker.
-        give_up: Function that abandons all sums in progress. Called before the `dropped` callbacks
-            of these sums.
-        failed: Function that is called with the error that ends the summation.
+        say: Sends a frame to the coordinator. None if there is only one worker.
+        give_up: Abandons all sums in progress. Called before the `dropped` callbacks of these sums.
+        failed: Called with the error that ends the summation.
 
     Invariants, while the lock `order` is held: every open ticket belongs to the current epoch; a
-    ticket has a `_ready` callback only as long as the workers have not agreed on the ticket's
-    operation."""
+    ticket has a `_ready` callback only until the workers agree on its operation.
+    """
 
     def __init__(
         self,
@@ -113,8 +108,8 @@ class Agreement:
         Args:
             identity: Name of the operation.
             signature: Details that must be the same at all workers, such as the dtype and shape.
-            each: Whether the workers must agree on this operation even if they agreed on an earlier
-                operation with the same identity and signature.
+            each: Whether the workers must agree again on an identity and signature that they agreed
+                on earlier.
 
         Raises:
             DifferError: Workers began different operations earlier, and no operation of this worker
@@ -149,15 +144,14 @@ class Agreement:
         return ticket
 
     def mark_seen(self) -> None:
-        """Note that the program has seen the error of the last mismatch. After that, the program
-        can begin operations again."""
+        """Note that the program has seen the error of the last mismatch, and may begin operations
+        again."""
         with self.order:
             self._unseen, self._given_up = None, False
 
     def resume(self) -> None:
-        """Note that the program continues after an abandoned operation has raised an error. After
-        that, the program can begin operations again. Blocks while a mismatch is being handled. Does
-        nothing if no operation was abandoned."""
+        """Note that the program continues after the error of an abandoned operation, and may begin
+        operations again. Blocks while a mismatch is being handled."""
         with self.order:
             if self._given_up:
                 self.mark_seen()
@@ -168,9 +162,9 @@ class Agreement:
         ready: Callable[[], None],
         dropped: Callable[[BaseException], None],
     ) -> None:
-        """Call `ready` once all workers agree on the operation. The lock `order` is held during the
-        call. If the operation is abandoned, call `dropped` with the error. An operation can be
-        abandoned until `done` is called, even after `ready` was called."""
+        """Call `ready` once all workers agree on the operation, while the lock `order` is held. If
+        the operation is abandoned, call `dropped` with the error; until `done` is called, this may
+        follow `ready`. `dropped` must return soon."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -209,8 +203,8 @@ class Agreement:
 
     @contextmanager
     def waiting(self, ticket: OperationTicket) -> Iterator[None]:
-        """Declare that, in the body of the `with` statement, the calling thread is blocked on the
-        operation of `ticket` and begins no other operation."""
+        """Declare that the calling thread is blocked on the operation of `ticket` and begins no
+        other operation, while the context is active."""
         mine = threading.get_ident()
         with self.order:
             self._threads[mine] = ticket
@@ -223,8 +217,8 @@ class Agreement:
                     self.mark_seen()
 
     def fail(self, error: BaseException) -> None:
-        """End the summation with `error`. No operation can be begun any more, and all operations on
-        which the workers have not agreed are abandoned."""
+        """End the summation with `error`. Operations on which the workers have not agreed are
+        abandoned."""
         with self.order:
             self._error = self._error or error
             for ticket in list(self._open.values()):
@@ -279,9 +273,8 @@ class Agreement:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
     def _apply_verdict(self, now: float) -> None:
-        """Handle the pending mismatch (`_verdict`) if the deadline of the mismatch has passed, or
-        if all operations on which the workers have agreed are done. The caller holds the lock
-        `order`."""
+        """Handle the pending mismatch, if any, when all agreed operations are done or have had a
+        second to finish."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
             self._mismatch(*fields)

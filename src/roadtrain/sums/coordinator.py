@@ -1,13 +1,10 @@
-"""Coordinator: runs in the process of worker 0, with a link from each worker of a run. These links
-carry no gradients, so their small frames never wait behind gradients.
+"""Coordinator: runs in the process of worker 0, checks that all workers begin the same operations,
+and decides which spare hosts sum. Does NOT restart workers.
 
     worker: Say Stall Has     --> sums/protocol/agreement.py  --> Agreed AskBegun Mismatch Failed
     worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
-The coordinator checks that all workers begin the same operations, and decides which spare hosts
-sum. If the link of a worker ends, the coordinator treats the worker as lost. The worker's side of a
-link is a CoordinatorLink (coordinator_link.py). Frames are sent in the order of the coordinator's
-decisions. Does NOT restart workers.
+A worker whose link to the coordinator ends counts as lost.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ STALL_LIMIT = 4 << 20  # bytes of the payload of a Stall
 
 
 class SumGroup:
-    """A group of workers (`ranks`) that sum with each other, and the spare hosts that sum for this
-    group."""
+    """A group of workers (`ranks`) that sum with each other, and the spare hosts of this group."""
 
     def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
         self.coordinator, self.ranks = coordinator, ranks
@@ -96,8 +92,7 @@ class Coordinator(HostedSession[WorkerConnection]):
     Args:
         waits: Whether the workers wait for each other in every operation (False in asynchronous
             training).
-        groups: The groups that use spare hosts. Each group is a list of ranks. The workers of a
-            group sum with each other. A worker is in at most one group.
+        groups: The groups that use spare hosts. Each group is a list of ranks.
         spares: The spare hosts that are used at the start.
     """
 

@@ -1,6 +1,4 @@
-"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames from the
-coordinator are passed to the worker's Agreement and WorkerSums.
-"""
+"""CoordinatorLink: a worker's connection to the coordinator (coordinator.py)."""
 
 from __future__ import annotations
 
@@ -17,9 +15,8 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """The handler of the frames on a worker's link to the coordinator (Receiver). The attributes
-    `agreement` and `sums` must be set before `linked` is called. If the worker does not use spare
-    hosts, `sums` stays None."""
+    """The handler of the frames on a worker's link to the coordinator. `agreement` and `sums` must
+    be set before `linked` is called; `sums` stays None if the worker does not use spare hosts."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
@@ -38,8 +35,7 @@ class CoordinatorLink:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """Send a frame to the coordinator. If `linked` was not called yet, keep the frame until
-        `linked` sends the frame. (A spare host may die before `linked` is called.) Raises
+        """Send a frame to the coordinator, or keep it until `linked` is called. Raises
         PeerError."""
         header = m.encode(fields)
         with self._lock:
@@ -84,9 +80,8 @@ class CoordinatorLink:
                 raise WireError(f"a coordinator sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
-        """Handle the end of the link. Sums that use spare hosts fail, because only the coordinator
-        can replace a spare host that dies. Other sums on which the workers have agreed can still
-        finish."""
+        """Handle the loss of the link. Sums that use spare hosts fail. Other sums on which the
+        workers have agreed can still finish."""
         if not self._closed:
             self.agreement.lost(error)
             if self.sums is not None:

@@ -1,10 +1,10 @@
-"""Wire formats of gradients, by name; `register` adds the user's own.
+"""Wire formats of gradients, by name; `register` adds the user's own. The formats lose precision,
+so a format is used only if the user chooses it (Rule 2).
 
     gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
     (network) -> decode
 
-Workers and reducers keep the residuals (error feedback). The formats lose precision, so a format is
-used only if the user chooses it (Rule 2).
+Workers and reducers keep the residuals: the values that encoding has lost so far (error feedback).
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def register(kind: type[Codec]) -> type[Codec]:
 
 @lru_cache
 def format_of(text: str) -> Codec:
-    """Return the codec of the format `text`, which is NAME or NAME:ARGUMENT. Raises ConfigError if
-    the name is unknown or the argument is wrong."""
+    """Return the codec of the format `text`, which is NAME or NAME:ARGUMENT. Raises ConfigError."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         raise ConfigError(
@@ -122,14 +121,13 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed for random numbers. The same `numbers` give the same seed in every run, and
-    different `numbers` almost always give different seeds."""
+    """Return a seed for random numbers, which is the same for the same `numbers` in every run."""
     return hash(numbers) & (1 << 64) - 1  # Python's hash of integers is not randomized
 
 
 def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
-    """Decode the received bytes `raw`, which have the format `text`, into `out`. Raises WireError
-    if the bytes are malformed."""
+    """Decode the received bytes `raw` of the format `text` into `out`. Raises WireError if the
+    bytes are malformed."""
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
@@ -139,13 +137,13 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """Encode `values` in the format `text`. If there is a residual, add the residual to the values
-    first, and store the new residual (error feedback).
+    """Encode `values` plus `residual` in the format `text`, and store the new residual in
+    `residual`.
 
     Args:
         values: float32 [n].
-        residual: float32 [n], the part of earlier values that encoding has lost so far; None if
-            there is no error feedback.
+        residual: float32 [n], the values that encoding has lost so far; None if there is no error
+            feedback.
         out: Destination of the encoded bytes. Its size is the codec's `nbytes(n)`.
         seed: Seed for formats that round at random.
     """

@@ -3,8 +3,7 @@ up the sums of all hosts.
 
     worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
 
-`near` is the first level and `above` is the second level. worker_places.py decides which of the two
-levels are needed.
+worker_places.py decides which of the two levels are needed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from roadtrain.sums.worker_sums import WorkerSums
 
 
 class CrossHostSums:
-    """Adds this host's sums to the sums of other hosts. The host's reducer (reducer.py) calls this
-    object with each sum of the host, and sends the workers the total of all hosts.
+    """Adds this host's sums to the sums of other hosts. The host's reducer calls this object with
+    each sum of the host.
 
     Attributes:
         how: Maps the key of each tensor to the (priority, format) of the tensor's sum between

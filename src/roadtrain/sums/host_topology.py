@@ -1,10 +1,6 @@
-"""Hardware topology of this host, read from /sys: the NUMA nodes, and the PCIe path, link and NUMA
-node of each accelerator, of each network card, and of the disks under given directories.
-
-The topology determines which workers of a host sum (protocol/host_roots.py), and `roadtrain probe`
-prints the topology. On virtual machines many facts are missing. Missing facts are listed, and are
-not errors. Does NOT measure rates.
-"""
+"""Hardware topology of this host, read from /sys: the NUMA nodes, and the accelerators, network
+cards and disks with their PCIe paths. Facts that the system does not report, as on virtual
+machines, are listed and are not errors. Does NOT measure rates."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ UNKNOWN = "unknown"
 
 
 def _read(path: Path) -> str:
-    """Read a file of /sys. Returns "unknown" if the file cannot be read."""
+    """Read a file of /sys, or return "unknown" if the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -36,8 +32,8 @@ def _read(path: Path) -> str:
 
 
 def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> list[str]:
-    """List the paths in /sys of the PCI functions whose class begins with one of `classes` and
-    whose vendor begins with `vendor`. The paths are sorted by PCI address."""
+    """List the paths in /sys of PCI functions, by address. Their class begins with one of
+    `classes`, and their vendor with `vendor`."""
     places = [path.resolve() for path in sorted((root / "bus/pci/devices").glob("*"))]
     return [
         str(place)
@@ -48,8 +44,8 @@ def functions(classes: Sequence[str], vendor: str = "0x", root: Path = SYS) -> l
 
 
 def interfaces(root: Path = SYS) -> list[Path]:
-    """List the network interfaces of hardware devices. Virtual interfaces, such as bridges, are not
-    listed."""
+    """List the network interfaces of hardware devices, without virtual interfaces such as
+    bridges."""
     return [path for path in sorted((root / "class/net").glob("*")) if (path / "device").exists()]
 
 
@@ -70,16 +66,15 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def roots_here() -> list[int]:
-    """Choose the workers of this host that sum, by the PCIe topology of the host's accelerators and
-    network cards. Returns the numbers of these workers on the host, counted from 0. If there are no
-    accelerators, the list is empty. An empty list stands for all workers."""
+    """Choose the workers of this host that sum, by the PCIe topology. Returns their numbers on the
+    host, counted from 0. An empty list stands for all workers."""
     return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
 
 @dataclass(frozen=True)
 class _Device:
-    """An accelerator, network card or disk. A field is "unknown" if the system does not report the
-    value of the field."""
+    """An accelerator, network card or disk. Fields that the system does not report are
+    "unknown"."""
 
     name: str
     path: str  # the PCI functions from the root port to the device
@@ -88,7 +83,6 @@ class _Device:
     most: str  # the greatest speed and width of the link
 
     def lines(self) -> list[str]:
-        """Return lines that describe the device."""
         most = f" of at most {self.most}" if self.most != self.link else ""
         out = [f"{self.name}: NUMA node {self.node}, {self.path}, link {self.link}{most}"]
         lanes, of = (link.split(" x")[-1] for link in (self.link, self.most))
@@ -102,13 +96,12 @@ class _Device:
         return [name for name, value in facts.items() if UNKNOWN in value]
 
     def is_far_from(self, other: _Device) -> bool:
-        """Return True if this device and `other` are known to be on different NUMA nodes."""
+        """Return True if both NUMA nodes are known and differ."""
         return UNKNOWN not in (self.node, other.node) and self.node != other.node
 
 
 def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
-    """Read the facts about a device from /sys. `path`: The resolved path in /sys of the device, or
-    of a child of the device. `nodes`: The numbers of the host's NUMA nodes, as text."""
+    """Read from /sys the facts about the device at `path`. `nodes` lists the host's NUMA nodes."""
     chain = [step for step in reversed((path, *path.parents)) if FUNCTION.fullmatch(step.name)]
     own = (chain or [path])[-1]
     links = [
@@ -127,15 +120,15 @@ def _device(name: str, path: Path, nodes: Sequence[str]) -> _Device:
 
 
 def _disks(block: Path) -> list[Path]:
-    """Return the paths of the disks below a block device, such as a RAID array or a logical volume.
-    If there are none, return the path of the device itself."""
+    """Return the paths of the disks that a RAID array or logical volume consists of, or else
+    `block`."""
     below = [disk for d in sorted((block / "slaves").glob("*")) for disk in _disks(d.resolve())]
     return below or [block]
 
 
 def topology(directories: Sequence[str | Path], root: Path = SYS) -> tuple[list[str], list[str]]:
-    """Describe the topology of this host, including the disks under `directories`. The directories
-    must exist.
+    """Describe the topology of this host, including the disks under `directories`, which must
+    exist.
 
     Returns:
         Lines to print, and a list of missing facts.

@@ -1,12 +1,10 @@
 """Quantization to a few bits: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al.
 2017), packed.
 
-One bit (`pack_signs`) keeps the sign of each element, and one mean magnitude for all elements.
-Dithering (`pack_levels`) rounds each element to one of 2 L + 1 levels from -max |x| to max |x|.
-Each element is rounded up or down at random, with probabilities such that the expected result
-equals the element. The random numbers are a hash of `seed` and the element's index, so the same
-call gives the same bits on every host (Rule 1). If any value is not finite, all decoded values are
-NaN.
+One bit keeps the sign of each element, and one mean magnitude for all elements. Dithering rounds
+each element at random to one of 2 L + 1 levels from -max |x| to max |x|; the expected result equals
+the element. The random numbers are a hash of `seed` and the element's index, so they are the same
+on every host (Rule 1). If any value is not finite, all decoded values are NaN.
 
 Arrays must be contiguous: float32 [N] and uint8. Single-threaded, allocates nothing.
 """
@@ -22,8 +20,8 @@ from roadtrain.kernels.cast import kernel
 
 @kernel
 def pack_signs(x: Any, bits: Any) -> Any:
-    """Write the sign of element i to bit i mod 8 of byte i / 8 of `bits`, an array uint8
-    [(N + 7) / 8]. Returns the mean magnitude of all elements."""
+    """Write the sign of element i to bit i mod 8 of byte i / 8 of `bits` (uint8 [(N + 7) / 8]).
+    Returns the mean magnitude of all elements."""
     total = np.float64(0)
     for at in range(0, x.size, 8):
         byte = np.uint8(0)
@@ -54,9 +52,8 @@ def largest(x: Any) -> Any:
 
 @kernel
 def pack_levels(x: Any, most: Any, width: Any, seed: Any, packed: Any) -> Any:
-    """Round each element to a level from -L to L, and write level + L to `packed`, in `width` (2, 4
-    or 8) bits per element. L is 2^(width - 1) - 1. `most`: The largest magnitude of all
-    elements."""
+    """Round each element to a level from -L to L, where L is 2^(width - 1) - 1. Write level + L to
+    `packed` in `width` (2, 4 or 8) bits. `most` is the largest magnitude."""
     top = np.float64((1 << (width - 1)) - 1)
     # In float64, because in float32 the quotient overflows if `most` is subnormal.
     scale = top / np.float64(most) if most > 0 else np.float64(0)

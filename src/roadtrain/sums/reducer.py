@@ -1,14 +1,11 @@
 """Reducer: adds the parts of tensors that workers push, and returns the sums (BytePS's summation
-service). A reducer runs in the process of a worker or of a spare host. A reducer keeps no
-parameters, no optimizer state and no files.
+service). Does NOT divide the sums by the number of workers, and keeps no parameters or files.
 
     part of worker 0 --+                                              +--> all workers
     part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-When a worker pushes a part for the first time, a buffer for the part is allocated. The buffer is
-reused in every round, until the part is assigned to another reducer. Encoded parts (formats.py) are
-decoded one by one, and the sum is encoded. One thread does the additions; links have their own
-threads. protocol/reducer.py makes the decisions. Does NOT divide the sums by the number of workers.
+One thread does the additions; links have their own threads. protocol/reducer.py makes the
+decisions.
 """
 
 from __future__ import annotations
@@ -49,9 +46,7 @@ Above = Callable[
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Return the number of bytes of a part on the wire. `summed`: 0 for a worker's own part,
-    otherwise the number of bytes of an element of the sum. Raises WireError for an unknown
-    format."""
+    """Return the number of bytes of a part on the wire."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -95,12 +90,10 @@ class Reducer(HostedSession[_ReducerConnection]):
     Args:
         rule: "sum" (all workers get the sum of a round) or "accumulate" (each part is added at
             once, and its sender gets the new value).
-        reserve: Function that reserves bytes of the host's budget. Raises BudgetError if the budget
-            is too small.
-        forget: Function that is called once, when the last worker has left or the reducer has
-            failed.
-        above: Function that adds the sums of other hosts to a sum of this host, before the workers
-            get the total. None if this host does not sum with other hosts.
+        reserve: Reserves bytes of the host's budget. Raises BudgetError.
+        forget: Called once, when the last worker has left or the reducer has failed.
+        above: Adds the sums of other hosts to a sum of this host, before the workers get the total.
+            None if this host does not sum with other hosts.
     """
 
     connection_class = _ReducerConnection
@@ -134,9 +127,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """Allocate a buffer of `nbytes` bytes, and reserve these bytes of the budget. If the new
-        buffer replaces another buffer, `instead`, the bytes of `instead` are given back. Raises
-        BudgetError if the budget is too small."""
+        """Allocate a buffer of `nbytes` bytes of the budget, which gets back the bytes of the old
+        buffer `instead`. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
@@ -181,14 +173,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Release the buffers that `worker` does not use at the moment, because the worker may not
-        need these buffers any more. If a buffer is still being read, its memory is freed only when
-        the readers are done.
-
-        Args:
-            given_up: Whether the worker has abandoned its parts and will use other keys. If False,
-                some of the worker's parts were assigned to other reducers.
-        """
+        """Release the buffers, and if `given_up` is True the rounds, that `worker` does not use any
+        more."""
         with self.lock:
             if given_up:
                 self._machine.give_up(worker.rank)
@@ -220,8 +206,7 @@ class Reducer(HostedSession[_ReducerConnection]):
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
         """Handle the loss of a worker. The reducer ends when another worker waits for a part of the
-        lost worker, or when all workers have left. The reducer does not end at once, because at the
-        end of a job the workers leave one after another."""
+        lost worker, or when all workers have left."""
         with self.lock:
             self._left[rank] = error
         self._end_if_lost()
@@ -333,8 +318,8 @@ class Reducer(HostedSession[_ReducerConnection]):
         payload: memoryview | None,
         summed: bool,
     ) -> None:
-        """Send a sum, `payload`, to `workers`. If `payload` is None, send the workers the notice
-        that all workers have the sum."""
+        """Send the sum `payload` to `workers`, or, if it is None, the notice that all workers have
+        the sum."""
         header = m.encode((part.key, part.start, part.round, summed))
         for worker in workers:
             with suppress(PeerError):  # handled by `one_left`
@@ -344,8 +329,8 @@ class Reducer(HostedSession[_ReducerConnection]):
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Decode the parts of all workers, one after another. The first part is decoded into `total`.
-    All later parts are decoded into a single buffer. Yields (values, dtype) for each part."""
+    """Yield (values, dtype) for each encoded part, whose values are valid until the next one is
+    yielded."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

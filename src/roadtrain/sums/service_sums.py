@@ -1,22 +1,15 @@
-"""connect_sums: connects the ranks of a data-parallel group to the summation service. The service
-sums the gradients of the ranks. The reducers of workers and of spare hosts add the gradients. Spare
-hosts may be added and removed during training.
+"""connect_sums: connects the ranks of a data-parallel group to the summation service, whose
+reducers on workers and spare hosts sum the gradients of the ranks.
 
     gradient -> reducers (shares in protocol/shares.py) -> sum of the gradients of all ranks
 
-Each worker sends a gradient once and receives the gradient's sum once. A worker's reducer also
-receives its share of the other workers' gradients, and returns the sums. Each worker keeps all
-parameters and all optimizer state, and updates all parameters on its device. The planner and the
-simulator assume the same for the placements `summation` and `parameter-server`. In another design,
-each of n workers would update only a share of the parameters and gather the other shares. That
-design would need less computation and memory, but each worker would send and receive M (n - 1) / n
-more bytes, where M is the size of the parameters.
+Each worker sends a gradient once, receives its sum once, and updates all parameters. The planner
+and the simulator assume the same for the placements `summation` and `parameter-server`.
 
-If each host has one worker, or if all workers are on one host, the sums have the same bits as sums
-without reducers: gradients are added in the order of the ranks. Otherwise the gradients of each
-host are summed first. Gradients are then added in another order, and the user is told so (Rule 6:
-nothing changes silently). ParallelOptions refuses to combine the summation service with several
-pipeline or tensor-parallel stages (pp, tp).
+If there are several hosts, some with several workers, the gradients of each host are summed first.
+This changes the rounding, and the user is told so (Rule 6: nothing changes silently). Otherwise the
+sums have the same bits as without reducers. ParallelOptions refuses to combine the summation
+service with several pipeline or tensor-parallel stages (pp, tp).
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """SpareHosts: the user's list of hosts that sum but do not train. `watch` follows the list during
-training.
-
-Worker 0 reads the list every second and checks whether new hosts answer. The coordinator then adds
-or removes hosts. Does NOT start hosts.
-"""
+training. Does NOT start hosts."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ class SpareHosts:
         spares: Addresses, or the path of a file that lists addresses and may change.
         rates: Relative link rates of the spare hosts, in the order of `spares`. If None, all rates
             are equal.
-        token: Token of the spare hosts. The token for links between workers is derived from this
-            token.
+        token: Token of the spare hosts. The token for links between workers is derived from it.
         tls: TLS options for links to spare hosts and between workers of different hosts.
     """
 
@@ -50,8 +45,7 @@ class SpareHosts:
         )
 
     def now(self) -> dict[str, float]:
-        """Return the current list of spare hosts: address -> rate. Raises ConfigError if the list
-        cannot be read or is invalid."""
+        """Return the current list of spare hosts: address -> rate. Raises ConfigError."""
         if isinstance(self.spares, str):
             return self._read(Path(self.spares))
         rates = self.rates or [1.0] * len(self.spares)
@@ -79,16 +73,14 @@ class SpareHosts:
 
 
 def watch(hosts: SpareHosts, coordinator: Coordinator, options: TcpOptions) -> Callable[[], None]:
-    """Watch the list of spare hosts in a thread. A new host that answers is offered to the
-    coordinator, and a host that is no longer listed is removed. Returns a function that ends the
-    thread."""
+    """Watch the list of spare hosts in a thread: offer new hosts that answer to the coordinator,
+    and remove hosts that are no longer listed. Returns a function that ends the thread."""
     # address -> (time of the next attempt, seconds from that attempt to the following one)
     over, attempts = threading.Event(), dict[str, tuple[float, float]]()
     silent = dict[str, str]()  # address -> last reported reason why the host does not answer
 
     def due(address: str) -> bool:
-        """Return whether to try to reach a host now. The waits between attempts grow, because a
-        host that fails often costs more than it contributes."""
+        """Return whether to try to reach a host now. The waits between attempts grow."""
         at, wait_s = attempts.get(address, (0.0, RETRY_S))
         if found := time.monotonic() >= at:
             attempts[address] = time.monotonic() + wait_s, min(2 * wait_s, MOST_RETRY_S)

@@ -1,11 +1,9 @@
-"""Frames of the summation service.
+"""Frames of the summation service. servers/frames.py defines the encoding, and Failed.
 
-    worker -> reducer: Part Moved GivenUp          reducer -> worker: Sum Failed
-    worker -> coordinator: ReducerLost State       coordinator -> worker: Ask Change
-    worker -> coordinator: Say Stall Has           coordinator -> worker: Agreed AskBegun Mismatch
-                                                                          Failed
-
-servers/frames.py defines the encoding, and Failed.
+worker -> reducer: Part Moved GivenUp          reducer -> worker: Sum Failed
+worker -> coordinator: ReducerLost State       coordinator -> worker: Ask Change
+worker -> coordinator: Say Stall Has           coordinator -> worker: Agreed AskBegun Mismatch
+                                                                      Failed
 """
 
 from __future__ import annotations
@@ -140,10 +138,11 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Decode the payload of a State or Change frame. Returns two numbers for each tensor. For a
-    State: the last round that the worker has begun, and whether this round is complete (0 or 1).
-    For a Change: the last round that any worker has begun, and the first round that any worker
-    lacks."""
+    """Decode the payload of a State or Change frame: two numbers for each tensor.
+
+    In a State, the last round begun, and whether this round is complete (0 or 1). In a Change, the
+    last round that any worker has begun, and the first round that any worker lacks.
+    """
     return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 

@@ -1,6 +1,5 @@
-"""Reducers: the reducers of all jobs on one host. The host is a worker's host or a spare host, and
-its reducers share one budget. `serve_sums` is the process of a spare host (`roadtrain serve
---sum`).
+"""Reducers: the reducers of all jobs on one host, a worker's host or a spare host. `serve_sums` is
+the process of a spare host (`roadtrain serve --sum`).
 
     listener: a link and its greeting --> Reducers.accept --> the job's Reducer (reducer.py), the
     coordinator (at worker 0), or the answer to a status request
@@ -41,9 +40,9 @@ class Reducers:
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """Accept the link of a worker or of a status request. If the worker's job has no reducer
-        yet, create a reducer for the job. Returns the Receiver of the link. Raises WireError if the
-        greeting is invalid, and BusyError if the coordinator on this host serves another job."""
+        """Accept the link of a worker or of a status request, and return its Receiver. Raises
+        WireError if the greeting is invalid, and BusyError if the coordinator on this host serves
+        another job."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
@@ -128,7 +127,7 @@ def serve_sums(
 
     Args:
         budget: Memory for the buffers, such as "8GiB". If None, half of the free memory is used.
-        module: Name of a module of the user, which is imported to register the user's own formats.
+        module: Name of a module that registers the user's own formats.
 
     Returns:
         The exit code of the command.

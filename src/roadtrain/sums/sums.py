@@ -1,21 +1,14 @@
 """Start of the summation service at a worker: the workers of a run exchange their addresses, are
-divided into groups that sum with each other (worker_places.py), and connect.
+divided into groups that sum with each other (worker_places.py), and connect. Does NOT import torch.
 
     connect: exchange greetings -> listen -> group the workers -> sums with other hosts
     (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
     spare hosts (spare_hosts.py)
 
-Once the workers are connected, `HostSums` (host_sums.py) sums tensors in host memory, and
-TensorSums (tensor_sums.py) sums torch tensors. Reducers are in reducer.py, the process of a spare
-host is in sum_server.py, and the state machines are in protocol/.
-
-NOTE no secrets. The argument `gather` of `connect` exchanges messages among all workers, usually
-with a torch process group. These messages are not encrypted, so they contain no token. Workers of
-one host connect through Unix sockets, which check the user. Workers of several hosts authenticate
-with a token. Each worker derives this token from the token in its token file. If there is no token
-file, only loopback addresses are used.
-
-`gather` is called only at the start, with a few bytes. Does NOT import torch.
+NOTE no secrets. The messages that workers exchange at the start are not encrypted, so they contain
+no token. Workers of one host connect through Unix sockets, which check the user. Workers of several
+hosts authenticate with a token derived from their token file. Without a token file, only loopback
+addresses are used.
 """
 
 from __future__ import annotations
@@ -122,14 +115,12 @@ def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSum
 
 
 def _gathered(gather: Gather, mine: T) -> list[T]:
-    """Exchange a struct among all workers. Returns the structs of all workers, in the order of
-    their ranks."""
+    """Exchange a struct among all workers, and return the structs by rank."""
     return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 
 def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
-    """Make this worker's greeting. Raises ConfigError if options are invalid or if the worker's
-    address does not resolve."""
+    """Make this worker's greeting. Raises ConfigError."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(
@@ -161,8 +152,7 @@ def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
 
 
 class _JoiningWorker:
-    """The state of the function `connect` at one worker. `names`: The name of each worker's
-    host."""
+    """The state of the function `connect` at one worker."""
 
     def __init__(
         self,
@@ -204,14 +194,9 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """Set the budgets of the reducers. At worker 0, also create the coordinator.
-
-        Args:
-            groups: The ranks of each group that sums between hosts.
-            elastic: The groups for which spare hosts may be added and removed.
-            twice: Whether gradients are summed inside hosts and then between hosts. The reducers of
-                each of these two stages then get half of the budget.
-        """
+        """Set the budgets of the reducers. At worker 0, also create the coordinator. `elastic`: the
+        groups for which spare hosts may change. `twice`: whether gradients are summed inside hosts
+        and then between hosts."""
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)
@@ -228,9 +213,8 @@ class _JoiningWorker:
     def sum_between_hosts(
         self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
     ) -> WorkerSums | None:
-        """Connect this worker with the other workers of its group. The group consists of workers of
-        different hosts, or of all workers if there are no sums inside hosts. Returns None if this
-        worker is in no group."""
+        """Connect this worker with the other workers of its group. Returns None if this worker is
+        in no group."""
         rank, start = self.setup.rank, self.start
         number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
         if number is None:
@@ -297,15 +281,15 @@ class _JoiningWorker:
     def link_coordinator(
         self, link: CoordinatorLink, agreement: Agreement, sums: WorkerSums | None
     ) -> None:
-        """Connect to the coordinator. `sums`: The WorkerSums that uses spare hosts, or None."""
+        """Connect to the coordinator. `sums` uses spare hosts, or is None."""
         link.agreement, link.sums = agreement, sums
         hello = self.start.session, self.setup.rank, self.setup.workers, TO_COORDINATOR
         link.linked(link_to(link, self._address(0), self.far.accept, hello, self.options))
         self.ends.callback(link.close)
 
     def _address(self, rank: int) -> Address | str | None:
-        """Return the address of the reducers of worker `rank` for sums between hosts. Returns None
-        if `rank` is this worker's own rank."""
+        """Return the address of worker `rank` for sums between hosts, or None for this worker
+        itself."""
         if rank == self.setup.rank:
             return None
         place = self.places[rank]
@@ -313,8 +297,6 @@ class _JoiningWorker:
         return place.far if same else address_of(place.address)
 
     def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
-        """Return the spare hosts of a group, with the numbers of their reducers. These numbers
-        follow the numbers of the group's workers. All groups have the same size, so a spare host
-        has the same number in all groups."""
+        """Return the spare hosts, with the numbers that their reducers have in every group."""
         first = len(groups[0]) if groups else 0
         return tuple((first + i, *spare) for i, spare in enumerate(self.start.spares.items()))

@@ -1,9 +1,7 @@
 """A round of summing a tensor at a worker: the tensor's parts, the sums that are missing, and the
-encoding of parts.
+encoding of parts. Does NOT send parts or choose reducers. Not thread-safe: the caller holds a lock.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
-
-Not thread-safe: the caller holds a lock. Does NOT send parts, does NOT choose reducers.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from roadtrain.sums import formats
 
 
 class TensorCodec:
-    """The encoding of one tensor. Holds the tensor's residual, and the tensor's encoded parts of
-    the last round."""
+    """The encoding of one tensor, with its residual and its encoded parts of the last round."""
 
     def __init__(self, format: str, elements: int) -> None:
         self.format, self.codec = format, formats.format_of(format)
@@ -29,13 +26,8 @@ class TensorCodec:
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> (round, bytes)
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Return the encoded bytes of a part. Each part is encoded once per round. So if a part is
-        pushed again in the same round, its bytes are the same.
-
-        Args:
-            start: First element of the part.
-            number: The number of the round.
-        """
+        """Return the encoded bytes of the part that begins at element `start`, in round `number`.
+        The bytes are the same if the part is pushed again."""
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
@@ -68,9 +60,8 @@ class TensorRound:
         return self.dtype if self.codec is None else self.codec.format
 
     def number(self, start: int) -> int:
-        """Return the number of the part that begins at element `start`, or -1 if no part begins
-        there. In the frames of parts that were moved to another reducer (Map.moved), all bits of
-        `start` are inverted. This method accepts `start` with or without inverted bits."""
+        """Return the number of the part that begins at element `start`, or -1 if there is none.
+        `start` may have all bits inverted, as in the frames of moved parts (Map.moved)."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
@@ -80,12 +71,12 @@ class TensorRound:
         return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
 
     def values(self, memory: memoryview, number: int) -> np.ndarray:
-        """Return part `number` of an fp32 tensor as an array. `memory` is the memory of the whole
-        tensor; the array shares this memory."""
+        """Return part `number` of an fp32 tensor as an array that shares `memory`, the memory of
+        the tensor."""
         return np.frombuffer(self.of(memory, number), np.float32)
 
     def pushed(self, number: int, rank: int) -> memoryview:
-        """Return the bytes that this worker, which has the rank `rank`, sends for part `number`."""
+        """Return the bytes that the worker with rank `rank` sends for part `number`."""
         if self.codec is None:
             return self.of(self.grad, number)
         start = self.parts[number][0]

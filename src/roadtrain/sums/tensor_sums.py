@@ -1,9 +1,5 @@
 """TensorSums: sums torch tensors over all connected workers (sums.py). Each sum is a future, whose
-result is a tensor on the same device as the summed tensor.
-
-If a tensor is on an accelerator, the tensor is copied to pinned memory, and the sum is copied back.
-A thread waits for these copies. Does NOT divide the sums by the number of workers.
-"""
+result is a tensor on the same device. Does NOT divide the sums by the number of workers."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """A sum of a tensor, in progress. `ticket`: The ticket of this sum's operation in
-    `agreement`."""
+    """A sum of a tensor, in progress."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
@@ -54,8 +49,8 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class TensorSums:
-    """Sums tensors over all workers. The summation ends when this object is closed or garbage-
-    collected.
+    """Sums tensors over all workers. The summation ends when this object is closed or
+    garbage-collected.
 
     Args:
         sums: The connection to the other workers.
@@ -86,12 +81,12 @@ class TensorSums:
         """Begin the sum of a tensor over all workers.
 
         Args:
-            number: Number of the result buffer. The result must not be written to. The result is
-                valid until `sum` is called again with the same number.
+            number: Number of the result buffer. The result must not be written to, and is valid
+                until `sum` is called again with the same number.
             identity: Name of the operation. Must be the same on all workers.
             tensor: A contiguous tensor of fp32, bf16 or fp16. Must not be changed until the sum is
                 complete.
-            detail: A text. The text, the dtype and the shape must be the same on all workers.
+            detail: A text that must be the same on all workers, like the dtype and the shape.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor. If empty, the default is used.
 
@@ -139,7 +134,6 @@ class TensorSums:
         result: torch.Tensor,
         begin: Callable[[torch.Tensor, Callable[[], None]], None],
     ) -> None:
-        """Copy the tensor to the host, begin the sum, and copy the result back to the device."""
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
@@ -173,17 +167,15 @@ class TensorSums:
         self._agreement.agree(identity, signature)
 
     def resume(self) -> None:
-        """Note that the program continues after a DifferError. After that, the program can begin
-        sums again. A program must call this method if the program waits for futures directly
-        instead of calling `TensorSum.wait`."""
+        """Note that the program continues after a DifferError, and may begin sums again. Needed if
+        the program waits for futures instead of calling `TensorSum.wait`."""
         self._agreement.resume()
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sum. If the sum was abandoned, or if the summation has ended with an error,
-        raise the error. Called as a `then` callback of the future. The future's `set_exception` is
-        not used, because DDP would treat the exception as if it were the sum."""
+        """Return the sum, or raise its error, which is not set in the future, because DDP would
+        take it for the sum."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -210,11 +202,8 @@ class TensorSums:
         grad: torch.Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Begin the sum once all workers have begun the same operation.
-
-        Args:
-            how: The priority, and the wire format between hosts.
-        """
+        """Begin the sum, with the priority and wire format `how`, once all workers have begun the
+        same operation."""
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
 
         def complete() -> None:
@@ -234,8 +223,7 @@ class TensorSums:
     def _buffer(
         kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
     ) -> torch.Tensor:
-        """Return the buffer of `key` in `kept`. If `kept` has no buffer of the size and dtype of
-        `like`, allocate a buffer."""
+        """Return the buffer of `key` in `kept`, which is allocated if it does not fit `like`."""
         if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
         return kept[key]
@@ -246,8 +234,8 @@ class TensorSums:
         return self._sums.error
 
     def close(self) -> None:
-        """End the summation. First wait a few seconds for other workers to leave, because they may
-        still need the reducer of this worker."""
+        """End the summation, after a few seconds for other workers that still need this worker's
+        reducer."""
         self._copied.put(None)
         self._end()
 

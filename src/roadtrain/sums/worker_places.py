@@ -3,9 +3,6 @@ sum with each other. A root is a worker that sums for the workers of its host.
 
     a host's workers <--(shared memory)--> its roots <--(network)--> roots of other hosts,
                                                                      spare hosts
-
-The first stage sums inside each host, and is left out if each host has one worker. The second stage
-sums between hosts, and is left out if all workers are on one host and there are no spare hosts.
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ from roadtrain.errors import ConfigError
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """The greeting that a worker sends to all workers before the worker listens for links. The
-    fields from `session` to `rates` are used only in the greeting of worker 0."""
+    """The greeting that a worker sends to all workers before the worker listens for links. Only
+    worker 0's values count for the fields from `session` to `rates`."""
 
     session: str  # name of the run
     spares: dict[str, float]  # address -> link rate
@@ -44,8 +41,7 @@ class WorkerAddress(msgspec.Struct, array_like=True):
 
 
 def check_hellos(hellos: Sequence[WorkerHello]) -> None:
-    """Check that the workers' options fit together. All workers have the same list of greetings, so
-    all raise the same ConfigError."""
+    """Check that the workers' options fit together. All workers raise the same ConfigError."""
     first = hellos[0]
     for rank, hello in enumerate(hellos):
         for what, here, there in (
@@ -102,13 +98,9 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Return the numbers of the workers of a host that sum. The host's workers are numbered from 0.
-    If the workers of the host have sent different roots, the roots of the host's first worker are
-    used. Raises ConfigError if the user chose invalid roots.
-
-    Args:
-        own: The ranks of the host's workers.
-    """
+    """Return the numbers of the workers of a host that sum, counted from 0 on the host. The host's
+    first worker decides. `own` lists the ranks of the host's workers. Raises ConfigError if the
+    user chose invalid roots."""
     first, everyone = places[own[0]], [*range(len(own))]
     roots = first.roots or everyone
     if not set(roots) <= set(everyone) or len({*roots}) != len(roots):

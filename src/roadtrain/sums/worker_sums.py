@@ -1,16 +1,12 @@
-"""WorkerSums: a worker's part of the summation service. WorkerSums cuts tensors into parts, pushes
-each part to its reducer in the order of priorities, and receives the sums.
+"""WorkerSums: cuts a worker's tensors into parts, pushes each part to its reducer in the order of
+priorities, and receives the sums. Does NOT divide by the number of workers or import torch.
 
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most 2
     queued parts each -> out, then `done`
 
-Parts for the worker's own reducer cross no network. Unless parts are encoded, bytes are sent from
-`grad` and received in `out` without copies. Spare hosts may be added and removed
-(sums/protocol/membership.py). If a removed host has not returned the sum of a part to all workers,
-the part is pushed again to another reducer. Workers that have the sum push the sum from `out`, and
-the other workers push their parts from `grad`. For this purpose, the `out` of the last round and
-the `grad` of the current round are kept. Every wait has a deadline (Rule 5). Does NOT divide by the
-number of workers, does NOT import torch.
+If a spare host is removed before all workers have its sums, its parts are pushed again to another
+reducer: from `out` by workers that have the sum, else from `grad`. So the `out` of the last round
+and the `grad` of the current round are kept. Every wait has a deadline (Rule 5).
 """
 
 from __future__ import annotations
@@ -74,8 +70,8 @@ class SumOptions:
 
 
 class _ReducerLink:
-    """A worker's link to a reducer. The object also handles the frames of this link (Receiver).
-    `ahead`: Number of parts that are queued in the link."""
+    """A worker's link to a reducer, and the handler of its frames. `ahead` is the number of parts
+    queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -120,13 +116,13 @@ class WorkerSums:
 
     Args:
         rank: Rank of this worker in the group.
-        reducers: Address of each worker's reducer. If an address is a path, the link uses shared
-            memory. None stands for the reducer of this process.
-        rates: Rates of the workers' links. The rates determine the reducers' shares of the sums.
+        reducers: Address of each worker's reducer: a path for shared memory, or None for the
+            reducer of this process.
+        rates: Rates of the workers' links, which determine the reducers' shares of the sums.
         spares: The spare hosts that are used at the start.
-        own: Function that accepts the link to the reducer of this process.
-        reducer_lost: Function that reports a lost spare host to the coordinator. None if spare
-            hosts cannot change.
+        own: Accepts the link to the reducer of this process.
+        reducer_lost: Reports a lost spare host to the coordinator. None if spare hosts cannot
+            change.
         roots: Workers whose reducers sum equal shares. If given, `rates` are ignored.
 
     Raises:
@@ -214,14 +210,14 @@ class WorkerSums:
         priority: int = 0,
         format: str = "",
     ) -> None:
-        """Begin a sum. All workers must call `sum` with the same keys. A tensor may be summed again
-        only after the last sum with the tensor's key is done.
+        """Begin a sum. All workers must call `sum` with the same keys. A key may be used again only
+        after its last sum is done.
 
         Args:
             grad: This worker's tensor. Must not change until the sum is done.
             out: Destination of the sum. As large as `grad`, and must not overlap `grad`. Must not
                 change until the next sum of the same key is done.
-            done: Function that a thread of a link calls when the sum is in `out`.
+            done: Called by a thread of a link when the sum is in `out`.
             priority: Sums with smaller priorities are sent first.
             format: Wire format of an fp32 tensor (sums/formats.py).
 
@@ -266,16 +262,11 @@ class WorkerSums:
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
-        """Take the entries that must be sent now out of the queue, and return these entries. The
-        caller holds the lock.
-
-        If the link of the first entry is full, all entries wait, although other links may be idle.
-        So all links progress at the same pace, and a link with a small share does not finish early.
+        """Take the entries that must be sent now out of the queue. The caller holds the lock.
 
         Returns:
-            For each entry: (reducer, tensor, part, value of the header field `start`, round). If a
-            sum is pushed, `round` is the round of this sum. If the worker's own part is pushed,
-            `round` is 0.
+            For each entry: (reducer, tensor, part, value of the header field `start`, round). The
+            round is 0 unless a sum is pushed.
         """
         out = []
         while self._queue:
@@ -344,8 +335,8 @@ class WorkerSums:
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
         """Return the memory in which to receive the sum of a part. Returns None if the sum must be
-        decoded first, or if the sum was abandoned. Raises WireError if the sum is not in progress
-        or has the wrong size."""
+        decoded first, or was abandoned. Raises WireError if the sum is not in progress or has the
+        wrong size."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
@@ -378,8 +369,8 @@ class WorkerSums:
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Note that all workers now have the sum of a part that this worker had pushed. After that,
-        this worker may send its part of the next round."""
+        """Note that all workers have a sum that this worker pushed. So this worker may send its
+        part of the next round."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
@@ -395,9 +386,8 @@ class WorkerSums:
         self._post(posts)
 
     def give_up(self) -> None:
-        """Abandon all sums in progress. The `done` callbacks of these sums are not called. All
-        workers must call this method, and must use other keys for later sums. The rounds of the new
-        keys are counted from 1."""
+        """Abandon all sums in progress, without calling their `done`. All workers must call this
+        method, and must use other keys for later sums."""
         with self._lock:
             self._given_up |= self._rounds.keys()
             for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
@@ -417,8 +407,8 @@ class WorkerSums:
     # changes of spare hosts
 
     def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
-        """Handle the end of a link. The loss of a worker ends the sums. The loss of a spare host is
-        reported to the coordinator, which removes the host."""
+        """Handle the loss of a link. The loss of a worker ends the sums. The loss of a spare host
+        is reported to the coordinator, which removes the host."""
         if reducer.number < self.workers or self._reducer_lost is None:
             self.fail(error)
         else:
@@ -436,15 +426,15 @@ class WorkerSums:
         return refused
 
     def hold(self) -> dict[int, tuple[int, bool]]:
-        """Pause: no round is begun until `change` is called. Returns, for each tensor, the last
-        round, and whether the sum of this round is complete."""
+        """Begin no round until `change` is called. Returns, for each tensor, the last round, and
+        whether the sum of this round is complete."""
         with self._lock:
             self._held = True
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def change(self, change: Change) -> None:
-        """Apply a change of the spare hosts. Parts that were sent to removed hosts are pushed
-        again. This ends the pause that `hold` has begun, so new rounds may begin."""
+        """Apply a change of the spare hosts, push the parts of removed hosts again, and resume
+        after `hold`."""
         for number in change.removed:
             if (reducer := self._reducers.get(number)) is not None:
                 reducer.link.close()  # first, so that no more frames arrive on this link
@@ -479,11 +469,8 @@ class WorkerSums:
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """List the sums in `_owed` for which this worker need not wait any more. `_owed` contains
-        the sums that this worker pushes because other workers lacked these sums. After the push,
-        the worker waits for the reducer's notice that all workers have the sum. The wait can end if
-        the reducer was removed, so that no notice will come, and if all workers already have the
-        sum."""
+        """List the sums that this worker pushed for others, and whose reducer was removed after all
+        workers got the sum."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
@@ -493,10 +480,8 @@ class WorkerSums:
         return out
 
     def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
-        """Make queue entries for the parts of a tensor whose reducer was removed. If the sum of a
-        part has not arrived, the part is pushed again. If the sum has arrived, but some worker
-        lacks the sum, the sum is pushed. `lacked`: The round of the tensor whose sum some worker
-        lacks."""
+        """Make queue entries for the parts of a tensor whose reducer was removed: for sums of round
+        `lacked`, which some worker lacks, and for parts whose sum has not arrived."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):
@@ -515,8 +500,7 @@ class WorkerSums:
     # the end
 
     def _watch(self) -> None:
-        """Watch the sums in progress, in a thread. If a sum is not done after `deadline_s` seconds,
-        end all sums with a DeadlineError that names the missing parts."""
+        """End all sums with a DeadlineError if a sum is not done after `deadline_s` seconds."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest

@@ -1,16 +1,12 @@
-"""The state machine of a relay, which is between the workers of one host and one server.
-Events in, actions out; no clock, no I/O.
+"""The state machine of a relay, which is between the workers of one host and one server. Events in,
+actions out; no clock, no I/O.
 
 The workers use the relay as their server. The server sees the relay as a single worker:
-    Pull      The relay pulls each version of a chunk from the server once, for all workers. The
-              parameters stay in a buffer of the relay. If another chunk needs a buffer, the least
-              recently used buffer is reused. So if a block was pulled for the forward pass, the
-              relay usually still has the block for the backward pass.
+    Pull      The relay pulls each version of a chunk from the server once, for all workers, and
+              keeps the parameters until another chunk needs the buffer.
     Push      The gradients of a single worker are forwarded unchanged. The gradients of several
-              workers are held until every worker has closed the chunk (reported that its gradient
-              is complete). Then the sum of the gradients is forwarded.
+              workers are held until all are complete, and then their sum is forwarded.
     EndStep   The relay forwards one EndStep once every worker has sent an EndStep.
-The code shared with the state machine of switches is in servers/protocol/intermediary.py.
 
 Assumes that messages of a worker arrive in order.
 """
@@ -30,10 +26,8 @@ from roadtrain.servers.protocol.server import agreed
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Sum the gradients held for a chunk, in worker order, and push the sum to the server.
-
-    If no gradients are held, do nothing.
-    """
+    """Sum the gradients held for a chunk, in worker order, and push the sum to the server. If no
+    gradients are held, do nothing."""
 
     chunk: int
 

@@ -1,2 +1,2 @@
 """State machines of reducers, workers and the coordinator: events in, actions out. The simulator
-runs the same reducers and the same changes of spare hosts (Rule 7)."""
+runs the same state machines (Rule 7: one implementation of every decision)."""

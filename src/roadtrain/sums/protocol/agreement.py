@@ -1,5 +1,5 @@
 """State machine of the coordinator at worker 0. It checks that all workers begin the same
-operations.
+operations. No I/O, no clock.
 
     Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
     Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
@@ -8,19 +8,11 @@ operations.
                                                       has begun the operation that another worker
                                                       waits for
 
-An operation has an identity (a name, or "an unnamed sum"), a number that counts the operations of
-this identity (`use`), and a signature (type, shape, what is done). Once all workers have agreed on
-an identity and a signature, later operations with this identity and signature need no messages. If
-an operation has `each` set, the workers agree on the operation every time. A Mismatch begins a new
-epoch: all workers abandon incomplete operations, and all numbers start again from the beginning.
+A Mismatch begins a new epoch: all workers abandon incomplete operations and count from 0 again.
 
-NOTE cycles. Let worker A be blocked on operation X, and worker B on operation Y. Let B answer that
-B has not begun X. Then B cannot begin X before Y is done. If such answers form a cycle of workers,
-the workers are deadlocked, even if the answers are from different times, because each operation has
-a unique number and a blocked worker begins no operation.
-
-No I/O, no clock. Assumes that a worker begins no other operation while it is blocked on an
-operation.
+NOTE cycles. If each worker of a cycle waits for an operation that the next worker has not begun,
+the workers are deadlocked. This holds even if the workers answer at different times, because a
+blocked worker begins no operation.
 """
 
 from __future__ import annotations
@@ -58,8 +50,8 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Tell all workers to begin a new epoch. Either workers have begun different operations, or
-    workers wait for each other."""
+    """Tell all workers to begin a new epoch: workers have begun different operations or wait for
+    each other."""
 
     epoch: int  # number of the new epoch
     words: str  # describes the mismatch
@@ -67,8 +59,8 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class AskWhetherBegun:
-    """Ask worker `to`, which is blocked, whether this worker has begun the operation with the
-    identity and number in `place`."""
+    """Ask the blocked worker `to` whether it has begun the operation with the identity and number
+    in `place`."""
 
     to: int
     place: tuple[str, int]
@@ -87,8 +79,7 @@ AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 @dataclass(slots=True)
 class _Worker:
-    """The state of a worker, as reported in the worker's last Stall (a frame that a waiting worker
-    sends)."""
+    """The state of a worker that waits, as last reported by the worker."""
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None  # the operation on which the worker is blocked
@@ -101,12 +92,12 @@ class AgreementStateMachine:
 
     Args:
         waits: Whether the workers wait for each other in every operation. False in asynchronous
-            training. In asynchronous training, the workers wait only in operations that are begun
-            with `each=True`.
+            training, where they wait only in operations with `each=True`.
 
-    Invariants (`check`): for each operation in `begun`, at least one worker has not begun the
-    operation (if `waits`), and all workers that have begun the operation gave the same signature.
-    `lacks` is empty for workers that are not blocked."""
+    Invariants (`check`): if `waits`, each operation in `begun` lacks at least one worker. All
+    workers that have begun an operation gave the same signature. `lacks` is empty for workers that
+    are not blocked.
+    """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
@@ -141,12 +132,8 @@ class AgreementStateMachine:
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
     ) -> list[AgreementAction]:
-        """Handle a Stall: a worker reports operations that are not done after a second.
-
-        Args:
-            pending: The operations that the worker has begun and that are not done.
-            blocked: The operation on which the worker is blocked, or None.
-        """
+        """Handle a Stall: a worker reports operations that are not done after a second, and the
+        operation, if any, on which it is blocked."""
         if epoch != self.epoch or not self.waits:
             return []
         mine = self._workers[worker]
@@ -172,14 +159,8 @@ class AgreementStateMachine:
         began: bool,
         blocked: tuple[str, int] | None,
     ) -> list[AgreementAction]:
-        """Handle a worker's answer to AskWhetherBegun.
-
-        Args:
-            place: The identity and number of the operation in the question.
-            began: Whether the worker has begun this operation.
-            blocked: The identity and number of the operation on which the worker is blocked, or
-                None.
-        """
+        """Handle a worker's answer to AskWhetherBegun about the operation `place`. `blocked` is the
+        operation on which the worker is blocked, or None."""
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
             return []
@@ -195,7 +176,7 @@ class AgreementStateMachine:
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
     def left(self, worker: int, why: str) -> list[AgreementAction]:
-        """Handle the end of a worker's link: the worker has left."""
+        """Handle the loss of a worker. `why` is shown to workers that wait for the lost worker."""
         self.lost[worker] = why
         self._workers[worker] = _Worker()
         for begun in self.begun.values():
@@ -205,8 +186,7 @@ class AgreementStateMachine:
         return []
 
     def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
-        """Compare the signatures that workers have given to the operation with the identity and
-        number in `place`. Returns a list with a Mismatch if two signatures differ, otherwise an
+        """Return a Mismatch if workers gave different signatures to the operation `place`, else an
         empty list."""
         found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
         for rank, worker in enumerate(self._workers):
@@ -225,12 +205,8 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Find a cycle of workers that contains `worker`. In a cycle, each worker waits for an
-        operation that the next worker has not begun. Returns an empty list if there is no cycle.
-
-        Args:
-            path: The workers from which the search has reached `worker`.
-        """
+        """Find a cycle of workers in which each waits for an operation that the next has not
+        begun."""
         if path and worker == path[0]:
             return path
         mine = self._workers[worker]

@@ -1,11 +1,9 @@
 """Choice of the workers of a host that sum for the other workers, by the PCIe topology of the host.
+No I/O.
 
 See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share the switch's
-link to host memory. If some switches with devices have a network card and others have none, the
-links of the switches with a card are reserved for network traffic. Then only the devices below the
-switches without a card sum gradients (reduce and broadcast; these devices take turns as the root).
-Otherwise all devices sum, and each device sums a different part of the gradients (reduce-scatter,
-all-gather). No I/O.
+link to host memory. If only some switches have a network card, only the devices below the other
+switches sum. Otherwise all devices sum.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""State machine for adding and removing spare hosts while workers sum.
+"""State machine for adding and removing spare hosts while workers sum. No I/O, no clock.
 
-    a host is offered or lost --> Coordinator (at worker 0)
-        -- Ask -->    all workers: connect to new hosts, begin no round, report the rounds begun
-        <-- State --
-        -- Change --> all workers: update the Map, then resume
-
-Summation pauses for one round trip. A Change contains, for each tensor, the last round that any
-worker has begun, so that all workers agree on the reducer of each part of the tensor in each round
-(part_map.py). No I/O, no clock.
+a host is offered or lost --> Coordinator (at worker 0)
+    -- Ask -->    all workers: connect to new hosts, begin no round, report the rounds begun
+    <-- State --
+    -- Change --> all workers: update the Map, then resume
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 class AskRounds(NamedTuple):
     """Ask all workers to connect to new hosts, to begin no new round, and to report the last round
-    that they have begun for each tensor."""
+    begun of each tensor."""
 
     number: int  # number of this query
     added: Spares
@@ -73,14 +69,9 @@ class MembershipStateMachine:
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
     ) -> list[MembershipAction]:
-        """Handle a worker's answer to AskRounds.
-
-        Args:
-            number: The number of the query that the worker answers.
-            rounds: For each tensor: (last round that the worker has begun, whether the worker has
-                the sum of this round).
-            refused: New reducers that the worker cannot reach.
-        """
+        """Handle a worker's answer to the query `number`. `rounds`: for each tensor, the last round
+        that the worker has begun, and whether it has the sum. `refused`: new reducers that the
+        worker cannot reach."""
         if self.query is None or number != self.query.number:
             return []
         self.states[worker] = rounds, set(refused)

@@ -1,11 +1,8 @@
 """Map: assigns a reducer to each part of a tensor in each round, while spare hosts are added and
-removed.
+removed. No I/O.
 
-A Change (membership.py) contains a round number for each tensor. In later rounds of the tensor, the
-reducers have new shares. In earlier rounds, parts keep their reducers, except for parts whose
-reducer was removed. For such a part, the assignments of later Changes are tried in order, and the
-first reducer that was not removed takes the part. So all workers agree on the reducer of every part
-in every round. No I/O.
+All workers agree on the reducer of every part in every round. Rounds that begin after a change use
+new shares. In earlier rounds, only the parts of removed reducers get another reducer.
 """
 
 from __future__ import annotations
@@ -72,10 +69,12 @@ class Map:
         return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Return, for each part of a round, whether the part was moved: its first reducer was
-        removed, so the part goes to another reducer. The other reducer may already have received
-        the same part of the next round. To tell the two rounds apart, all bits of the header field
-        `start` are inverted in the frames of moved parts."""
+        """Return, for each part of a round, whether the part was moved because its reducer was
+        removed.
+
+        The new reducer may already have the same part of the next round. To tell the two rounds
+        apart, frames of moved parts have all bits of the header field `start` inverted.
+        """
         return self._lookup(key, parts, round)[2]
 
     def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
@@ -93,8 +92,7 @@ class Map:
         return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
-        """Return the reducer of each part of a tensor in epoch `base`. Reducers that were removed
-        in or after this epoch are replaced."""
+        """Return the reducer of each part of a tensor in epoch `base`, after all later removals."""
         out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
             if self.removed.isdisjoint(out):

@@ -1,18 +1,13 @@
 """State machine of a reducer. It collects the parts of all workers in a round; then the caller sums
-these parts.
+these parts. No I/O, no clock.
 
-Rule `sum`: the parts of a round are summed in the order of the workers, and all workers get the
-sum. Rule `accumulate` (asynchronous training): each part that arrives is added to the accumulated
-value, and only the sender of the part gets the new value.
+With the rule `sum`, the parts of a round are summed in the order of the workers, and all workers
+get the sum. With the rule `accumulate` (asynchronous training), each part is added to the
+accumulated value at once, and only its sender gets the new value.
 
-If a spare host dies, another reducer takes over the spare host's parts. Workers that have the sum
-of a round push the sum, and the other workers push their parts again. If at least one worker has
-pushed the sum, the reducer does not add, but sends this sum to the workers without the sum. So all
-workers have the same bits.
-
-No I/O, no clock. A worker pushes round r of a part only after the worker has received the sum of
-round r - 1. If the worker has then pushed this sum to another reducer, the worker also waits until
-all workers have the sum. So a part is in one round at a time.
+If a spare host dies, another reducer takes over its parts. Workers that have the sum of a round
+push the sum, and the others push their parts again. If any worker has pushed the sum, the reducer
+sends this sum on instead of adding, so all workers have the same bits.
 """
 
 from __future__ import annotations
@@ -58,9 +53,8 @@ class ReducerStateMachine:
         self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """Handle a pushed part. Returns the part's round if the parts of all workers have arrived
-        and can be added now, otherwise None. With the rule "accumulate", each part can be added at
-        once. Raises LoopError if the workers contradict each other."""
+        """Handle a pushed part. Returns the part's round if parts can be added now, otherwise None.
+        Raises LoopError if the workers contradict each other."""
         where = part.key, part.start
         current = self.rounds.get(where)
         if current is None or (current.round < part.round and not current.here):
@@ -93,8 +87,8 @@ class ReducerStateMachine:
         return current
 
     def _begin(self, part: Arrived, before: PartRound | None) -> PartRound:
-        """Begin the next round of a part. `before`: The part's last round, or None. Raises
-        LoopError if the size or format of the part has changed."""
+        """Begin the next round of a part. Raises LoopError if the part's size or format has
+        changed."""
         if before is not None and (before.elements, before.format) != (part.elements, part.format):
             raise LoopError(
                 f"tensor {part.key} has changed: the part that begins at element {part.start} has"
@@ -108,8 +102,7 @@ class ReducerStateMachine:
 
     def give_up(self, worker: int) -> None:
         """Drop the rounds in which `worker` waits for a sum, because the worker has abandoned these
-        rounds and will use other keys. All other workers will do the same. Complete rounds, in
-        which no worker waits, are dropped when worker 0 gives up."""
+        rounds. Rounds in which no worker waits are dropped when worker 0 gives up."""
         for where, current in list(self.rounds.items()):
             if worker in current.here or (worker == 0 and not current.here):
                 del self.rounds[where]

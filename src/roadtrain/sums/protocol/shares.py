@@ -1,12 +1,11 @@
 """Optimal shares: divide the summation of a gradient among hosts so that the load of the busiest
-link is minimal. Closed form.
+link is minimal. No I/O. Ignores links that are shared or carry other traffic.
 
-Let there be n worker hosts, where host i has a full-duplex link of rate b_i, and spare hosts, where
-spare host j has rate c_j. If the gradient has M bytes, worker host i sums x_i M bytes, and spare
-host j sums y_j M bytes. The shares x_i and y_j add up to 1. In one exchange, worker host i sends M
-(1 - x_i) bytes of gradients to the hosts that sum these bytes, and sends its own sums, x_i M bytes,
-to each of the n - 1 other worker hosts. A spare host sends each of its sums n times. Each host
-receives as much as it sends. So an exchange takes at least
+Let n worker hosts have full-duplex links of rates b_i, and spare hosts links of rates c_j. Of a
+gradient of M bytes, worker host i sums x_i M bytes, and spare host j sums y_j M bytes. The shares
+add up to 1. Worker host i sends M (1 - x_i) bytes of gradients, and each of its sums n - 1 times. A
+spare host sends each of its sums n times. Each host receives as much as it sends. So an exchange
+takes at least
 
     T M = max( M (1 + (n - 2) x_i) / b_i,  n y_j M / c_j )
 
@@ -17,14 +16,10 @@ feasible if and only if T >= max 1/b_i =: T0 and the bounds add up to at least 1
     T (sum b / (n - 2) + sum c / n) - n / (n - 2) >= 1    =>    T1 = (1 + n/(n-2)) / (sum b / (n-2)
                                                                 + sum c / n)
 
-The least T is max(T0, T1). At T1 the shares equal the bounds. If T0 > T1, the slowest worker is the
-bottleneck for any division, and any shares below the bounds are optimal; here the bounds are scaled
-to add up to 1. For n = 2 a worker's link carries M each way for any shares: T = T0. With b = 1 and
-k spare hosts of rate 1 this is Jiang et al. (BytePS, OSDI 2020), section 4.1, t_opt = 2 n (n - 1) /
-(n^2 + k n - 2 k). k = 0 gives 2 (n - 1) / n, as for a ring. k = n gives 1, as for a
-parameter server.
-
-No I/O; also exact with fractions.Fraction. Ignores links that are shared or carry other traffic.
+The least T is max(T0, T1). At T1 the shares equal the bounds. If T0 > T1, any shares below the
+bounds are optimal; `optimum` scales the bounds to add up to 1. For n = 2, T = T0 for any shares.
+With b = c = 1 and k spare hosts, T is t_opt in Jiang et al. (BytePS, OSDI 2020), section 4.1: 2 n
+(n - 1) / (n^2 + k n - 2 k).
 """
 
 from __future__ import annotations
@@ -74,17 +69,16 @@ def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> tuple[flo
 
 
 def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the seconds that an exchange of one byte takes with these shares, by the formula for T
-    in the module's docstring."""
+    """Return the seconds that an exchange of one byte takes with these shares: T in the formula
+    above."""
     n = len(workers)
     own = [(1 + (n - 2) * x) / rate for x, rate in zip(shares, workers)] if n > 1 else [0.0]
     return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
 
 
 def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
-    """Cut a tensor into parts of `part_elements` elements; the last part may be smaller. The cut
-    does not depend on the reducers. Returns (first element, element after the last) of each
-    part."""
+    """Cut a tensor into parts of about `part_elements` elements. Returns (first element, element
+    after the last) of each part."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
@@ -94,9 +88,8 @@ def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
 def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
     """Assign each of `parts` parts of tensor `key` to a reducer. Returns the reducer of each part.
 
-    All workers compute the same assignment without communication, by systematic sampling that
-    starts from a hash of the key. Each reducer gets its share of the parts, rounded up or down. On
-    average over many tensors, each reducer gets exactly its share.
+    All workers compute the same assignment without communication. Each reducer gets its share of
+    the parts, rounded up or down, and exactly its share on average over many tensors.
     """
     total, at, out = sum(shares.values()), _hash(key), []
     left = [(reducer, share / total * parts) for reducer, share in sorted(shares.items()) if share]
@@ -110,7 +103,7 @@ def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
 
 
 def _hash(key: int) -> float:
-    """Hash a key to [0, 1) with splitmix64. The result is the same on all hosts."""
+    """Hash a key to [0, 1) with splitmix64, the same on all hosts."""
     mask = (1 << 64) - 1
     x = (key + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -119,16 +112,8 @@ def _hash(key: int) -> float:
 
 
 def order(of: Sequence[int], rank: int) -> list[int]:
-    """Return the order in which worker `rank` sends its parts.
-
-    The parts are sent in turns, one turn after another. Each turn has at most one part for each
-    reducer. The parts of each reducer are spread evenly over the turns, so all links are busy until
-    the end. Within a turn, each worker begins with a different reducer, so the workers do not all
-    send to one reducer at once.
-
-    Args:
-        of: The reducer of each part.
-    """
+    """Return the order in which worker `rank` sends its parts, so that all links stay busy. `of` is
+    the reducer of each part."""
     own: dict[int, list[int]] = {}
     for number, reducer in enumerate(of):
         own.setdefault(reducer, []).append(number)
