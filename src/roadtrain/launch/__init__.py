@@ -1,8 +1,8 @@
 """Launch a plan and a job as running processes, and control the run by its name.
 
-Guarantees: If the checks before the start find problems, all problems are reported and no process
-starts. A process that ends early is restarted from the committed step, and the log announces the
-restart. No process outlives its run. Every wait has a deadline.
+Guarantees: No process starts if the checks before the start find problems, all of which are
+reported. A process that ends early is restarted from the committed step. No process outlives its
+run. Every wait has a deadline.
 
 Read `launch.py` first: it lists the files in the order in which a launch uses them. `protocol/`
 decides about restarts. `here.py` starts processes on this host, `lab_engine.py` in a lab, and

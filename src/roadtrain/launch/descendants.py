@@ -1,7 +1,8 @@
-"""Find and kill the descendants of a run's processes. Each process of a run has an environment
-variable (MARK) with a label of the run, the mark. Descendants of the process inherit the variable.
+"""Find and kill the descendants of a run's processes.
 
-Assumes Linux (/proc, pidfd). Does NOT find processes that replaced their environment.
+Each process of a run has an environment variable (MARK) with a label of the run, the mark.
+Descendants of the process inherit the variable. Assumes Linux (/proc, pidfd). Does NOT find
+processes that replaced their environment.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a function for the `preexec_fn` argument of Popen. With this function, the kernel
-    kills the child process when the thread that called Popen ends, even if other threads of the
-    parent process go on. Therefore, use the function only in a process with one thread."""
+    """Return a function for the `preexec_fn` argument of Popen, with which the kernel kills the
+    child process when its parent ends. Use the function only in a process with one thread, because
+    the end of the thread that called Popen kills the child."""
     return partial(_die_with, os.getpid())
 
 

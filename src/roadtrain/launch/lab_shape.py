@@ -1,8 +1,9 @@
 """LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
-SSDs, and links between switches. Does NOT create anything (lab_engine.py).
+SSDs, and links between switches.
 
 A lab emulates the rates of cards and links and the read and write rates of SSDs. A lab does not
 emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
+Does NOT create anything (lab_engine.py).
 """
 
 from __future__ import annotations
@@ -95,9 +96,8 @@ def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return the index of the NIC through which each host is reached, by the host's name. These
-    NICs belong to the fastest network that connects all hosts. If no network connects all hosts,
-    the index is 0, the first NIC of each host."""
+    """Return the index of each host's NIC in the fastest network that connects all hosts, by the
+    host's name. Without such a network, the index is 0."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)
@@ -113,7 +113,7 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
     """Raise ConfigError if the rates of all emulated SSDs together exceed the rates of this
-    machine's disk. `read` and `write`: The rates of the disk in bytes per second."""
+    machine's disk. `read` and `write`: the rates of the disk in bytes per second."""
     for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),

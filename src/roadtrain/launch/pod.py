@@ -1,13 +1,11 @@
 """`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a Kubernetes pod. The
-workers that start together agree on a start id. Each worker's process then executes `roadtrain
-WORDS...` (write_kubernetes.py).
+workers that start together agree on a start id. Then each process executes `roadtrain WORDS...`
+(write_kubernetes.py).
 
 Kubernetes restarts the pods of a run one by one and has no common counter of restarts. So rank 0
-writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. If a rank
-reads the same TCPStore a second time, this rank was restarted but rank 0 was not. The rank then
-exits, because the other workers of the old start are also about to restart. Kubernetes restarts the
-rank until rank 0 is restarted too. If rank 0 does not write the id within two minutes, the other
-ranks exit.
+writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. A rank
+that would read it again was restarted without rank 0, and exits. Kubernetes then restarts the rank
+until rank 0 is restarted too.
 """
 
 from __future__ import annotations

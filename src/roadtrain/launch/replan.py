@@ -4,19 +4,16 @@
    the hosts before it releases the hosts (measured_run.py).
 2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
 3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
-   A plan that can continue the run has the same placement, micro-batches, delay and compression as
-   the old plan. The servers and their order are also the same, because the division of the model
-   among existing stores is fixed. The number of pipeline stages may change, because any number of
-   stages can load the snapshots. To load the snapshots, the hosts with snapshots must take part, or
-   all hosts must share the run's directory.
-4. Compare the new plan with the old plan at the measured rates. If the new plan shortens a step by
-   at least 3 percent: copy the old plan to plan.before-N.toml, replace the run's plan.toml, delete
-   measured.json, and resume the run with the new plan.
+   Such a plan has the same placement, micro-batches, delay, compression and servers as the old
+   plan, because existing stores fix the division of the model. The number of pipeline stages may
+   change, because any number of stages can load the snapshots. For this, the hosts with snapshots
+   must take part, or all hosts must share the run's directory.
+4. If the new plan shortens a step by at least 3 percent at the measured rates: copy the old plan to
+   plan.before-N.toml, replace the run's plan.toml, delete measured.json, and resume the run.
 
-If the run can never be replanned, the command fails before it stops the run. If the command has
-stopped the run, the command always resumes the run, with the old plan if no new plan is better.
-With --new-run, the command also tries other placements, and the result is a plan for a new run with
-stores of its own. Does NOT change a job.
+A run that can never be replanned is not stopped. A run that the command has stopped is always
+resumed, with the old plan if no new plan is better. With --new-run, the command also tries other
+placements, and the result is a plan for a new run with stores of its own. Does NOT change a job.
 """
 
 from __future__ import annotations
@@ -119,7 +116,7 @@ def replan(
         go_on: Function that resumes the run.
         report: Function that prints a line for the user.
 
-    Raises RoadtrainError. If the run was running before, the run is resumed even after an error.
+    Raises RoadtrainError. A run that was running is resumed even after an error.
     """
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
@@ -189,7 +186,7 @@ def planned_run(home: RunHome) -> PlannedRun:
 
 def check_names(machines: Machines, cluster: Cluster) -> None:
     """Raise ConfigError if the plan's hosts with devices do not have the names that a search would
-    give to them. A search derives host names from the cluster's kinds of hosts."""
+    derive from the cluster."""
     kinds = {kind.name for kind in cluster.workers}
     every = (*machines.hosts, *machines.spares)
     ours = {host.name for host in every if host.workers or host.kind in kinds}
@@ -230,8 +227,8 @@ def search_again(
     leaves_out: bool,
     cluster: Cluster,
 ) -> SearchResult:
-    """Search for plans of a cluster that can continue the run. If the options name a new run,
-    search for plans of any kind.
+    """Search for plans of a cluster that can continue the run, or for plans of any kind if the
+    options name a new run.
 
     Args:
         run: The inputs from which the run was planned.
@@ -304,8 +301,7 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
 
 
 def check_stores(old: Machines, new: Machines, name: str) -> None:
-    """Raise ConfigError if a new run would use a store of the existing run. `name`: The name of the
-    new run."""
+    """Raise ConfigError if a new run called `name` would use a store of the existing run."""
     ours, theirs = ({path for h in each.hosts for path in h.directories} for each in (old, new))
     if (same := sorted(ours & theirs)) or name == old.stores_of:
         raise ConfigError(
@@ -315,9 +311,8 @@ def check_stores(old: Machines, new: Machines, name: str) -> None:
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
-    """Return the simulator constants with which a plan was made: the known constants with which the
-    simulator reproduces the prediction in the plan. If no known constants reproduce the prediction,
-    return the default constants."""
+    """Return the constants with which the simulator reproduces the prediction in a plan, or else
+    its default constants."""
     if plan_file.predicted is None:
         return Constants()
     for of in (Constants(), *map(constants, CALIBRATED)):
@@ -328,9 +323,9 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 
 def kept(old: Machines, new: Machines) -> Machines:
-    """Combine the worker hosts of the new plan, in their order, with the services of the old plan.
-    The services stay the same, because the division of the model among existing stores is fixed. A
-    host that no longer has workers or services becomes a spare host."""
+    """Combine the worker hosts of the new plan, in their order, with the services of the old plan,
+    because existing stores fix the division of the model. Hosts without workers and services become
+    spare hosts."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
@@ -345,8 +340,8 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Return lines for the user: the measured rates, and the predicted times of the old and the new
-    plan. If the run keeps the old plan, a line gives the reason."""
+    """Return lines for the user: the measured rates, the predicted times of the old and the new
+    plan, and the reason if the run keeps the old plan."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None
@@ -376,8 +371,8 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
 def _search_and_write(
     home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Search for a better plan, report the result, and write the plan as in `_written`. Return the
-    path of the copy of the old plan if the run's plan.toml was replaced, else None."""
+    """Search for a better plan, report the result, and write the plan. Return the path of the copy
+    of the old plan if the run's plan.toml was replaced, else None."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in describe(found, measured):

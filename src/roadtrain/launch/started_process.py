@@ -70,8 +70,8 @@ class StartedProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line on stderr that is an error message of roadtrain's command line. If there is
-        no such line, the last line on stderr."""
+        """The last error message of roadtrain's command line on stderr, or the last line if there
+        is none."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:
@@ -85,8 +85,8 @@ class StartedProcess:
         kill_marked(self.mark)
 
     def read(self, pipe: int) -> int:
-        """Read a pipe once, and pass the new lines to `on_line`. Return the number of bytes read.
-        Return 0 at the end of the stream, and -1 if the pipe has no data yet."""
+        """Read a pipe once, and pass the new lines to `on_line`. Return the number of bytes read: 0
+        at the end of the stream, and -1 if the pipe has no data yet."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -97,7 +97,7 @@ class StartedProcess:
 
     def finish(self, code: int) -> None:
         """Pass the remaining output to `on_line`, and close the pipes. Call this method after the
-        process has ended. `code`: The exit code of the process."""
+        process has ended. `code`: the exit code of the process."""
         self._popen.returncode = code  # keeps Popen from waiting for the process
         for pipe in self.pipes:
             nbytes = 0

@@ -90,8 +90,7 @@ class Supervisor:
         home: The home of the run. Its state.json has the attempt and the step from which the
             supervisor continues.
         logs: The open logs of the run.
-        ends_with_launcher: If True, the run ends when its launcher ends ("hello" in
-            control_socket.py).
+        ends_with_launcher: If True, the run ends when its launcher ends.
         each_turn: Function that is called several times a second with the monotonic time.
     """
 
@@ -157,8 +156,8 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Write the final state.json. Without this final state, the supervisor would seem to have
-        been killed."""
+        """Write the final state.json, without which the supervisor would seem to have been
+        killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return
@@ -202,8 +201,8 @@ class Supervisor:
         self._feed(event)
 
     def _add_host(self, event: m.HostJoined) -> m.HostJoined:
-        """Add the host of `event` to the run, and return the event for the state machine. If the
-        host is a spare host that cannot run workers, the returned event has `workers` = 0."""
+        """Add the host of `event` to the run, and return the event for the state machine, with
+        `workers` = 0 for a spare host that cannot run workers."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(host.name == event.host for host in self._run.machines.spares)
@@ -230,8 +229,8 @@ class Supervisor:
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
-        """Read the committed step from the first host in `hosts`, which is the host of worker 0.
-        Pass the step to the state machine in a Committed event."""
+        """Read the committed step from the first of the `hosts`, the host of worker 0, and pass it
+        to the state machine."""
         if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
         request = {"directory": self._run.directory}
@@ -299,8 +298,8 @@ class Supervisor:
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
-        """Write reducers.txt on all hosts with workers. If a host cannot be reached, only log the
-        problem, because the engine reports the loss of the host."""
+        """Write reducers.txt on all hosts with workers. A host that cannot be reached is only
+        logged, because the engine reports its loss."""
         file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
@@ -337,9 +336,8 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the reply to a status request: the supervisor's state, and the status of the run.
-        Worker 0's host reports the status, and the first host of each pipeline stage reports the
-        table of the stage."""
+        """Return the reply to a status request: the supervisor's state, and the status of the run
+        from the first host of each pipeline stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -358,9 +356,8 @@ class Supervisor:
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
     def _measure(self) -> None:
-        """Measure the links after all processes have ended, while the engine still has its hosts.
-        If the measurement fails, only log the failure: without measurements, the replan command
-        resumes the run with the old plan."""
+        """Measure the links after all processes have ended, while the engine still has its hosts. A
+        failure is only logged: the replan command then resumes the run with the old plan."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
@@ -401,9 +398,9 @@ class Supervisor:
         )
 
     def _write_state(self, now: bool = False) -> bool:
-        """Write state.json if the state has changed. Return True if the file is up to date. If the
-        write fails, log the problem and return False, because a full disk must not end a run. For a
-        fixed time after a failure, only calls with `now` = True try again."""
+        """Write state.json if the state has changed. Return False, and log the problem, if the
+        write fails, because a full disk must not end a run. For a fixed time after a failure, only
+        calls with `now` = True try again."""
         state = self._state()
         if state == self._written:
             return True

@@ -25,9 +25,8 @@ class WorkerHost(NamedTuple):
 
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
-    """Adapt `job`, which is made for `planned` workers, to the workers of `hosts`, and return the
-    adapted job. Raises ConfigError if the micro-batches or the stages cannot be divided among the
-    workers of `hosts`."""
+    """Return a copy of `job`, which is made for `planned` workers, for the workers of `hosts`.
+    Raises ConfigError if the micro-batches or the stages cannot be divided among them."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)

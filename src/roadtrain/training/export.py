@@ -64,10 +64,8 @@ def export_run(
 def _export_store(
     run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
 ) -> tuple[int, list[Path]]:
-    """Export the store of a job without stages.
-
-    Returns the store's step and the files that were written.
-    """
+    """Export the store of a job without stages. Returns the store's step and the files that were
+    written."""
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         # this process becomes the only worker of the servers, which must have no workers yet

@@ -6,14 +6,13 @@
                   never had a node gets a free node with enough accelerators, or with enough
                   processors if no node has accelerators. The same nodes always give the same
                   assignment.
-    joining       A node that appears later becomes an additional host with its own name. If the
-                  node replaces a dead node, and Ray notices the death only later, the node first
-                  becomes an additional host, and then the host of the dead node.
+    joining       A node that appears later becomes an additional host with its own name. If it
+                  replaces a node whose death Ray notices later, it then becomes the host of the
+                  dead node.
     returning     A lost host with workers returns on a node that has its name or earlier address
-                  and is large enough. If no such node is free, but another node has been free since
-                  the start and is large enough, the other node joins as a new host under its own
-                  name. checks.py then checks whether the new host lacks state of the run that was
-                  on the lost host.
+                  and is large enough. Otherwise, a large enough node that has been free since the
+                  start joins as a new host under its own name. checks.py then checks whether the
+                  new host lacks state of the run that was on the lost host.
 
 A host keeps its node while the node is alive. Does no I/O, and does NOT call Ray (ray_cluster.py).
 """
@@ -72,8 +71,8 @@ class HostMap:
         self._instead: dict[str, str] = {}  # for a lost host, the joined host in its place
 
     def address_of(self, host: str) -> str:
-        """Return the address by which other hosts reach a host that is up. The plan's address of
-        the host has precedence over Ray's address, which may belong to another network card."""
+        """Return the address by which other hosts reach a host that is up. The plan's address has
+        precedence over Ray's, which may belong to another network card."""
         planned = self._hosts.get(host)
         return (planned.address if planned else "") or self._nodes[host].address
 
@@ -88,8 +87,7 @@ class HostMap:
         return [host for name, host in self._hosts.items() if name not in self._nodes]
 
     def was_at(self, host: str) -> str:
-        """Return the address of a host's current or last node, or "" if the host never had a
-        node."""
+        """Return the address of a host's current or last node, or "" if it never had one."""
         return self._addresses.get(host, "")
 
     def remember(self, host: str, node_id: str) -> None:
@@ -137,13 +135,8 @@ class HostMap:
         return events
 
     def _lose_early(self) -> list[RunEvent]:
-        """Free the nodes that joined too early, so that hosts of the plan can get these nodes.
-
-        A node joins too early if it replaces a dead node before Ray has noticed the death. The host
-        of the dead node seems to be up, so the new node joins as an additional host with its own
-        name. When Ray has noticed the death, this method removes the additional host. Return a
-        HostLost for each additional host that was removed.
-        """
+        """Free the nodes that joined as additional hosts before Ray noticed the death of the nodes
+        that they replace. Return a HostLost for each of these hosts."""
         events: list[RunEvent] = []
         for host in self.missing():
             for name, node in list(self._nodes.items()):
@@ -155,8 +148,8 @@ class HostMap:
         return events
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if `node` joined too early and should be the node of the plan's host `host`.
-        A matching address counts only if no other node has the same address, because a machine may
+        """Return True if `node` has joined as an additional host, but should be the node of the
+        plan's host `host`. A matching address counts only if it is unique, because a machine may
         run several nodes."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
@@ -180,8 +173,8 @@ class HostMap:
         return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
-        """Assign free nodes to hosts, and remove the assigned nodes from `free`. Return the names
-        of the plan's hosts that got a node, and the names of the hosts that joined."""
+        """Assign free nodes to hosts, and remove them from `free`. Return the names of the plan's
+        hosts that got a node, and of the hosts that joined."""
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
@@ -205,9 +198,8 @@ class HostMap:
         return host
 
     def _give_own(self, free: list[RayNode]) -> list[str]:
-        """For each host of the plan without a node, find a free node with the label, name or
-        address of the host, and assign the node to the host. Return the names of the hosts that got
-        a node."""
+        """Assign free nodes to the plan's hosts that have their label, name or address. Return the
+        names of the hosts that got a node."""
         new = []
         for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
             for host in self.missing():
@@ -221,8 +213,7 @@ class HostMap:
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
         """Return True if a node has enough processors and devices for a host that had a node
-        before. Return True for the first node of a host, because checks.py later reports which
-        resources the node lacks."""
+        before, or if the host had none (checks.py then reports what the node lacks)."""
         if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
@@ -236,8 +227,8 @@ class HostMap:
         return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
 
     def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
-        """For each lost host with workers, find a free node that is large enough, and let the node
-        join as a new host. Return the names of the new hosts."""
+        """Let a large enough free node join as a new host for each lost host with workers. Return
+        the names of the new hosts."""
         new = []
         for host in self.missing():
             if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
@@ -289,9 +280,9 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
 
 
 def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
-    """Return a sort key for the nodes that could become the host `host`. The best node, with the
-    fewest idle accelerators, comes first. Among equal nodes, the head node comes last, because the
-    head node also runs Ray's own services."""
+    """Return a sort key for nodes, by which the best node for a host (the one with the fewest idle
+    accelerators) comes first. Among equal nodes, the head node, which also runs Ray's own services,
+    comes last."""
     return lambda node: (
         max(0, node.devices - host.workers),
         node.head,

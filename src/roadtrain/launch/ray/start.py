@@ -1,13 +1,11 @@
 """Start the supervisor of a run on Ray. The supervisor is a process `python -m
 roadtrain.launch.supervise`, run by a detached actor "roadtrain:RUN" on the node on which the user
-launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
-supervisor. So the run survives the end of its launcher.
+launched the run. Ray restarts a killed actor, which restarts the supervisor. So the run survives
+the end of its launcher.
 
-The supervisor is a Ray driver of its own. The supervisor creates the workers and their placement
-groups, so that the workers and placement groups always end with the supervisor. If the actor
-created the placement groups instead, Ray would remove them as soon as the launcher ends. A
-restarted supervisor finds the services and restarts the workers. The run's home is on the node of
-the actor, so all commands on the run must be given on that node.
+The supervisor is a Ray driver of its own, so that the workers and their placement groups end with
+it, and not with the launcher. A restarted supervisor finds the services and restarts the workers.
+The run's home is on the node of the actor, so all commands on the run must be given on that node.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that runs the supervisor of a run, and restarts the supervisor after a failure. The
-    actor ends when the run has ended or was resumed by a later command.
+    """The actor that runs the supervisor of a run, and restarts it after a failure, until the run
+    has ended.
 
     Args:
         path: The directory of the run's home.
@@ -73,8 +71,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. If the supervisor ends soon after its start
-        several times in a row, record the run as failed."""
+        """Run the supervisor until the run has ended. Record the run as failed if the supervisor
+        ends soon after its start several times in a row."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
@@ -95,8 +93,7 @@ class SupervisedRun:
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
-        """Return True if the run has ended, or was resumed later. A run that was resumed has a new
-        SupervisedRun."""
+        """Return True if the run has ended, or was resumed later with a new SupervisedRun."""
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
@@ -145,8 +142,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait until no actor has the name `name`, because the actor of a run that has just ended may
-    still exist. Raises LaunchError if the actor does not end."""
+    """Wait until no actor has a name, because the actor of a run that has just ended may still
+    exist. Raises LaunchError if the actor does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(
