@@ -16,9 +16,9 @@
 
 Every rate is for one direction, in bytes or bits per second. An SSD has three limits: its media
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
-SSDs of a host share. NICs that name no switch are connected to one switch per kind of NIC. A
-missing value is replaced by a typical value, and its key is added to the cluster's list `assumed`.
-The list `measured` has the keys of values that were measured.
+SSDs of a host share. NICs of one kind that name no switch share a switch. The list `assumed` has
+the keys of missing values, which are replaced by typical values; the list `measured` has the keys
+of measured values.
 """
 
 from __future__ import annotations
@@ -332,8 +332,8 @@ class Cluster(Section):
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Return the slowest route between the switches of `nics`. Returns None if all cards are on
-        one switch, or if links do not connect all of the switches."""
+        """Return the slowest route between the switches of `nics`; None if there is no route or
+        only one switch."""
         ends = sorted({self.switch_of(nic) for nic in nics})
         routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
         found = [route for route in routes if route is not None]
@@ -383,8 +383,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Choose typical values for missing keys of a host. Returns a dict from attributes of the host
-    to these values, and the keys to list as assumed."""
+    """Return a dict from attributes of the host to typical values for missing keys, and the keys to
+    list as assumed."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -426,8 +426,8 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return the values that were assumed for the key `what` of a host, as tuples (key, value, text
-    to print). The key `device` yields a tuple for each assumed key of the device."""
+    """Return the values that were assumed for a key of a host, as tuples (key, value, text to
+    print)."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]

@@ -209,8 +209,7 @@ _TRANSFORMERS = dict(_published())
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
     """Return the shape of a layer whose `weights` are applied at each of `spatial` positions.
-    `inputs` and `outputs` are numbers of 2-byte elements. The outputs are saved twice: by the layer
-    and by the activation function."""
+    `inputs` and `outputs` are numbers of 2-byte elements."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
@@ -349,8 +348,6 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return the value of `key` as an int, or `default` if it is missing or 0. Raises ConfigError
-    if the value is not a number."""
     value = config.get(key) or default
     try:
         return int(value)
@@ -421,9 +418,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Read the sizes of a model from `config`. Returns a dict from Hugging Face's usual names, such
-    as "hidden_size", to values; missing optional keys are 0. Raises ConfigError if a required key
-    is missing."""
+    """Return the sizes of a model by Hugging Face's usual names, such as "hidden_size"; missing
+    optional keys are 0. Raises ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()

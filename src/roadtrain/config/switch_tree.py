@@ -116,9 +116,9 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
 def _from(
     cluster: Cluster, summing: Mapping[str, Switch], root: str, needed: Sequence[str]
 ) -> dict[str, str] | None:
-    """Find the summing switches that connect the switches `needed` to the switch `root` over the
-    fewest links. Returns a dict from each of these switches, nearest to the root first, to its
-    parent, or None if some are not connected."""
+    """Return each summing switch between the switches `needed` and the `root`, except the root,
+    with its parent. The switches nearest to the root come first. Returns None if some are not
+    connected."""
     parents: dict[str, str] = {}
     front = [root]
     for here in front:  # breadth first: `front` grows while it is iterated

@@ -1,8 +1,5 @@
-"""Buffer: anonymous memory for fast direct I/O.
-
-Huge pages make direct I/O fast. Therefore, a buffer begins on a 2 MiB boundary and requests huge
-pages, but only for whole 2 MiB, so that a small buffer stays small. Does NOT pin memory for a
-device, and does NOT pool buffers.
+"""Buffer: anonymous memory for fast direct I/O, which depends on huge pages. Does NOT pin memory
+for a device, and does NOT pool buffers.
 
 NOTE fork. A forked process (such as a worker of a DataLoader) does not inherit the contents of
 buffers. If child and parent shared the pages, the parent's next write would move a page to new
@@ -75,9 +72,8 @@ class Heap:
 
     While a block runs, torch leaves small objects between the temporaries that it frees. Without
     `trim`, the heap therefore grows by some megabytes per block (Rule 4: memory does not depend on
-    the number of blocks). Call `trim` after each block. To be fast, `trim` returns memory only if
-    the process has grown by `slack` bytes since the last time. `trim` does nothing without glibc or
-    /proc.
+    the number of blocks). Call `trim` after each block. It returns memory only if the process has
+    grown by `slack` bytes since the last time.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -1,12 +1,9 @@
 """Choice of a worker's device, and HostBuffer: host memory with a copy on the device.
 
-On the CPU, the two are the same memory. On CUDA, the host memory is pinned, and copies run on a
-separate stream (one per device), ordered with compute by events. The thread that delivers messages
-may have a different current device in torch than the training thread. Therefore, streams and events
-always name the buffer's device.
-
-Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device. All
-other functions may be called with a lock held.
+On CUDA, the host memory is pinned, and copies run on a separate stream (one per device). Streams
+and events always name the buffer's device, because the current device in torch may differ between
+threads. Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the
+device. All other functions may be called with a lock held.
 """
 
 from __future__ import annotations
@@ -158,8 +155,7 @@ class HostBuffer:
 
     def wait_unused(self) -> None:
         """Wait until the last copy to the device has read the host memory, which may then be
-        overwritten. Must not be called with a lock held; use `copying` and CopyCallbacks
-        instead."""
+        overwritten. Must not be called with a lock held."""
         if self._copied is not None:
             self._copied.synchronize()
 

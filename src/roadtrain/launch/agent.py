@@ -1,11 +1,10 @@
 """HostAgent: starts, watches and ends the processes of a run on one host, on orders of the run's
-supervisor.
+supervisor. Does NOT restart processes.
 
 The agent is started with `python -m roadtrain.launch.agent MARK`. It reads orders from stdin and
-writes reports to stdout, one JSON object per line. Assumes Linux. If stdin ends, the supervisor is
-gone: the agent kills every process that it started, and exits. If the agent itself is killed, the
-kernel also kills its child processes, and the next agent with the same MARK kills their descendants
-(descendants.py). The agent has one thread and does not import torch. Does NOT restart processes.
+writes reports to stdout, one JSON object per line. When stdin ends, the agent kills every process
+that it started, and exits. If the agent itself is killed, the kernel also kills its child
+processes. Assumes Linux. Has one thread and does not import torch.
 """
 
 from __future__ import annotations
@@ -39,15 +38,8 @@ REFUSED = 1  # exit code reported for a process that could not be started
 
 
 class HostAgent:
-    """The agent of one host.
-
-    Args:
-        mark: The label that all processes of this agent have in an environment variable
-            (descendants.py).
-        source: The file descriptor from which the agent reads orders of the supervisor.
-        sink: The file descriptor to which the agent writes messages for the supervisor. No other
-            process may use the two descriptors.
-    """
+    """The agent of one host. `mark`: the label of this agent's processes (descendants.py). `source`
+    and `sink`: the file descriptors for orders and reports, which no other process may use."""
 
     def __init__(self, mark: str, source: int, sink: int) -> None:
         self._mark, self._source, self._sink = mark, source, sink
@@ -173,8 +165,8 @@ class HostAgent:
         self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kill the processes whose grace period is over. A killed process is reported as ended
-        after a fixed time, even if it hangs."""
+        """Kill the processes whose grace period is over, and report killed processes that hang as
+        ended."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:

@@ -1,9 +1,9 @@
 """HostAgents: the LaunchEngine for launches on this host and in a lab. It starts one agent per host
 (agent.py) and restarts an agent that ends.
 
-If an agent ends, all processes of the run on its host have ended, so the host counts as lost. There
-is no background thread: messages of agents are handled only inside the methods of HostAgents. Does
-NOT create hosts (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host. There is no background thread: messages of
+agents are handled only inside the methods of HostAgents. Does NOT create hosts (here.py,
+lab_engine.py).
 """
 
 from __future__ import annotations
@@ -57,17 +57,9 @@ class _HostState:
 
 
 class HostAgents:
-    """A LaunchEngine with one agent per host.
-
-    The constructor returns when all agents are ready. If an agent fails before that, the
-    constructor ends all agents and raises LaunchError.
-
-    Args:
-        hosts: The hosts on which to start agents.
-        mark: The label that all processes of the run have in an environment variable
-            (descendants.py). The label is the same in all launches of the run, so that a later
-            launch can kill leftover processes.
-    """
+    """A LaunchEngine with one agent per host. The constructor waits until all agents are ready, and
+    raises LaunchError if an agent fails. `mark`: the label of the run's processes (descendants.py),
+    the same in all launches of the run, so that a later launch can kill leftover processes."""
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
     verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
@@ -210,8 +202,7 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return a host that the run has not used yet, or None if no such host has this name.
-        LabEngine overrides the method."""
+        """Return a host that the run has not used yet; None if there is none of this name."""
         return None
 
     def close(self) -> None:
@@ -226,8 +217,8 @@ class HostAgents:
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for messages of agents, and handle them. Then report
-        lost hosts, start agents, and kill processes, as far as they are due."""
+        """Handle messages of agents for at most `timeout_s` seconds, and then do the work that is
+        due."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()

@@ -216,8 +216,8 @@ def _in_use(host: LiveHost) -> bool:
 
 
 def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if the workers of a host should compute on devices, according to the job, the
-    devices of other worker hosts, or the plan."""
+    """Return True if the workers of a host should compute on devices, according to the job or the
+    plan."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
     others = any(other.seen.devices for other in hosts if other.plan.workers)
@@ -234,8 +234,8 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if another of the `hosts` is on the same machine, so that `host` is taken for a
-    host of a lab, which has no devices."""
+    """Return True if another host is on the same machine, as in a lab, whose hosts have no
+    devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -324,8 +324,8 @@ def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None)
 
 
 def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[str]:
-    """Yield a sentence on each conflict: two stores in one directory, stores of different runs, or
-    empty stores of a run that has trained."""
+    """Yield a sentence on each conflict between stores, or between the stores and the run's
+    directory."""
     stores = [(host, store) for host in hosts for store in host.report.stores]
     for (host, store), (other, second) in itertools.combinations(stores, 2):
         if host.report.machine != other.report.machine:
@@ -364,12 +364,8 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Yield a sentence on each store that has the training of another run.
-
-    A run that has trained has a mark.json in its directory. If no host has one, a store with a step
-    greater than 0 belongs to another run. (This run may have created a store at step 0 and ended
-    before it wrote its mark.json.)
-    """
+    """Yield a sentence on each store with a step greater than 0, if no host has the mark.json that
+    every trained run has in its directory. Such a store belongs to another run."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [

@@ -2,8 +2,7 @@
 worker 0.
 
 Reads {"directory": RUN} from stdin and writes {"step": N} to stdout; N is -1 if no step is
-committed. Imports only few modules, because the supervisor runs this command whenever a process of
-the run ends.
+committed. Imports only few modules, because it is run whenever a process ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """dry_run(): describe as text a launch that does not happen: the checks before the start, the
 processes on each host, and the files that would be written.
 
-Contacts no host and creates nothing. The text names the files with secrets, but does not contain
-the secrets (Rule 8).
+Contacts no host, creates nothing and shows no secrets (Rule 8).
 """
 
 from __future__ import annotations

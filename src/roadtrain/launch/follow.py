@@ -113,8 +113,8 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Return a text with the time from the launch to the first step, divided into the engine,
-    Python imports and roadtrain. Return "" if the run has not made a step yet."""
+    """Return a text with the time from the launch to the first step, and what took this time, or ""
+    before the first step."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

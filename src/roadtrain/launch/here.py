@@ -24,8 +24,8 @@ def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
 
 
 def agents_here(machines: Machines, mark: str) -> HostAgents:
-    """Start an agent for each host and spare host of the plan, and return their engine. `mark`: a
-    label of the run's processes (see HostAgents). Raises LaunchError if an agent does not start."""
+    """Start an agent for each host and spare host of the plan, and return their engine. Raises
+    LaunchError if an agent does not start."""
     devices = device_names(machines)
     threads = worker_threads(machines)
     hosts = [

@@ -127,16 +127,8 @@ class RunHome:
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
         """Write the files of a new run, and remove the files of a previous run of this name.
-
         launch.json is removed first and written last, so that an interrupted launch leaves no run.
-
-        Args:
-            record: The content of launch.json.
-            plan: The content of plan.toml.
-            job: The content of job.toml.
-
-        Raises StoreError if the files cannot be written.
-        """
+        Raises StoreError if the files cannot be written."""
         self._make()
         make_directory(self.log_directory)
         with typed_errors(self.path, "removing the files of the previous run"):
@@ -278,8 +270,8 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file until `descriptor` is closed. Return False if another process has the
-    lock. `how`: LOCK_EX for an exclusive lock or LOCK_SH for a shared lock."""
+    """Try to lock a file until `descriptor` is closed, with LOCK_EX or LOCK_SH. Return False if
+    another process has the lock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -319,12 +311,8 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 def _state_after(before: RunState) -> RunState:
     """Return a state from which the run can safely continue after its newest state was lost.
-    `before`: the state that was saved before the lost state.
-
-    Since then, the run may have started another attempt, so this attempt counts. The run may also
-    have committed a step, so the returned step is at least 0. Then the supervisor sets
-    `run.new_store` to false in the job, because this key could discard the committed training.
-    """
+    `before`: the state that was saved before the lost state. In case the run has started another
+    attempt and committed a step since then, both are assumed."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -1,9 +1,9 @@
 """report_host(): report the hardware, stores, ports and files of a host before a run starts on it.
 
 `python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
-HostReport as JSON to stdout. It changes nothing: it takes and releases the locks of stores, and
-writes temporary files without a name. Does not import torch, so that the command ends within a
-second. Does NOT judge the results (checks.py).
+HostReport as JSON to stdout. It changes nothing, although it tests locks and writes temporary
+files. Does not import torch, so that the command ends within a second. Does NOT judge the results
+(checks.py).
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def report_path(path: str) -> PathReport:
 
 
 def _not_writable(path: Path) -> str:
-    """Return the reason why files cannot be written to a directory, or "" if it is writable. Writes
-    a temporary file, because mode bits alone do not show whether a write succeeds."""
+    """Return the reason why a test file cannot be written to a directory, or "" if it can."""
     if not path.is_dir():
         return f"{path} is not a directory"
     try:
@@ -154,8 +153,8 @@ def _not_writable(path: Path) -> str:
 
 
 def _network_files(path: Path) -> str:
-    """Return the type, source and mount point of the network file system that contains `path`, or
-    "" if the file system is local."""
+    """Return the type, source and mount point of a network file system that contains `path`, or
+    ""."""
     best, found = -1, ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         source, at, kind = line.split()[:3]
@@ -198,9 +197,8 @@ def _is_locked(directory: Path) -> bool:
 
 
 def _mark(directory: Path) -> MarkRecord:
-    """Return the content of mark.json in the run's directory: the store of the run and a committed
-    step. The MarkRecord is empty if the file is absent or damaged; `train` reports the damage
-    later."""
+    """Return the content of mark.json in the run's directory, or an empty MarkRecord if the file is
+    absent or damaged."""
     try:
         return msgspec.json.decode(
             unsealed((directory / "mark.json").read_bytes()), type=MarkRecord

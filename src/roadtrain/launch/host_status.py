@@ -1,9 +1,8 @@
 """`python -m roadtrain.launch.host_status`: report the status of a launched run, on a host with
 workers.
 
-The supervisor runs this command. It reads {"directory": RUN, "first": true} from stdin, and writes
-{"step": N, "code": 0, "lines": [...], "stages": [TABLE, ...]} to stdout (see `run_status`). Does
-NOT import torch.
+Reads {"directory": RUN, "first": true} from stdin, and writes {"step": N, "code": 0, "lines":
+[...], "stages": [TABLE, ...]} to stdout (see `run_status`). Does NOT import torch.
 """
 
 from __future__ import annotations

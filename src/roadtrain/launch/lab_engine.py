@@ -1,12 +1,10 @@
-"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine.
+"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine. Needs root.
 
 Each host is a network namespace and has an even share of the processors. Network cards, SSDs and
 the links between switches have the rates of the plan's cluster. Each host has private directories
 at the mount points of its SSDs and at /dev/shm, and shares the rest of the file system with this
 machine. Private files are kept after the run, in `directory` and in this machine's /dev/shm, so
-that the run can be resumed. Everything else is removed when the engine is closed or, if the engine
-was killed, when the next lab is created. Needs root, like every lab. Does NOT emulate devices or
-latency.
+that the run can be resumed. Does NOT emulate devices or latency.
 
 The lab has these verbs (`LaunchEngine.run_verb`):
 
@@ -60,16 +58,10 @@ BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done
 
 
 class LabEngine(HostAgents):
-    """An emulated cluster and the agents on its hosts.
-
-    Args:
-        plan_file: The plan to run, with a cluster and machines.
-        mark: A label of the run's processes (see HostAgents).
-        directory: A directory for the content of the hosts' SSDs, which is kept after the run.
-
-    Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
-    start.
-    """
+    """An emulated cluster and the agents on its hosts. `mark`: the label of the run's processes
+    (see HostAgents). `directory`: a directory for the content of the hosts' SSDs, which is kept
+    after the run. Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an
+    agent does not start."""
 
     verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
 
@@ -150,8 +142,7 @@ class LabEngine(HostAgents):
         )
 
     def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """Start a command on a lab host, with the arguments of Popen. The command sees the host's
-        private directories, at the rates of the host's SSDs."""
+        """Start a command on a lab host, with its private directories and the rates of its SSDs."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -224,8 +215,7 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the run's directory has files of a run that has trained. Otherwise, the files
-    kept for the lab belong to an older run of the same name and can be removed."""
+    """Return True if the run's directory has files of a run that has trained."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))

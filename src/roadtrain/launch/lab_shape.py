@@ -1,9 +1,8 @@
 """LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
-SSDs, and links between switches.
+SSDs, and links between switches. Does NOT create anything (lab_engine.py).
 
-A lab emulates the rates of cards and links and the read and write rates of SSDs. A lab does not
-emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
-Does NOT create anything (lab_engine.py).
+A lab emulates the rates of cards and links and the read and write rates of SSDs, but not latency,
+the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
 """
 
 from __future__ import annotations
@@ -84,20 +83,15 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
 
 
 def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
-    """Return a name for each host of the kind `kind` that the plan does not use.
-
-    Args:
-        kind: The kind of host.
-        planned: The number of hosts of this kind that the plan uses.
-        used: The hosts that already have a name, by name.
-    """
+    """Return a name for each host of the kind `kind` that the plan does not use. `planned`: the
+    number of hosts of this kind that it uses. `used`: the named hosts."""
     names = [f"{kind.name}{n}" for n in range(kind.count)] if kind.count > 1 else [kind.name]
     return [name for name in names if name not in used][: kind.count - planned]
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return the index of each host's NIC in the fastest network that connects all hosts, by the
-    host's name. Without such a network, the index is 0."""
+    """Return the index of each host's NIC in the fastest network that connects all hosts, or 0
+    without such a network."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)

@@ -237,9 +237,9 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
-    """Write the files from which Slurm or Kubernetes starts a run, for the option --write, and
-    return the exit code. `kind`: "slurm" or "kubernetes". `out`: the directory for the files.
-    `image`: the container image for Kubernetes, else ""."""
+    """Write the files from which Slurm or Kubernetes (`kind`) starts a run, for the option --write,
+    and return the exit code. `out`: the directory for the files. `image`: the container image for
+    Kubernetes, else ""."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:

@@ -1,9 +1,8 @@
 """LaunchEngine: the interface to run processes on hosts, for the supervisor (supervisor.py) and the
 checks before a start (checks.py). The engines are this host, a lab, and a Ray cluster.
 
-An engine restarts nothing by itself, except that Ray restarts the actor of a service, which the
-engine reports as `ProcessRestarted`. The processes of an engine end when the engine ends, so that
-no process is left when a supervisor dies.
+An engine restarts nothing by itself, except that Ray restarts the actor of a service. The processes
+of an engine end when the engine ends, so that no process is left when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -79,12 +78,9 @@ def run_command(
     words: Sequence[str], stdin: str, spawn: Spawn = subprocess.Popen, **popen: Any
 ) -> tuple[int, str, str]:
     """Run a short Python command to its end. Return the exit code, the text on stdout and the last
-    line on stderr. Raises OSError if the command cannot be started, and TimeoutExpired if it does
-    not end within a fixed time.
-
-    `words`: the arguments of the Python interpreter. `stdin`: the input of the command. `spawn`: a
-    function like Popen that starts the command. `popen`: further arguments of `spawn`.
-    """
+    line on stderr. `spawn`: a function like Popen that starts the command. `popen`: its further
+    arguments. Raises OSError if the command cannot be started, and TimeoutExpired if it does not
+    end within a fixed time."""
     process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
@@ -101,9 +97,9 @@ def run_command(
 
 
 def answer_of(command: str, code: int, answer: str, last_line: str) -> Any:
-    """Return the value of the JSON that a command has printed. Raises LaunchError if the command
-    failed or its output is not JSON. `command`: a description of the command for messages. The
-    other arguments are the results of `run_command`."""
+    """Return the value of the JSON that a command has printed. `command`: a description for
+    messages. The other arguments are the results of `run_command`. Raises LaunchError if the
+    command failed or its output is not JSON."""
     if code:
         why = last_line.removeprefix("roadtrain: ") or "it wrote nothing to stderr"
         raise LaunchError(f"{command} ended with code {code}: {why}")

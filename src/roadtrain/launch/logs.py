@@ -1,8 +1,8 @@
 """RunLogs: the log files of a launched run. all.log has the lines of every process, as `[worker 0
 gpu0] line`; log/ has a file per process. `LogTail` reads all.log while it grows.
 
-Logs are not rotated. A new launch under the same name starts with empty logs; a resumed run appends
-to the logs. Does NOT interpret lines.
+Logs are not rotated. A new launch under the same name empties the logs; a resumed run appends to
+them. Does NOT interpret lines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`python -m roadtrain.launch.measured_host`: measure the links between a run's hosts, and
-summarize the metrics of a host's workers.
+summarize the metrics of a host's workers. Does NOT import torch.
 
     ADDRESS:PORT TOKEN_FILE   started by a LaunchEngine as a process: answers probes until
                                   the engine ends the process
@@ -7,8 +7,8 @@ summarize the metrics of a host's workers.
                                   hosts; reads the hosts' addresses and the token from stdin,
                                   because other users can see arguments (Rule 8)
 
-Links are measured one at a time, like `roadtrain probe --hosts`. No workers run meanwhile, because
-their traffic would slow the links. Does NOT import torch.
+Links are measured one at a time. No workers run meanwhile, because their traffic would slow the
+links.
 """
 
 from __future__ import annotations

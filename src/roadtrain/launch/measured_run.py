@@ -5,9 +5,8 @@ steps, after all processes of the run have ended.
     the first host of a group    measures the links between the hosts of the group
     every host with workers      returns a summary of its workers' metrics
 
-A group has at most 8 hosts. Only the first of several hosts with the same address is measured. A
-failed measurement is not an error: `MeasuredRun.missing` has the reason. Does NOT judge the results
-(measured_cluster.py).
+A group has at most 8 hosts. A failed measurement is not an error: `MeasuredRun.missing` has the
+reason. Does NOT judge the results (measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the host that probes and the hosts that listen, for each group. Consecutive groups
-    share a host, so that the measured links connect all hosts."""
+    share a host."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 

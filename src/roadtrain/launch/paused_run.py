@@ -1,8 +1,8 @@
-"""PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
+"""PausedRun: stop a run to measure its links, and resume the run even if replanning fails. Does NOT
+plan.
 
-The run is resumed with the options with which it was launched. If it ends with its launcher, the
-replan command becomes the launcher and waits for the run's end. A run that has ended for another
-reason than replanning is not resumed. Does NOT plan.
+If the run ends with its launcher, the replan command becomes the launcher and waits for the run's
+end. A run that has ended for another reason than replanning is not resumed.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class PausedRun:
         return wait_until(is_stopping, STOPS_S) and wait_until(has_ended, MEASURES_S)
 
     def _checked(self) -> int:
-        """Wait until the resumed run has passed the checks of its hosts or has ended. Return the
-        exit code of the replan command."""
+        """Wait until the resumed run has passed its checks or has ended. Return the command's exit
+        code."""
 
         def is_decided() -> bool:
             return not is_alive(self.home) or StartPhase.CHECKED in self.home.state().stamps

@@ -1,11 +1,9 @@
 """`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a Kubernetes pod. The
-workers that start together agree on a start id. Then each process executes `roadtrain WORDS...`
-(write_kubernetes.py).
+workers that start together agree on a start id. Then each process executes `roadtrain WORDS...`.
 
 Kubernetes restarts the pods of a run one by one and has no common counter of restarts. So rank 0
 writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. A rank
-that would read it again was restarted without rank 0, and exits. Kubernetes then restarts the rank
-until rank 0 is restarted too.
+that was restarted without rank 0 exits, and is restarted again, until rank 0 is restarted too.
 """
 
 from __future__ import annotations

@@ -53,12 +53,8 @@ class WorkerSet:
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
     """Return the workers with OMP_NUM_THREADS in their environment, unless it is already set.
-
-    Args:
-        workers: The workers.
-        threads: For each host, the number of threads per worker. Used only if `users` is "".
-        users: The user's own value of OMP_NUM_THREADS, or "".
-    """
+    `threads`: the number of threads per worker of each host. `users`: the user's own value, which
+    has precedence, or ""."""
     processes = []
     for process in workers.processes:
         if count := users or threads.get(process.host):

@@ -108,16 +108,8 @@ def replan(
     report: Report = print,
 ) -> int:
     """Measure a run's links and search for a better plan (option --replan). Return the exit code of
-    the command.
-
-    Args:
-        home: The home of the run.
-        options: The options of the command.
-        go_on: Function that resumes the run.
-        report: Function that prints a line for the user.
-
-    Raises RoadtrainError. A run that was running is resumed even after an error.
-    """
+    the command. `go_on`: function that resumes the run. Raises RoadtrainError. A run that was
+    running is resumed even after an error."""
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
     run = planned_run(home)
@@ -228,18 +220,9 @@ def search_again(
     cluster: Cluster,
 ) -> SearchResult:
     """Search for plans of a cluster that can continue the run, or for plans of any kind if the
-    options name a new run.
-
-    Args:
-        run: The inputs from which the run was planned.
-        constants: The constants of the simulator.
-        options: The options of the replan command.
-        leaves_out: True if a plan may leave out hosts that had workers.
-        cluster: The cluster to search.
-
+    options name a new run. `leaves_out`: True if a plan may leave out hosts that had workers.
     Raises ConfigError if no plan can divide the batch, or if a host that must not be left out is
-    not in the cluster.
-    """
+    not in the cluster."""
     computed = {host.name for host in run.machines.worker_hosts}
     there = {host.name for kind in cluster.workers for host, _ in machines_of_kind(kind)}
     if not leaves_out and (lost := sorted(computed - there)):
@@ -371,8 +354,8 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
 def _search_and_write(
     home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Search for a better plan, report the result, and write the plan. Return the path of the copy
-    of the old plan if the run's plan.toml was replaced, else None."""
+    """Search for a better plan, report it, and write it. Return the path of the copy of the old
+    plan if the run's plan.toml was replaced, else None."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in describe(found, measured):
@@ -383,8 +366,8 @@ def _search_and_write(
 def _written(
     home: RunHome, found: ReplanResult, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Write the plan to the file that the options name and, if the plan is adopted, to the run's
-    plan.toml. Return the path of the copy of the old plan if plan.toml was replaced, else None."""
+    """Write the plan to the file that the options name and to the run's plan.toml, if it is
+    adopted. Return the path of the copy of the old plan, or None."""
     text = found.plan_file.to_toml().encode()
     if options.write_plan or options.new_run:
         path = Path(options.write_plan or f"{options.new_run}.plan.toml")

@@ -78,14 +78,9 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of checking a rule.
-
-    Attributes:
-        name: The rule's name.
-        cases: The number of cases that were compared.
-        failures: A line for each difference that was found.
-        bytes_per_s: Bytes that one thread reads and writes per second when it applies the rule.
-    """
+    """The result of checking a rule. `cases`: the number of compared cases. `failures`: a line for
+    each difference. `bytes_per_s`: bytes that one thread reads and writes per second when it
+    applies the rule."""
 
     name: str
     cases: int

@@ -2,8 +2,8 @@
 
 A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
 all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
-any number of workers. The last tokens of each of 64 sections of the text are held out, so that the
-held-out text resembles the training text. All tokens are kept in memory. Nothing is downloaded.
+any number of workers. Parts of the whole text are held out, so that the held-out text resembles the
+training text. All tokens are kept in memory. Nothing is downloaded.
 """
 
 # B = rows of a batch, T = seq_len

@@ -1,9 +1,9 @@
 """Export and import between a run directory and a folder in `transformers` format, tensor by
 tensor.
 
-An export reads the store and does not build the model. The exported folder contains parameters in
-the compute dtype, buffers of the last commit, config.json, and the tokenizer if the run has one. An
-import creates a run directory with a placed model at step 0 and a job.toml.
+The exported folder contains parameters in the compute dtype, buffers of the last commit,
+config.json, and the tokenizer if the run has one. An import creates a run directory with a placed
+model at step 0 and a job.toml.
 """
 
 from __future__ import annotations

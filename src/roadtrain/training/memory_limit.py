@@ -1,8 +1,8 @@
 """A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
-Linux's RLIMIT_DATA counts all private writable memory, touched or not, but no code of libraries and
-no shared memory. An allocation that would exceed the limit fails, so the process ends with an error
-message instead of being killed. Each process of a job has its own limit.
+The limit counts all private writable memory, touched or not, but no code of libraries and no shared
+memory. An allocation that would exceed the limit fails, so the process ends with an error message
+instead of being killed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Metrics: the file `metrics.jsonl` of a run directory, with exactly one line per step.
 
-Line N (counted from 1) is on disk before step N can be committed. Therefore, a resumed run lacks no
-lines. It removes a torn last line and the lines of steps that were not committed. Removed lines are
-moved to another file, never deleted. This module does not import torch, because `roadtrain status`
-reads the file too.
+Line N (counted from 1) is on disk before step N can be committed, so a resumed run lacks no lines.
+Resuming moves the lines of steps that were not committed to another file. Does not import torch,
+because `roadtrain status` reads the file too.
 """
 
 from __future__ import annotations

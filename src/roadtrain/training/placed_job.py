@@ -123,11 +123,8 @@ class PlacedJob:
         return self._of_all(record, common)
 
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
-        """Return `own` with the mean loss and the total number of tokens of all workers.
-
-        With a delay, worker 0 reports its own loss instead of the mean, and a key "loss_of" that
-        says so. Other workers return `own` unchanged.
-        """
+        """Return `own` with the mean loss and the total number of tokens of all workers; with a
+        delay, with the loss of worker 0. Other workers than worker 0 return `own` unchanged."""
         if self.words is None or self.rank:
             return own
         if self.words.lag or common is None:

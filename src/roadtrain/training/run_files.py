@@ -23,10 +23,7 @@ def lines_of(job: Job, rank: int = 0) -> Path:
 
 def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = False) -> Mark:
     """Open the mark of the job's run directory: the record of the run's store (storage/mark.py).
-
-    `reads`: whether the caller only reads the store, so that a missing store is an error. A restart
-    by torchrun ignores run.new_store, which applies to the first start only.
-    """
+    `reads`: whether the caller only reads the store, so that a missing store is an error."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
     lines = lines_of(job)

@@ -1,8 +1,8 @@
 """A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
-A staged job has the same losses as a placed job, because the micro-batches of a step have the same
-data. (Models with dropout are an exception, because the two kinds of jobs seed random numbers
-differently.) Process 0 writes the files of the run directory, and all processes write snapshots.
+A staged job has the same losses as a placed job, except with dropout, because the micro-batches of
+a step have the same data. Process 0 writes the files of the run directory, and all processes write
+snapshots.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`roadtrain status`: step, loss, rates, bytes written and the endurance of disks, read from a run
-directory.
+directory, and the state of the run's servers, switches and reducers.
 
-For a run with servers, switches or reducers, the command also asks each of these nodes what the
-node does and waits for. The nodes answer during training. The endurance of a disk is the number of
-bytes that its data sheet allows to be written (TBW, in decimal terabytes). It is compared with the
-bytes that this run has written, without write amplification inside the disk. This module does not
-import torch.
+The endurance of a disk is the number of bytes that its data sheet allows to be written (TBW, in
+decimal terabytes). It is compared with the bytes that this run has written, without write
+amplification inside the disk. Does not import torch.
 """
 
 from __future__ import annotations

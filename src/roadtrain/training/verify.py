@@ -1,9 +1,8 @@
 """verify(): trains a few steps of the user's job in three variants, and compares the results bit
 for bit.
 
-In variant "placed", the model is placed as in the job, in a temporary store. In variant "in RAM",
-the model is placed in RAM. In variant "plain", the same update rules are applied to whole tensors
-of an ordinary torch model. The deviation of torch's own optimizer, which is due to rounding, is
+The model is placed as in the job (in a temporary store), placed in RAM, or an ordinary torch model
+with the same update rules. The deviation of torch's own optimizer, which is due to rounding, is
 also reported.
 """
 
@@ -103,8 +102,8 @@ class _RefParam:
 
     Attributes:
         master: The fp32 values, flat.
-        arrays: The rule's state arrays, in the order of `rule.arrays`.
-        row: The rule's scalars, in the order of `rule.scalars`.
+        arrays: The rule's state arrays.
+        row: The rule's scalars.
         shadow: A copy of the parameter that is trained by torch's own optimizer.
         grid: Offsets of the segments whose sums of squares are added, the same as on servers.
         held: The values of the gradient while `p.grad` is a PlacedGrad (without values), else None.

@@ -169,7 +169,7 @@ class RunStateMachine:
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
         """Handle the end of workers that were stopped to move to other hosts. The loss of a host
-        counts as a failure, so that repeated losses end the run."""
+        counts as a failure."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -305,13 +305,7 @@ class RunStateMachine:
 
     def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
         """If a worker runs on a host, stop all workers, so that they restart on other hosts. Return
-        True if this call stops the workers.
-
-        Args:
-            host: The host.
-            cause: A text that says what happens to the host, for the user.
-            grace_s: Time for the workers to end, in seconds.
-        """
+        True if this call stops them. `cause`: what happens to the host, for the user."""
         running = self.workers.phase is ProcessPhase.RUNNING and self.phase is RunPhase.GOING
         if not running or host not in self.worker_hosts:
             return False
@@ -429,8 +423,7 @@ class RunStateMachine:
         return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
 
     def _lost_replicated(self) -> list[str]:
-        """Return the names of the servers that are on lost hosts and have a replica. If there are
-        two or more, both copies of a chunk may be lost."""
+        """Return the names of the servers that are on lost hosts and have a replica."""
         places = self.places.items()
         return [name for name, place in places if place.replicated and place.host not in self.here]
 

@@ -3,9 +3,8 @@ WorkerMailbox passes messages between the supervisor and the workers, because ac
 cannot be called by name.
 
 An actor buffers events, so that a new supervisor can fetch what the old supervisor has not fetched.
-If a ServedProcess is killed, Ray restarts the actor, which starts its process again. If only the
-process has ended, the supervisor creates a new actor. If the supervisor's own actor is lost with
-its node, each ServedProcess ends itself.
+If a ServedProcess is killed, Ray restarts it. If only its process has ended, the supervisor creates
+a new actor. Services end themselves if the supervisor's own actor is lost with its node.
 
 The arguments of an actor contain the run's token. Ray sends arguments unencrypted, unless TLS is on
 in Ray. So Ray's ports must be inside a trusted network (docs/guides/launch.md).
@@ -54,9 +53,9 @@ class EventBatch:
 
 
 class EventLog:
-    """A bounded log of events that the supervisor polls. Thread-safe. Lines of output and other
-    events have separate buffers, so that many lines never push out other events. Invariant: a
-    buffer keeps at most the last 5000 events, with their sequence numbers."""
+    """A bounded log of events that the supervisor polls. Thread-safe. Many lines of output never
+    push out other events. Invariant: at most the last 5000 lines, and the last 5000 other events,
+    are kept."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex

@@ -2,8 +2,7 @@
 ends. Does NOT restart the process.
 
 The process has an agent of its own (launch/agent.py), which kills the process when the holder is
-killed. The kernel cannot do this, because the holder has several threads: it would kill the process
-as soon as the thread that started the process ends.
+killed. The kernel cannot do this for a holder with several threads.
 """
 
 from __future__ import annotations
@@ -28,14 +27,8 @@ ProcessEvent = Output | ProcessEnded
 
 
 class HeldProcess:
-    """A process and its agent.
-
-    Args:
-        process: The process to run.
-        mark: A label of the run's processes (see HostAgents).
-        emit: Function that gets an Output for each line of the process, and then a ProcessEnded. It
-            is called in the thread of this object and must return quickly.
-    """
+    """A process and its agent. `emit`: function that gets an Output for each line of the process,
+    and then a ProcessEnded. It is called in the thread of this object and must return quickly."""
 
     def __init__(self, process: Process, mark: str, emit: Callable[[ProcessEvent], None]) -> None:
         self.process = process

@@ -116,12 +116,9 @@ def nodes() -> list[RayNode]:
 
 def request_nodes(places: Sequence[Mapping[str, int]]) -> None:
     """Ask Ray's autoscaler to keep enough nodes for the resources in `places`, and to replace nodes
-    that die. (The autoscaler does not replace the node of an actor that is bound to a node.)
-
-    An empty sequence withdraws the request. A cluster has only one such request, so this call
-    replaces the request of any other program. In a cluster without an autoscaler, the call has no
-    effect.
-    """
+    that die. (The autoscaler does not replace the node of an actor that is bound to a node.) An
+    empty sequence withdraws the request. A cluster has only one such request, so this call replaces
+    the request of any other program."""
     with suppress(RayError, RuntimeError, OSError):
         request_resources(bundles=[dict(place) for place in places])
 

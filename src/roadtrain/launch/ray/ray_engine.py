@@ -92,11 +92,11 @@ class RayEngine:
 
     Args:
         hosts: The plan's hosts.
-        mark: The name of the run on the cluster. The names of service actors begin with this name.
+        mark: The name of the run on the cluster, with which the names of service actors begin.
         spares: The plan's spare hosts.
         addresses: For a host name, the address of the host's node in earlier starts of the run.
-        begun: If True, an earlier engine has started the run, and its running services are kept. If
-            False, running services with the same names belong to an earlier launch and are ended.
+        begun: If True, running services of the run are kept. If False, they belong to an earlier
+            launch and are ended.
         directory: The directory for files of Ray Train.
 
     Raises:
@@ -312,8 +312,7 @@ class RayEngine:
         service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _drain_mailbox(self) -> None:
-        """Read all remaining events of the workers after the workers have ended. A poll in flight
-        may miss the last events, so send a second poll."""
+        """Read all remaining events of the workers after the workers have ended."""
         mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
         while in_flight:
             in_flight = mailbox.poll is not None
@@ -387,7 +386,7 @@ class RayEngine:
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
     """Return (actor, process, node id) for each running service of a run, by the name of the
-    process. `mark`: the name of the run on the cluster."""
+    process."""
     found = {}
     for actor in service_actors(mark):
         try:

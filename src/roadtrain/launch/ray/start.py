@@ -4,8 +4,8 @@ launched the run. Ray restarts a killed actor, which restarts the supervisor. So
 the end of its launcher.
 
 The supervisor is a Ray driver of its own, so that the workers and their placement groups end with
-it, and not with the launcher. A restarted supervisor finds the services and restarts the workers.
-The run's home is on the node of the actor, so all commands on the run must be given on that node.
+it. The run's home is on the node of the actor, so all commands on the run must be given on that
+node.
 """
 
 from __future__ import annotations
@@ -36,15 +36,8 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 class SupervisedRun:
     """The actor that runs the supervisor of a run, and restarts it after a failure, until the run
-    has ended.
-
-    Args:
-        path: The directory of the run's home.
-        name: The name of this actor.
-        environment: Environment variables of the supervisor.
-        launched: The time at which the run was launched or resumed. If the run's state has another
-            time, the run was resumed by a later command.
-    """
+    has ended. `path`: the directory of the run's home. `name`: the name of this actor. `launched`:
+    the time of this launch; a run with another time was resumed by a later command."""
 
     def __init__(
         self, path: str, name: str, environment: dict[str, str], launched: float | None
@@ -71,8 +64,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. Record the run as failed if the supervisor
-        ends soon after its start several times in a row."""
+        """Run the supervisor until the run has ended, or has failed because the supervisor ends
+        soon again and again."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
@@ -142,8 +135,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait until no actor has a name, because the actor of a run that has just ended may still
-    exist. Raises LaunchError if the actor does not end."""
+    """Wait until the actor of an earlier run with this name has ended. Raises LaunchError if it
+    does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(

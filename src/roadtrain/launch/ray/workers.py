@@ -1,14 +1,12 @@
 """Run the workers with Ray Train. Each attempt has a trainer, and each train function of the
 trainer runs one `train` process.
 
-The resources of a worker are bound to a node by the node's id, so that each host of the plan gets
-exactly its workers. A train function gets its worker from WorkerMailbox, because Ray assigns ranks
-in its own order. Ray Train stops at the first failure, and the supervisor restarts the workers with
-a new trainer, because it must announce the restart and may choose other hosts.
-
-Two private callbacks of Ray Train are disabled. One cleans up placement groups, which takes up to
-10 s and is not needed, because placement groups end with this driver. The other watches for
-preempted nodes, like nodes.py.
+The resources of a worker are bound to a node, so that each host of the plan gets exactly its
+workers. A train function gets its worker from WorkerMailbox, because Ray assigns ranks in its own
+order. Ray Train stops at the first failure, and the supervisor restarts the workers with a new
+trainer, because it must announce the restart and may choose other hosts. Two private callbacks of
+Ray Train are disabled: the cleanup of placement groups, which is slow and not needed, and the watch
+for preempted nodes, which nodes.py does.
 """
 
 from __future__ import annotations
@@ -91,11 +89,9 @@ class WorkerTrainer(DataParallelTrainer):
 
 
 def run_worker(config: Mapping[str, Any]) -> None:
-    """Run one worker to its end, as the train function of Ray Train.
-
-    Raises LaunchError if the worker fails without a stop request. (After a stop request, Ray Train
-    would kill the other workers, which must finish their step.)
-    """
+    """Run one worker to its end, as the train function of Ray Train. Raises LaunchError if the
+    worker fails without a stop request. (After a stop request, Ray Train would kill the other
+    workers, which must finish their step.)"""
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
@@ -115,8 +111,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post the events of a worker to the mailbox until the worker ends. Return the worker's
-    ProcessEnded, and True if the worker was asked to end."""
+    """Post the events of a worker to the mailbox until the worker ends. Return its ProcessEnded,
+    and True if it was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
         events = _drained(pending)
@@ -145,13 +141,8 @@ def _drained(pending: queue.SimpleQueue[ProcessEvent]) -> list[ProcessEvent]:
 
 
 class RayWorkers:
-    """The workers of an attempt, as the supervisor sees them.
-
-    Args:
-        workers: The workers.
-        mailbox: The WorkerMailbox actor that hands out the workers to train functions.
-        fit: Function that runs the workers and returns when all workers have ended.
-    """
+    """The workers of an attempt, as the supervisor sees them. `fit`: function that runs the workers
+    and returns when all of them have ended."""
 
     def __init__(self, workers: WorkerSet, mailbox: Any, fit: Callable[[], object]) -> None:
         self.attempt = workers.attempt
@@ -245,17 +236,9 @@ def ray_workers(
     mark: str,
     directory: Path | None = None,
 ) -> RayWorkers:
-    """Start the workers of an attempt.
-
-    Args:
-        workers: The workers.
-        nodes: The node of each host.
-        mailbox: The WorkerMailbox actor.
-        mark: The name of the run on the cluster.
-        directory: The directory for files of Ray Train.
-
-    Raises LaunchError if a node has too few processors or devices.
-    """
+    """Start the workers of an attempt. `nodes`: the node of each host. `mark`: the name of the run
+    on the cluster. `directory`: the directory for files of Ray Train. Raises LaunchError if a node
+    has too few processors or devices."""
     places: dict[str, list[Process]] = {}
     for process in workers.processes:
         places.setdefault(nodes[process.host].node_id, []).append(process)
@@ -313,9 +296,8 @@ def trainer_of(
 
 
 def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """Return the number of threads per worker for each host. All workers on a machine get equal
-    shares of its processors, even if several nodes run on it. (By default, Ray gives a worker one
-    thread.)"""
+    """Return the number of threads per worker for each host: equal shares of the processors of a
+    machine, even if several nodes run on it. (By default, Ray gives a worker one thread.)"""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
     return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
