@@ -216,8 +216,8 @@ def _in_use(host: LiveHost) -> bool:
 
 
 def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if the workers of a host should compute on devices, according to the job or the
-    plan."""
+    """Return True if the workers of a host should compute on devices, according to the job, the
+    devices of the worker hosts, or the plan."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
     others = any(other.seen.devices for other in hosts if other.plan.workers)

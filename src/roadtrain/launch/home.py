@@ -311,8 +311,8 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 def _state_after(before: RunState) -> RunState:
     """Return a state from which the run can safely continue after its newest state was lost.
-    `before`: the state that was saved before the lost state. In case the run has started another
-    attempt and committed a step since then, both are assumed."""
+    `before`: the state that was saved before the lost state. The run may have started another
+    attempt and committed a step since then, so the returned state assumes both."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -3,8 +3,8 @@
 Each host is a network namespace and has an even share of the processors. Network cards, SSDs and
 the links between switches have the rates of the plan's cluster. Each host has private directories
 at the mount points of its SSDs and at /dev/shm, and shares the rest of the file system with this
-machine. Private files are kept after the run, in `directory` and in this machine's /dev/shm, so
-that the run can be resumed. Does NOT emulate devices or latency.
+machine. Private files are kept after the run, so that the run can be resumed. Does NOT emulate
+devices or latency.
 
 The lab has these verbs (`LaunchEngine.run_verb`):
 

@@ -191,14 +191,13 @@ class ResolvedRun:
         """Return the workers of an attempt.
 
         Args:
-            hosts: The names of the hosts on which to run, in rank order. Hosts of the plan may be
-                missing, and spare hosts may be included.
+            hosts: The names of the hosts on which to run, in rank order; may lack hosts of the plan
+                and include spare hosts.
             attempt: The number of this start of the workers.
-            reducers: The hosts whose reducers the workers use. If None, the hosts of the plan's
-                reducers.
+            reducers: The hosts whose reducers the workers use; None for the plan's reducers.
             committed: A step that is known to be committed, or -1.
-            begins_anew: True if no step was committed. If False, `run.new_store` is set to false
-                in the job, because this key could discard the committed training.
+            begins_anew: True if no step was committed. Otherwise, the workers ignore
+                `run.new_store`, which could discard the committed training.
 
         Raises:
             ConfigError: Workers cannot run on these hosts, for example because the batch cannot be
@@ -286,8 +285,8 @@ class ResolvedRun:
         return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
-        """Return a text on the state of the run that only the hosts in `lost` have, or "" if the
-        run can go on without them."""
+        """Return a text on the state of the run that would be lost with the hosts in `lost`, or
+        ""."""
         job = self.job
         serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
@@ -317,8 +316,8 @@ class ResolvedRun:
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
     def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
-        """Return True if the plan's predictions apply to these hosts: each runs the planned number
-        of workers. A spare host may replace a host of the plan."""
+        """Return True if the plan's predictions apply to these hosts, because each runs the planned
+        number of workers."""
         planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
         others = {host.name for host in there} - {host.name for host in planned}
         return len(there) == len(planned) and all(
@@ -363,18 +362,10 @@ class ResolvedRun:
 def resolve(
     plan_file: PlanFile, job: Job, *, name: str, addresses: Mapping[str, str], token: str
 ) -> ResolvedRun:
-    """Combine a plan and a job into a run.
-
-    Args:
-        plan_file: The plan.
-        job: The user's job.
-        name: The name of the run.
-        addresses: The addresses of hosts, with precedence over those in the plan.
-        token: The secret shared by the run's processes.
-
-    Raises ConfigError if the plan has no machines, is for another model, lacks services of its
-    placement, or contradicts the job.
-    """
+    """Combine a plan and a job into a run. `name`: the name of the run. `addresses`: addresses of
+    hosts, with precedence over those in the plan. `token`: the secret shared by the run's
+    processes. Raises ConfigError if the plan has no machines, is for another model, lacks services
+    of its placement, or contradicts the job."""
     machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:
@@ -412,8 +403,8 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
 
 
 def _text_of(job: Job) -> str:
-    """Return the content of job.toml for the hosts. It omits the default data.paths, because each
-    host has this text in its own installation. (Workers check that they have the same text.)"""
+    """Return the content of job.toml for the hosts, without the default data.paths, whose text each
+    host has in its own installation."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 

@@ -71,17 +71,10 @@ def resume_run(
     *,
     paused: bool = False,
 ) -> int:
-    """Resume a run that has ended, and print its log until the run ends again. Return the exit code
-    of the command.
-
-    Args:
-        name: The name of the run.
-        if_launcher_dies: "keep" or "stop", as in `launch`.
-        detach: If True, return at once, without printing the log.
-        ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
-        paused: True if a replan command has stopped the run and now resumes it, unless the user has
-            stopped the run in the meantime.
-    """
+    """Resume a run that has ended, and print its log until the run ends again, unless `detach` is
+    True. Return the exit code of the command. `ray_address`: the HOST:PORT of the Ray cluster's
+    head; "" for the recorded address. `paused`: True if a replan command has stopped the run and
+    now resumes it, unless the user has stopped the run in the meantime."""
     home = existing_run(name)
     with home.starting():
         if paused and home.state().why == USER_ASKED:
@@ -122,9 +115,9 @@ def show_logs(name: str) -> int:
 
 
 def tell_host(verb: str, run_and_host: str, *words: str) -> int:
-    """Announce to a run's engine that a host leaves or comes, and print the engine's reply. Return
-    the exit code of the command. `verb`: "leaves" or "comes". `run_and_host`: the text NAME:HOST.
-    `words`: the arguments after the host."""
+    """Announce to a run's engine that a host leaves or comes (`verb`), and print the engine's
+    reply. Return the exit code of the command. `run_and_host`: the text NAME:HOST. `words`: the
+    arguments after the host."""
     name, _, host = run_and_host.partition(":")
     if not host:
         raise ConfigError(f"--{verb} {run_and_host} names no host", hint=f"--{verb} NAME:HOST")

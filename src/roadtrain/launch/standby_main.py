@@ -1,8 +1,8 @@
-"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor.
+"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. Does NOT
+import torch.
 
 The standby waits until the supervisor is gone. If the run has not ended by then, the standby
-becomes the supervisor. All processes of the run have ended with the old supervisor, so the standby
-starts them again, from the committed step. Does NOT import torch.
+becomes the supervisor, and starts all processes again, from the committed step.
 """
 
 from __future__ import annotations

@@ -21,18 +21,10 @@ OURS = "roadtrain: "  # prefix of the error messages of roadtrain's command line
 
 
 class StartedProcess:
-    """A child process. Invariant: the buffered output is bounded.
-
-    Args:
-        words: The arguments of the Python interpreter.
-        mark: The label that the process and its descendants have in an environment variable
-            (descendants.py).
-        on_line: Function that gets each line of the output.
-        directory: The working directory.
-        environment: Extra environment variables.
-
-    Raises OSError if the process cannot be started.
-    """
+    """A child process. Invariant: the buffered output is bounded. `words`: the arguments of the
+    Python interpreter. `mark`: the label of the process and its descendants (descendants.py).
+    `on_line`: function that gets each line of the output. Raises OSError if the process cannot be
+    started."""
 
     def __init__(
         self,

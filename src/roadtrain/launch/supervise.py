@@ -80,9 +80,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor of this start has passed the checks, and so may have
-    started processes. Then an error is not the end of the run, because another supervisor tries
-    again."""
+    """Return True if an earlier supervisor of this start may have started processes. Then an error
+    is not the end of the run, because another supervisor tries again."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -138,8 +137,8 @@ def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[Resolve
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """Call `write`. If the disk is full, only log the problem if `goes_on` is True, because a full
-    disk must not end a run that has begun. Otherwise, raise FullError."""
+    """Call `write`. A full disk raises FullError, or is only logged if `goes_on` is True, because a
+    full disk must not end a run that has begun."""
     try:
         write()
     except FullError as error:

@@ -1,10 +1,8 @@
 """Supervisor: the main loop of a launched run. It passes the engine's events to the state machine
 (launch/protocol/run_state.py), makes the engine carry out the resulting actions, serves requests
-from the control socket, and writes logs and state to the run's home.
+from the control socket, and writes logs and state to the run's home. Has one thread.
 
-The supervisor has one thread. It reads the committed step from worker 0's host only when a process
-has ended, when workers restart, and for `roadtrain status`. Does NOT decide about restarts (the
-state machine does), and does NOT import torch.
+Does NOT decide about restarts (the state machine does), and does NOT import torch.
 """
 
 from __future__ import annotations
@@ -50,14 +48,10 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """Return the facts about a run that the state machine needs.
-
-    Args:
-        run: The run.
-        first_attempt: The number of the first attempt that this supervisor will start.
-        committed: The last committed step, or -1 if it is unknown.
-        can_run_on: Function that returns the reason why workers cannot run on given hosts, or "".
-    """
+    """Return the facts about a run that the state machine needs. `first_attempt`: the number of the
+    first attempt that this supervisor will start. `committed`: the last committed step, or -1 if it
+    is unknown. `can_run_on`: function that returns the reason why workers cannot run on given
+    hosts, or ""."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
     grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
     return m.RunFacts(
@@ -82,17 +76,9 @@ def facts_of(
 
 
 class Supervisor:
-    """The supervisor of a run.
-
-    Args:
-        run: The run.
-        engine: The engine that runs the processes.
-        home: The home of the run. Its state.json has the attempt and the step from which the
-            supervisor continues.
-        logs: The open logs of the run.
-        ends_with_launcher: If True, the run ends when its launcher ends.
-        each_turn: Function that is called several times a second with the monotonic time.
-    """
+    """The supervisor of a run, which continues from the attempt and the step in state.json.
+    `ends_with_launcher`: True if the run ends when its launcher ends. `each_turn`: function that is
+    called several times a second with the monotonic time."""
 
     def __init__(
         self,
@@ -201,8 +187,8 @@ class Supervisor:
         self._feed(event)
 
     def _add_host(self, event: m.HostJoined) -> m.HostJoined:
-        """Add the host of `event` to the run, and return the event for the state machine, with
-        `workers` = 0 for a spare host that cannot run workers."""
+        """Add the host of `event` to the run. Return the event, with `workers` = 0 if the host
+        cannot run workers."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(host.name == event.host for host in self._run.machines.spares)
@@ -336,8 +322,8 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the reply to a status request: the supervisor's state, and the status of the run
-        from the first host of each pipeline stage."""
+        """Return the supervisor's state, and the status of the run from the first host of each
+        pipeline stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -357,7 +343,7 @@ class Supervisor:
 
     def _measure(self) -> None:
         """Measure the links after all processes have ended, while the engine still has its hosts. A
-        failure is only logged: the replan command then resumes the run with the old plan."""
+        failure is only logged."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:

@@ -1,10 +1,9 @@
 """Code that write_slurm.py and write_kubernetes.py share for `launch --write`: the command that
-starts workers with torchrun, checks, and notes for the user.
+starts workers with torchrun, checks, and notes for the user. Does NOT write files.
 
-torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
-port, so that ranks are those of the plan. torchrun does not restart its workers, because the
-torchruns of different hosts count restarts independently. Instead, the Slurm script or Kubernetes
-restarts all torchruns of the run. Does NOT write files.
+torchrun runs on each host with a fixed node rank, so that ranks are those of the plan. torchrun
+does not restart its workers, because the torchruns of different hosts count restarts independently.
+Instead, the Slurm script or Kubernetes restarts all torchruns of the run.
 """
 
 from __future__ import annotations
@@ -32,14 +31,8 @@ def first_worker(run: ResolvedRun) -> Process:
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
     """Return the arguments of the Python interpreter that start torchrun on a host, to be followed
-    by those of the worker.
-
-    Args:
-        run: The run.
-        node_rank: The rank of the host among the hosts with workers.
-        workers: The number of workers of the host.
-        start: The id of this start of the workers.
-    """
+    by those of the worker. `node_rank`: the rank of the host among the hosts with workers.
+    `workers`: its number of workers. `start`: the id of this start of the workers."""
     return (
         *TORCHRUN,
         f"--nnodes={len(run.worker_hosts)}",
@@ -71,8 +64,8 @@ def check_for_files(run: ResolvedRun) -> None:
 
 
 def with_device(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with run.device set to `cuda` in the job, unless the job sets it or some
-    workers have no accelerators. A worker that sees no accelerator then fails, instead of silently
+    """Return the run with run.device set to `cuda` in the job, unless it is set or some workers
+    have no accelerators. A worker that sees no accelerator then fails, instead of silently
     computing on processors (Rule 6)."""
     if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
         return run

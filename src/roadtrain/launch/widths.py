@@ -1,9 +1,8 @@
 """job_on(): adapt a job to a number of workers that differs from the plan.
 
 All workers together still compute the same number of micro-batches per step, so that the losses
-stay the same. Without pipeline stages, each worker computes more or fewer micro-batches per step.
-With pipeline stages, each stage gets more or fewer replicas. Does NOT check whether the workers
-have the state of the run (`ResolvedRun.can_run_on`) or enough memory (checks.py).
+stay the same. Does NOT check whether the workers have the state of the run
+(`ResolvedRun.can_run_on`) or enough memory (checks.py).
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
     Job           runs the workers of one host with torchrun; restarts until all workers are done
 
-A pod runs on the node that the plan names and uses the node's network and shared memory. The plan
-states addresses, ports and directories, so the cluster's DNS is not used. The namespace of the pods
-must allow hostNetwork, hostIPC and hostPath. There is one Job per host, because an indexed Job
-cannot assign its pods to nodes in order. Host names must be node names. Does NOT contact
+A pod runs on the node that the plan names, with the node's network and shared memory. The namespace
+of the pods must allow hostNetwork, hostIPC and hostPath. Host names must be node names. There is
+one Job per host, because an indexed Job cannot assign its pods to nodes in order. Does NOT contact
 Kubernetes, and does NOT build an image.
 """
 
@@ -96,9 +95,8 @@ def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
 
 
 def name_of(text: str) -> str:
-    """Return a valid name or label of a Kubernetes object, derived from `text`, by the strictest
-    rule (RFC 1035, for the names of Services). A name that had to be changed or cut ends with a
-    hash, so that different texts have different names."""
+    """Return a valid name or label of a Kubernetes object, derived from `text` (RFC 1035). A name
+    that had to be changed ends with a hash, so that different texts have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -213,16 +211,9 @@ class _RunObjects:
         made: Iterable[str],
         read: Iterable[str] = (),
     ) -> Tree:
-        """Return a pod template that mounts directories of the node at the same paths.
-
-        Args:
-            process: The name of the process, for the labels.
-            host: The node's name.
-            container: The container, without its mounts.
-            files: The files of the process.
-            made: Directories of the node that are created if they do not exist.
-            read: Directories of the node that must exist.
-        """
+        """Return a pod template that mounts directories of the node at the same paths: `made` are
+        created if they do not exist, `read` must exist. `process`: its name, for the labels.
+        `host`: the node's name. `container`: the container, without its mounts."""
         made = [self.run.directory, *made]
         roots = _roots([*made, *read])
         on_node = {f"path-{number}": path for number, path in enumerate(roots)}

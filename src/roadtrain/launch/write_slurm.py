@@ -66,8 +66,8 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if the output would replace a file that `launch --write` has not written.
-    Files without a mark may be replaced only beside a run.sbatch of `launch --write`."""
+    """Raise ConfigError if the output would replace a file that `launch --write` has not
+    written."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -84,8 +84,8 @@ def slurm_script(run: ResolvedRun) -> str:
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Return the names of the hosts that need each number of GPUs. Slurm runs the batch script on
-    the first host of the first group."""
+    """Return the hosts by the number of GPUs that they need. The first host of the first group runs
+    the batch script."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -159,9 +159,8 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield shell code that sets the hosts of each worker step, and for each host its component of
-    the Slurm job and its number of GPUs. All workers of a component are one Slurm step, so that one
-    signal reaches them."""
+    """Yield shell code that sets the hosts of each worker step, and each host's component of the
+    Slurm job and number of GPUs."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
@@ -181,6 +180,6 @@ def _service(process: Process) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """Return a word quoted for the shell. A word that ends with $rank, $workers or $start is in
-    double quotes, so that the shell expands the variable."""
+    """Return a word quoted for the shell, which still expands $rank, $workers or $start at its
+    end."""
     return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

@@ -203,7 +203,7 @@ class HostMap:
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
         """Return True if a node has enough processors and devices for a host that had a node
-        before. The first node of a host is always large enough."""
+        before. Any node is large enough for a host that never had one."""
         if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)

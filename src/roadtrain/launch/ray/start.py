@@ -64,8 +64,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended, or has failed because the supervisor ends
-        soon again and again."""
+        """Run the supervisor until the run has ended. After several early ends in a row, record the
+        run as failed."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
