@@ -486,7 +486,6 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Return a dict from each attribute in `names` to its minimum over the objects `parts`."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 

@@ -310,9 +310,8 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """Check that `job`, read from the file `path`, does not train in the original of a copied run
-    directory. Raises ConfigError if `path` is in a copied or moved run directory and `job` still
-    refers to the original."""
+    """Raise ConfigError if `path` is in a copied or moved run directory, but `job`, which was read
+    from `path`, still trains in the original."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -407,8 +406,7 @@ def _check_key(key: str) -> None:
 
 
 def _flag(key: str) -> bool:
-    """Return True, the value of an option that was given without a value. Raises ConfigError if the
-    option is not a flag."""
+    """Return True, the value of a flag. Raises ConfigError if the option `key` is not a flag."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True

@@ -64,7 +64,7 @@ def check_model(planned: PlannedModel, job: Job) -> None:
 
 
 def _config_of(job: Job) -> Mapping[str, Any]:
-    """Return the model's config, or {} if the config cannot be read."""
+    """Return the model's config, or {} if it cannot be read."""
     if not job.model.pretrained:
         return job.model.config
     try:

@@ -10,8 +10,7 @@ A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h
 et al., 2022, section 4). The second term is absent if attention is fused and keeps no s x s matrix.
 A layer with a gated MLP has no dropout. Per token, it saves the inputs and outputs of two norms (4
 h elements), queries, keys, values, the attention's result, and 3 vectors of the MLP's inner width.
-Logits are counted separately. Attention is counted in full, although the causal mask needs only
-half of the scores.
+Attention is counted in full, although the causal mask needs only half of the scores.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)

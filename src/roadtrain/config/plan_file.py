@@ -1,8 +1,6 @@
-"""The file plan.toml, which contains a `Plan` for training a model on a cluster.
-
-The plan's keys are at the top of the file. Tables may contain the machines that run the plan
-(`Machines`), the predicted step time (`Predicted`), and the cluster and the model that the plan is
-for.
+"""The file plan.toml, which contains a `Plan` for training a model on a cluster. Its tables may
+contain the machines that run the plan (`Machines`), the predicted step time (`Predicted`), the
+cluster and the model.
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
 and where the update runs. Each name in the table PLACEMENTS, such as "ddp" or "zero3", stands for

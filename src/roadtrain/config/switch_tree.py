@@ -2,9 +2,9 @@
 
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
-The root is the server's switch. Without a server, the root is the switch that gives the tree with
-the fewest switches. Every switch of the tree must sum, because a switch that only forwards would
-pass on several partial sums instead of their total.
+The root is the server's switch. Without a server, it is the switch that gives the smallest tree.
+Every switch of the tree must sum, because a switch that only forwards would pass on several partial
+sums instead of their total.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buf
 
 
 def _forbid_in_child() -> None:
-    """Make all buffers inaccessible in a forked child, which would otherwise read zeros."""
     for memory in _mapped:
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
         _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)

@@ -34,9 +34,9 @@ def own_device(
     """Return the requested device with an index. Raises ConfigError if the device is missing or not
     supported.
 
-    For `cuda` without an index, the index is that of the current device if the program has set one
-    other than 0, else 0 if torch sees only one device, else the environment variable LOCAL_RANK.
-    This device also becomes the current device.
+    `cuda` without an index means the program's current device if it is not 0, else the only device,
+    else the device numbered by the environment variable LOCAL_RANK. This device also becomes the
+    current device.
     """
     try:
         device = torch.device(requested)

@@ -1,5 +1,5 @@
-"""AgentLink: the supervisor's connection to one agent. It starts the agent, sends orders and reads
-messages. Does NOT react to the end of an agent (agents.py)."""
+"""AgentLink: the supervisor's connection to one agent, which it starts. Does NOT react to the end
+of an agent (agents.py)."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Return a text that says for how long the agent has sent nothing, or "" if it has recently
-        sent a message."""
+        """Return a text if the agent has sent nothing for too long, else ""."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 
@@ -136,8 +135,8 @@ class AgentLink:
         self._process.kill()
 
     def wait(self) -> str:
-        """Wait for the agent to end, and kill it if it does not end in time. Return a text that
-        says how the agent ended."""
+        """Wait for the agent to end, and kill it if it is late. Return a text that says how it
+        ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):

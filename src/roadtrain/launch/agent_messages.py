@@ -1,5 +1,5 @@
-"""Messages between a supervisor and its agent on a host. Each message is a line of limited length
-with one JSON object. Does NOT do any I/O (agent.py, agent_link.py)."""
+"""Messages between a supervisor and its agent on a host: lines of limited length with one JSON
+object each. Does NOT do any I/O."""
 
 from __future__ import annotations
 

@@ -307,8 +307,8 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Remove the agent of a host, and wait until it has ended. Return a text that says how the
-        agent ended."""
+        """Remove the agent of a host, and wait for its end. Return a text that says how it
+        ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

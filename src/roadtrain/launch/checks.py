@@ -99,9 +99,8 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Return True if the plan's worker hosts and `hosts` share one run directory, which then
-    survives the loss of a host. Hosts that do not answer are assumed to share a directory on a
-    network file system."""
+    """Return True if the plan's worker hosts and `hosts` share one run directory. Hosts that do not
+    answer are assumed to share a directory on a network file system."""
     queried = (*run.worker_hosts, *hosts)
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
@@ -402,8 +401,7 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
 def _no_space(
     run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
-    """Yield a sentence on each file system that has too little free space for the stores that the
-    run would create."""
+    """Yield a sentence on each file system with too little free space for the run's new stores."""
     if shape is None:
         return
     plan = run.plan_file.plan

@@ -1,9 +1,6 @@
 """`python -m roadtrain.launch.committed`: report the last committed step of a run, on the host of
-worker 0.
-
-Reads {"directory": RUN} from stdin and writes {"step": N} to stdout; N is -1 if no step is
-committed. Imports only few modules, because it is run whenever a process ends.
-"""
+worker 0. Reads {"directory": RUN} from stdin and writes {"step": N} to stdout; N is -1 if no step
+is committed. Imports few modules, because it runs whenever a process ends."""
 
 from __future__ import annotations
 

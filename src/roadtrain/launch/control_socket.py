@@ -162,7 +162,7 @@ class ControlClient:
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
         """Send a request and return the reply. Raises LaunchError if the supervisor refuses the
-        request, does not answer in time or ends."""
+        request or does not answer."""
         try:
             self._socket.sendall(json.dumps({"verb": verb, "words": words}).encode() + b"\n")
             reply = json.loads(self._file.readline() or b"null")
@@ -186,7 +186,7 @@ class ControlClient:
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
     """Send one request over a new connection, and return the reply. Raises LaunchError if the
-    supervisor does not answer or refuses the request."""
+    supervisor refuses the request or does not answer."""
     with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 

@@ -17,8 +17,8 @@ from roadtrain.units import show_count
 
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
-    """Return a description of the launch of a run. `home`: the directory to which the launch would
-    write its files. Raises ConfigError if the workers do not fit the plan's hosts."""
+    """Return a description of the launch of a run. `home`: the directory for the files of the
+    launch. Raises ConfigError if the workers do not fit the plan's hosts."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts

@@ -1,9 +1,5 @@
 """ENGINES: the engines on which `roadtrain launch --on` can run processes: this host ("here"), a
-lab, or Ray.
-
-The module of an engine is imported on first use, because Ray is an optional dependency. Does NOT
-start anything.
-"""
+lab, or Ray. Modules are imported on first use, because Ray is optional. Does NOT start anything."""
 
 from __future__ import annotations
 
@@ -30,8 +26,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions that create an engine and supervise its runs, each as a text "module:function".
-    The module is imported when the function is needed."""
+    """The functions that create an engine and supervise its runs, each as a text
+    "module:function"."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
@@ -99,8 +95,7 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Return True if this host has a standby process of the run, which may have become the
-    supervisor."""
+    """Return True if this host has a standby process of the run, or a supervisor that was one."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 

@@ -126,9 +126,8 @@ class RunHome:
         return (self.path / "launch.json").is_file()
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """Write the files of a new run, and remove the files of a previous run of this name.
-        launch.json is removed first and written last, so that an interrupted launch leaves no run.
-        Raises StoreError if the files cannot be written."""
+        """Write the files of a new run, and remove those of a previous run of this name. An
+        interrupted launch leaves no run. Raises StoreError if the files cannot be written."""
         self._make()
         make_directory(self.log_directory)
         with typed_errors(self.path, "removing the files of the previous run"):
@@ -164,8 +163,8 @@ class RunHome:
 
     def write_state(self, state: RunState) -> None:
         """Write `state` to state.json, and keep the old content, if undamaged, as
-        state.before.json. Raises FullError if the disk is full, and StoreError if the write fails
-        for another reason."""
+        state.before.json. Raises FullError if the disk is full, and StoreError for another I/O
+        error."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
             try:
@@ -181,13 +180,10 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Return the state in state.json.
-
-        If the file is damaged or absent, call `report` with a line for the user, and derive a state
-        from state.before.json. This state has the phase "unknown", and a supervisor can continue
-        the run from it. Raises LaunchError if the files cannot be read or the run's home was
-        removed.
-        """
+        """Return the state in state.json. If the file is damaged or absent, call `report` with a
+        line for the user, and return a state with the phase "unknown" from which a supervisor can
+        continue the run. Raises LaunchError if the files cannot be read or the run's home was
+        removed."""
         path = self.path / "state.json"
         if (state := _whole_state(path)) is not None:
             return state
@@ -210,16 +206,16 @@ class RunHome:
         replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
 
     def addresses(self) -> dict[str, str]:
-        """Return the address of each host from addresses.json, or an empty mapping if no engine has
-        started the run yet."""
+        """Return the address of each host from addresses.json; empty before the first start of the
+        run."""
         path = self.path / "addresses.json"
         return _decoded(path, dict[str, str]) if path.exists() else {}
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Hold a lock that keeps other commands from writing this run's files and from starting its
-        supervisor. Raises LaunchError if another command has the lock, and StoreError if the home
-        is not writable."""
+        """Hold a lock within the `with` statement, so that no other command writes this run's files
+        or starts its supervisor. Raises LaunchError if another command has the lock, and StoreError
+        if the home is not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
@@ -231,7 +227,8 @@ class RunHome:
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
-        """Hold the lock of the run's supervisor. Raises LaunchError if another process has it."""
+        """Hold the lock of the run's supervisor within the `with` statement. Raises LaunchError if
+        another process has it."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             for _ in range(TRIES):  # no deadline, as this process may be frozen during the wait
                 if _lock(descriptor, fcntl.LOCK_EX):
@@ -246,7 +243,8 @@ class RunHome:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Wait, without a timeout, until the run's supervisor has ended. Then hold its lock."""
+        """Wait, without a timeout, until the run's supervisor has ended. Then hold its lock within
+        the `with` statement."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield

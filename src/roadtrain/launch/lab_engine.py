@@ -150,8 +150,8 @@ class LabEngine(HostAgents):
         return process
 
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
-        """Create the private directories of each host: one for /dev/shm, and one for each mount
-        point of the host's SSDs."""
+        """Create the private directories of each host: for /dev/shm, and for each mount point of
+        its SSDs."""
         for name in self._shape.hosts:
             own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,8 @@ class LabEngine(HostAgents):
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
-        """Remove the shared-memory files that killed processes have left in the hosts' /dev/shm,
-        but keep directories, which may be stores."""
+        """Remove the shared-memory files that killed processes have left, but keep directories,
+        which may be stores."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -203,8 +203,8 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Create the lab of a launch. A new run first removes the files that an older run of the same
-    name has left for its lab. Raises ConfigError and LaunchError like LabEngine."""
+    """Create the lab of a launch. A new run first removes the files of an older run of the same
+    name. Raises ConfigError and LaunchError like LabEngine."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
     # True if an earlier supervisor of this start has checked the hosts.
@@ -222,8 +222,7 @@ def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """Remove all files that a run has left for its lab. `mark` and `directory`: the arguments with
-    which LabEngine was created."""
+    """Remove all files that a run has left for its lab. The arguments are those of LabEngine."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 

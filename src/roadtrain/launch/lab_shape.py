@@ -42,7 +42,7 @@ class LabShape:
         ]
 
     def left_out(self) -> list[str]:
-        """Describe the properties of the cluster that the lab does not emulate, except devices."""
+        """Describe what the lab does not emulate of the cluster, except devices."""
         nics = [nic for host in self.hosts.values() for nic in host.nics]
         ssds = [ssd for host in self.hosts.values() for ssd in host.ssds if ssd.directories]
         late = any(nic.latency for nic in nics) or any(link.latency for link in self.cluster.links)
@@ -106,8 +106,8 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
-    """Raise ConfigError if the rates of all emulated SSDs together exceed the rates of this
-    machine's disk. `read` and `write`: the rates of the disk in bytes per second."""
+    """Raise ConfigError if all emulated SSDs together are faster than this machine's disk. `read`
+    and `write`: the rates of the disk in bytes per second."""
     for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),

@@ -190,7 +190,7 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
     """Raise ConfigError if the job sets a batch or parallel degrees that differ from the plan's.
-    `job` must be as loaded from the user's file, because it knows which keys the user has set."""
+    `job`: the job as loaded from the user's file."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
@@ -229,7 +229,7 @@ def check_directory(home: RunHome, job: Job) -> None:
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
     """Print what a launch would start and write, for the option --dry-run, and return the exit
-    code. Hosts without an address in the plan appear by name."""
+    code."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -238,8 +238,7 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
     """Write the files from which Slurm or Kubernetes (`kind`) starts a run, for the option --write,
-    and return the exit code. `out`: the directory for the files. `image`: the container image for
-    Kubernetes, else ""."""
+    and return the exit code. `image`: the container image for Kubernetes, else ""."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:

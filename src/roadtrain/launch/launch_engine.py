@@ -49,22 +49,20 @@ class LaunchEngine(Protocol):
 
     def run_verb(self, words: Sequence[str]) -> str:
         """Carry out a command that a user gives to the engine, and return a reply for the user.
-        `words`: a verb and its arguments. All engines have `leaves HOST SECONDS` and `comes HOST`;
-        `events` then returns a HostLeaving, HostLost or HostJoined. Raises LaunchError if the verb
-        or the host is unknown."""
+        `words`: a verb and its arguments, such as `leaves HOST SECONDS` and `comes HOST`, which all
+        engines know. Raises LaunchError if the verb or the host is unknown."""
 
     def start(self, process: Process) -> None:
         """Start a server, reducer or switch. `events` reports the end of the process. Raises
         LaunchError if the host of the process is down."""
 
     def start_workers(self, workers: WorkerSet) -> None:
-        """Start all workers. When all workers have ended, `events` returns one WorkersEnded, which
-        names the first worker that failed or, if none failed, the last that ended."""
+        """Start all workers. After their end, `events` returns one WorkersEnded, which names the
+        first worker that failed or, if none failed, the last that ended."""
 
     def stop(self, name: str, grace_s: float) -> None:
-        """End a process, or all workers if `name` is "workers". A process gets SIGINT, on which a
-        worker commits its step, and is killed after `grace_s` seconds. `events` reports the end of
-        the process."""
+        """End a process, or all workers if `name` is "workers". It gets SIGINT, on which a worker
+        commits its step, and is killed after `grace_s` seconds. `events` reports the end."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         """Return the events since the last call, or wait for an event for at most `timeout_s`

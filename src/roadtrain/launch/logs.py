@@ -29,8 +29,8 @@ class RunLogs:
         self._lost, self._why = 0, ""  # number of lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
-        """Log a line of a process, or drop it if the disk is full, because a full disk must not end
-        a run. `flush` reports the loss when the disk has room again."""
+        """Log a line of a process. If the disk is full, drop it, because a full disk must not end a
+        run; `flush` reports the loss later."""
         try:
             self._write(name, host, line)
         except OSError as error:

@@ -1,9 +1,8 @@
 """Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Does no
 I/O.
 
-A measured value that differs from the cluster's stated value by more than 15 percent replaces it
-and is listed in `Cluster.measured`. If the hosts of a kind differ afterwards, the kind is split
-into one kind per host.
+A measured value that differs from the stated value by more than 15 percent replaces it. If the
+hosts of a kind differ afterwards, the kind is split into one kind per host.
 
 Rates are measured between pairs of hosts. A pair is too slow if its rate is more than 15 percent
 below the stated rates of both cards. A card counts as slower than stated if all pairs in which its

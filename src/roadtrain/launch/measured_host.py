@@ -60,8 +60,8 @@ class HostAnswer(msgspec.Struct):
 
 
 def answer(request: MeasureRequest) -> HostAnswer:
-    """Measure the links and read the metrics that a request names. Raises ConfigError if the token
-    or an address is not valid."""
+    """Measure the links and read the metrics that a request names. Raises ConfigError for an
+    invalid token or address."""
     out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)

@@ -54,7 +54,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
     """Measure the links of a run after its processes have ended, and collect the times of the last
-    steps. `worker_hosts`: the hosts with workers in the last attempt, in rank order."""
+    steps. `worker_hosts`: the hosts of the last attempt, in rank order."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [
@@ -157,7 +157,7 @@ def _workers(
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
     """Return for each host the compute time per step of its slowest worker, divided by the
-    predicted compute time. Hosts whose workers have no predictions are omitted."""
+    predicted compute time. Hosts without predictions are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)

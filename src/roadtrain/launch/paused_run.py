@@ -36,9 +36,8 @@ class PausedRun:
 
     def measure(self) -> bool:
         """Stop the run, and wait until its supervisor has measured the links, written measured.json
-        and ended. Return False if the run ended for another reason than replanning. Raises
-        LaunchError if the supervisor does not end in time or the state of the run cannot be
-        read."""
+        and ended. Return False if the run ended for another reason. Raises LaunchError if the
+        supervisor does not end in time or the state of the run cannot be read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
@@ -81,8 +80,8 @@ class PausedRun:
         return code if follows or code else self._checked()
 
     def go_on_after(self, error: BaseException) -> None:
-        """Handle an error of the replan command: resume a run that the command has stopped, with
-        its old plan. Report to the user whether the run goes on."""
+        """Handle an error of the replan command: resume a stopped run with its old plan, and report
+        whether the run goes on."""
         name = self.home.name
         why = str(error).partition("\n")[0] or type(error).__name__
         try:
@@ -108,7 +107,7 @@ class PausedRun:
 
     def _ends(self) -> bool:
         """Wait until the run begins to stop, and then until it has ended, with timeouts. Return
-        True if it has ended."""
+        True if it has."""
 
         def has_ended() -> bool:
             return not is_alive(self.home)

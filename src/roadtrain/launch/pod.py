@@ -23,8 +23,8 @@ WAIT_S = 120.0  # timeout for rank 0 to write the id after its torchrun has star
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
     """Return the start id: a text that is the same on all ranks and new whenever rank 0 restarts.
-    Raises LostError if this rank was restarted without rank 0, or if rank 0 does not write the id
-    within `wait_s` seconds."""
+    Raises LostError if this rank was restarted without rank 0, or if rank 0 is not up within
+    `wait_s` seconds."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(

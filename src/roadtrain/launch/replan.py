@@ -161,7 +161,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
 
 def planned_run(home: RunHome) -> PlannedRun:
     """Load the plan and the job of a run. Raises ConfigError if the run can never be replanned, for
-    example because the plan file has no cluster."""
+    example because its plan has no cluster."""
     plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
     machines, cluster = plan_file.machines, plan_file.cluster
     if machines is None or cluster is None:
@@ -306,9 +306,8 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 
 def kept(old: Machines, new: Machines) -> Machines:
-    """Combine the worker hosts of the new plan, in their order, with the services of the old plan,
-    because existing stores fix the division of the model. Hosts without workers and services become
-    spare hosts."""
+    """Combine the worker hosts of the new plan with the services of the old plan, because existing
+    stores fix the division of the model. Hosts without workers and services become spare hosts."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
@@ -323,8 +322,8 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Return lines for the user: the measured rates, the predicted times of the old and the new
-    plan, and the reason if the run keeps the old plan."""
+    """Return lines for the user: the measured rates, the predicted times of both plans, and the
+    reason if the run keeps the old plan."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None

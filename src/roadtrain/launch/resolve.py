@@ -386,7 +386,6 @@ def resolve(
 
 
 def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the job and the plan set a key to different values."""
     stated = {"parallelism.reducers": job.parallelism.reducers}
     stated["servers.addresses"] = job.servers.addresses
     if plan.placement.name not in IN_STAGES:

@@ -1,12 +1,11 @@
-"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. The supervisor
-creates the engine, checks the hosts, and runs until the run has ended.
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. It creates the
+engine, checks the hosts, and runs until the run has ended.
 
     supervisor   holds the run's lock, and restarts the standby if the standby ends
-    standby      the process of standby_main.py: waits for the lock. When the supervisor is gone,
-                 the standby gets the lock and takes over the run
+    standby      waits for the lock, and takes over the run when the supervisor is gone
+                 (standby_main.py); on Ray, Ray itself restarts supervisors instead
 
-The processes of a run end with its supervisor. On Ray there is no standby, because Ray itself
-restarts supervisors. Does NOT import torch.
+The processes of a run end with its supervisor. Does NOT import torch.
 """
 
 from __future__ import annotations

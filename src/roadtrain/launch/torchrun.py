@@ -46,8 +46,8 @@ def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -
 
 
 def check_for_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if files of `launch --write` cannot start the run: the job sets
-    run.new_store, or a host name is not a valid node name."""
+    """Raise ConfigError if files of `launch --write` cannot start the run, because of run.new_store
+    or an invalid host name."""
     if run.job.run.new_store:
         raise ConfigError(
             "run.new_store is true: the written files restart the run whenever it fails, and each"
@@ -85,9 +85,8 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
 
 
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
-    """Raise ConfigError if one of the files `names` in `out` exists and was not written by `launch
-    --write`. `mark`: a text at the beginning of the first or second line of each file that `launch
-    --write` has written."""
+    """Raise ConfigError if one of the files `names` in `out` was not written by `launch --write`.
+    `mark`: a text at the beginning of the first or second line of its files."""
     for path in (out / name for name in names):
         if path.exists() and not any(
             line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
@@ -112,7 +111,7 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
 
 def notes_for_user(run: ResolvedRun) -> list[str]:
     """Return notes for the user: whether no GPUs are requested, and which features of the plan are
-    not used without a supervisor."""
+    not used."""
     notes = []
     if run.plan_file.cluster is None and not run.job.run.device:
         notes.append(

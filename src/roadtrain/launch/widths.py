@@ -25,7 +25,7 @@ class WorkerHost(NamedTuple):
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
     """Return a copy of `job`, which is made for `planned` workers, for the workers of `hosts`.
-    Raises ConfigError if the micro-batches or the stages cannot be divided among them."""
+    Raises ConfigError if its micro-batches or stages cannot be divided among them."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)

@@ -286,8 +286,8 @@ def _stores_of(job: Job) -> list[str]:
 
 
 def _read_by(job: Job) -> list[str]:
-    """Return the directories of a node that its workers read, except the default training text,
-    which the container image contains."""
+    """Return the directories of a node that its workers read, without the default training text in
+    the container image."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]

@@ -26,12 +26,9 @@ from roadtrain.training.write_safetensors import Item
 
 
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
-    """Return the last committed step, and the parameters and buffers of that step.
-
-    If `masters` is True, trained parameters are in fp32. Otherwise, all parameters are in the
-    compute dtype. Raises ConfigError if no snapshot is committed, or GoneError if the snapshot is
-    incomplete.
-    """
+    """Return the last committed step, and the parameters and buffers of that step. `masters`:
+    whether trained parameters are in fp32 instead of the compute dtype. Raises ConfigError if no
+    snapshot is committed, or GoneError if the snapshot is incomplete."""
     folder = job.run_dir / FOLDER
     reader, snapshot = newest(folder)
     needed = [Extent(param.name, 0, param.numel) for param in snapshot.params]

@@ -182,11 +182,9 @@ def _same_named(section: Section, kind: type) -> dict[str, Any]:
 
 
 def check_job(job: Job, workers: Sequence[int]) -> None:
-    """Raise ConfigError if `train` would refuse the job's options.
-
-    Files of text, access tokens and certificates are not read, because they may be missing on this
-    host. `workers` is the number of workers on each host, in the order of ranks.
-    """
+    """Raise ConfigError if `train` would refuse the job's options. Does not read files of text,
+    tokens and certificates, which may be missing on this host. `workers`: the number of workers on
+    each host, in the order of ranks."""
     if job.parallelism.used:
         stage_options(job, sum(workers))
         return

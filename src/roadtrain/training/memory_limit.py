@@ -92,7 +92,6 @@ def _set(nbytes: int, most: int) -> None:
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Raise ConfigError if the system does not enforce the limit."""
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):

@@ -34,8 +34,8 @@ class Metrics:
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, the whole file is renamed to the path `aside`. Otherwise,
-        `dropped` is the number of removed lines.
+        If `fresh` is True or `done` is 0, the whole file is renamed, and `aside` is its new path.
+        Otherwise, `dropped` is the number of removed lines.
 
         Raises:
             DamagedError: The line of a committed step is missing.
@@ -138,8 +138,7 @@ def sessions_in(path: Path) -> dict[int, str]:
 
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
-    """Return the lines, among the last `many`, that have the same plan as the last line. The plan
-    changes if a run is replanned or continues on fewer hosts."""
+    """Return the lines, among the last `many`, that have the same plan as the last line."""
     lines = read_metrics(path)[-many:]
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
 

@@ -133,8 +133,8 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the run directory's file mark.json. Call this method after
-        the metrics line of the step was written."""
+        """Record the committed step in mark.json. Call this method after the step's metrics line
+        was written."""
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 

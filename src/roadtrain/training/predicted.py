@@ -36,11 +36,9 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return tables that compare predicted and measured times, one for each stage and replica.
-
-    A row has the predicted seconds, the measured seconds, and the ratio measured / predicted. The
-    first rank of a stage and replica provides the measurements.
-    """
+    """Return tables that compare predicted and measured times, one for each stage and replica. A
+    row has the predicted seconds, the measured seconds of the first rank, and the ratio measured /
+    predicted."""
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}

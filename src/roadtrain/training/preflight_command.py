@@ -82,10 +82,8 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 
 
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
-    """Return the number of ranks that must meet, where each stands for `per_rank` ranks of the job.
-
-    Returns 0 if the job accepts any number of ranks. Raises ConfigError.
-    """
+    """Return the number of ranks that must meet, where each stands for `per_rank` ranks of the job;
+    0 for any number. Raises ConfigError."""
     if not section.used or (section.dp is None and not section.widths):
         return 0
     parallelism = section.degrees(0)

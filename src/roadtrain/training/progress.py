@@ -1,9 +1,6 @@
 """Progress display during training: a bar on a terminal, otherwise lines. All numbers come from the
-lines of metrics.jsonl.
-
-The percentages of a displayed step are the time of the training thread in Forward, Backward, Wait
-and everything else. Forward and Backward exclude waiting.
-"""
+lines of metrics.jsonl. A line divides a step into Forward, Backward (both without waiting), Wait
+and other."""
 
 from __future__ import annotations
 
@@ -71,11 +68,9 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Return the percentages of `seconds` that the training thread spent in each of its stages.
-
-    The percentages are whole numbers that add up to 100. Stages with 0 % are left out. `busy`: the
-    seconds of each stage.
-    """
+    """Return the percentages of `seconds` that the training thread spent in each of its stages, as
+    whole numbers that add up to 100. Stages with 0 % are left out. `busy`: the seconds of each
+    stage."""
     parts = {name: busy.get(name, 0.0) for name in OWN}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
     if not (whole := sum(parts.values())):
@@ -89,11 +84,8 @@ def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
 
 
 def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
-    """Return the name of the resource that limits steps that took `seconds`.
-
-    `busy`: the seconds of each stage. If the training thread mostly computes, computing limits the
-    step; otherwise, the resource for which the thread waits.
-    """
+    """Return the name of the resource that limits steps that took `seconds`: computing, or the
+    resource for which the training thread mostly waits. `busy`: the seconds of each stage."""
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"
     if job.parallelism.used:

@@ -70,8 +70,8 @@ def as_stages(job: Job, report: Report = print) -> Job:
 
 
 def meet_alone(job: Job) -> None:
-    """Set torchrun's environment variables for a job that needs only one process. Does nothing if
-    torchrun has set them or the job needs several processes."""
+    """Set torchrun's environment variables, if they are not set, for a job that needs only one
+    process."""
     asks = job.parallelism
     single = (asks.dp, asks.tp, asks.pp, asks.widths) == (1, 1, 1, [])
     if single and not any(os.environ.get(name) for name in LAUNCH_NAMES):
@@ -251,10 +251,8 @@ def unused(job: Job) -> list[str]:
 
 
 def shared_lines(job: Job, tokens: Tokens) -> str:
-    """Return the options that must be equal on all processes, one per line.
-
-    Paths are left out, because they may differ between hosts.
-    """
+    """Return the options that must be equal on all processes, one per line, without paths, which
+    may differ between hosts."""
     shared = {
         "text": tokens.fingerprint,
         "data": job.data.model_dump(exclude={"paths", "tokenizer"}),

@@ -45,7 +45,7 @@ class StepExchange:
 
     def send(self, loss: float, tokens: int, why: str) -> None:
         """Send this worker's data of the current step to the other workers when the step ends.
-        `why`: the reason to stop, or "" to continue."""
+        `why`: the reason to stop, or ""."""
         stops = 0 if not why else 1 if why == INTERRUPTED else 2
         self._worker.word = WORD.pack(loss, tokens, stops)
 

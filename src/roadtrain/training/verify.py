@@ -49,10 +49,8 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
     """Return whether every loss and every tensor is bit-identical in all variants of training.
-
     Raises BudgetError if less memory is free than four times what ordinary training needs. Raises
-    UserError.
-    """
+    UserError."""
     if job.optimizer.delay not in (0, 1):
         raise ConfigError(
             f"with optimizer.delay {job.optimizer.delay}, no two runs are equal",
@@ -121,11 +119,8 @@ class _RefParam:
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """An optimizer that applies the update rules to whole tensors.
-
-    The norm of the gradients is summed in the same order as on servers, because the bits of a sum
-    depend on the order.
-    """
+    """An optimizer that applies the update rules to whole tensors. It sums the norm of the
+    gradients in the same order as servers, because the bits of a sum depend on the order."""
 
     _step_supports_amp_scaling = True
 
@@ -257,7 +252,7 @@ def _same(left: _Variant, right: _Variant, things: list[tuple[str, str]], report
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:
-    """Describe the first element whose bits differ. Returns "" if all bits are equal."""
+    """Describe the first element whose bits differ; "" if all bits are equal."""
     a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""

@@ -47,8 +47,8 @@ class WorkersEnded:
 
 @dataclass(frozen=True)
 class WorkersPlaced:
-    """Ray has placed worker 0, whose process starts next. The state machine ignores this event,
-    which the supervisor uses to measure the phases of a start."""
+    """Ray has placed worker 0, whose process starts next. Only the supervisor uses this event, to
+    time the start."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class StartService:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start all workers. `hosts`: the hosts of the workers, in rank order, with spare hosts in
-    place of lost hosts of the plan, or without them."""
+    """Start all workers. `hosts`: their hosts, in rank order; may lack hosts of the plan and
+    include spare hosts."""
 
     attempt: int
     hosts: tuple[str, ...]

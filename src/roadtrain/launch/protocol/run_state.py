@@ -12,7 +12,7 @@ not matter.
     the run     GOING -> ENDING -> ENDED
 
 Assumes that the engine reports the end of every process that it has started, except for services on
-a lost host. Does NOT decide whether workers can run on other hosts (`RunFacts.can_run_on`).
+a lost host.
 """
 
 from __future__ import annotations
@@ -332,8 +332,7 @@ class RunStateMachine:
         self.phase = phase
 
     def _bring_down(self) -> None:
-        """Stop the workers first and the services afterwards, because the workers need the services
-        to commit their step."""
+        """Stop the workers first and then the services, which workers need to commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
         down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
@@ -363,8 +362,7 @@ class RunStateMachine:
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
-        """Treat a stopping process as ended after its deadline (Rule 5: every wait has a deadline),
-        and end the run."""
+        """Treat a stopping process as ended after its deadline, and end the run."""
         assert process.stop_until is not None
         if self.now < process.stop_until:
             return

@@ -127,7 +127,7 @@ class ServedProcess:
 
     def end_if_orphaned(self, now: float) -> None:
         """End this actor if the supervisor has not polled it for a fixed time and the supervisor's
-        own actor does not exist anymore. `now`: the monotonic time in seconds."""
+        own actor is gone. `now`: the monotonic time in seconds."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):

@@ -91,7 +91,7 @@ class HostMap:
 
     def missing_events(self) -> list[RunEvent]:
         """Return an event HostLost for each host and spare host of the plan that has no node. Call
-        this method once, after the first call of `look`."""
+        this method once, after the first `look`."""
         why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)

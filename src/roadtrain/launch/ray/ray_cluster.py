@@ -36,8 +36,8 @@ HEAD = "node:__internal_head__"  # a resource that only the head has
 
 def connect(address: str) -> None:
     """Make this process a driver of a cluster. `address`: the HOST:PORT of the cluster's head; ""
-    or "auto" for the cluster of the node on this host. Raises LaunchError if the connection fails,
-    and ConfigError if the address is not valid."""
+    or "auto" for the cluster of this host's node. Raises LaunchError if the connection fails, and
+    ConfigError if the address is not valid."""
     _check_reachable(address)
     try:
         ray.init(
@@ -83,8 +83,8 @@ def has_node_here(address: str) -> bool:
 
 
 def is_same(address: str, other: str) -> bool:
-    """Return True if two texts HOST:PORT can mean the same server: the ports are equal, and the
-    hosts have a common IP address. A host name that cannot be resolved matches any host."""
+    """Return True if two texts HOST:PORT can mean the same server. A host name that cannot be
+    resolved matches any host."""
     (host, port), (other_host, other_port) = address_of(address), address_of(other)
     if port != other_port:
         return False
@@ -93,8 +93,8 @@ def is_same(address: str, other: str) -> bool:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the IP addresses of a host, or an empty set if its name cannot be resolved. For this
-    host, the addresses of all network interfaces are included."""
+    """Return the IP addresses of a host, of all network interfaces if it is this host. The set is
+    empty if the name cannot be resolved."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:

@@ -328,8 +328,7 @@ class RayEngine:
             self._take(mailbox, batch)
 
     def _actor_silent(self, service: _PolledActor) -> None:
-        """Kill an actor that has not answered for a fixed time. Ray restarts the workers' mailbox;
-        the supervisor starts a service again."""
+        """Kill an actor that has not answered for a fixed time, so that it is started again."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
             self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))

@@ -81,8 +81,8 @@ class SupervisedRun:
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
-        """Return True if the actor must end. Raises LaunchError if the run's state cannot be read
-        after several tries."""
+        """Return True if the actor must end. Raises LaunchError if the run's state cannot be
+        read."""
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
@@ -97,8 +97,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor of a run on Ray. Wait until the supervisor has the run's lock, or has
-    refused the run because a check failed. Raises LaunchError if the supervisor does not start."""
+    """Start the supervisor of a run on Ray, and wait until it has the run's lock or has refused the
+    run. Raises LaunchError if the supervisor does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:

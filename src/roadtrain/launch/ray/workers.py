@@ -72,8 +72,8 @@ class AllDevicesSeen(Backend):
 
 
 class NoGroups(BackendConfig):
-    """A backend configuration that keeps Ray Train from creating a torch.distributed process group,
-    because `train` creates its own."""
+    """A backend configuration without a torch.distributed process group, because `train` creates
+    its own."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -203,8 +203,8 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if Ray Train has released the resources of the workers, or the deadline for
-        this has passed. Then all events of the workers are in the mailbox."""
+        """Return True if Ray Train has released the resources of the workers, or is too late. Then
+        all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
@@ -220,8 +220,8 @@ class RayWorkers:
         return True
 
     def ended(self) -> WorkersEnded:
-        """Return the result of the attempt. Call this method only after `is_over` has returned True
-        and all events were handled."""
+        """Return the result of the attempt. Call this method after `is_over` has returned True and
+        all events were handled."""
         for name in list(self._run.hosts):  # workers that were lost with their nodes or not started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
         self._ended = self._ended or self._run.ended()
@@ -306,8 +306,8 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 
 def remove_old_places() -> None:
-    """Remove the placement groups of earlier attempts of this driver. Ray Train may have left them,
-    and the next attempt would wait for their resources."""
+    """Remove the placement groups that Ray Train has left of earlier attempts, because the next
+    attempt would wait for their resources."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
@@ -320,7 +320,7 @@ def _last_line(error: Exception) -> str:
 
 
 def set_environment() -> None:
-    """Set the environment variables of Ray Train, but keep values that the user has set. Must be
-    called before Ray Train is used."""
+    """Set the environment variables of Ray Train that the user has not set. Must be called before
+    Ray Train is used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
