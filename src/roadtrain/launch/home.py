@@ -6,7 +6,7 @@ job.toml            a copy of the user's job
 token               the secret shared by the run's processes (mode 600)
 addresses.json      the addresses that the hosts had when the run started
 measured.json       the link rates and step times measured for the last --replan
-state.json          the supervisor's state (`RunState`); its first key is a checksum of the rest
+state.json          the supervisor's state (`RunState`); its first key is a checksum
 state.before.json   the previous state, used if state.json is damaged
 control             the Unix socket of the supervisor (mode 600, control_socket.py)
 lock                locked while the supervisor is alive; the standby waits for the lock
@@ -180,10 +180,12 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Return the state in state.json. If the file is damaged or absent, call `report` with a
-        line for the user, and return a state with the phase "unknown" from which a supervisor can
-        continue the run. Raises LaunchError if the files cannot be read or the run's home was
-        removed."""
+        """Return the state in state.json.
+
+        If the file is damaged or absent, call `report` with a line for the user, and return a state
+        with the phase "unknown". A supervisor can continue the run from this state. Raises
+        LaunchError if the files cannot be read or the run's home was removed.
+        """
         path = self.path / "state.json"
         if (state := _whole_state(path)) is not None:
             return state

@@ -1,8 +1,8 @@
 """LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
 SSDs, and links between switches. Does NOT create anything (lab_engine.py).
 
-A lab emulates the rates of cards and links and the read and write rates of SSDs, but not latency,
-the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
+A lab emulates the rates of cards and links and the read and write rates of SSDs. It does not
+emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Supervisor: the main loop of a launched run. It passes the engine's events to the state machine
-(launch/protocol/run_state.py), makes the engine carry out the resulting actions, serves requests
-from the control socket, and writes logs and state to the run's home. Has one thread.
+"""Supervisor: the main loop of a launched run, in one thread. It passes the engine's events to the
+state machine (launch/protocol/run_state.py) and makes the engine carry out the resulting actions.
+It also serves requests from the control socket, and writes logs and state to the run's home.
 
 Does NOT decide about restarts (the state machine does), and does NOT import torch.
 """

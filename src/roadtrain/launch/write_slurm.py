@@ -124,8 +124,7 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
-    """Yield shell code: the variables and functions that the fixed part of the batch script
-    uses."""
+    """Yield shell code: the variables and functions that the batch script uses."""
     worker = first_worker(run)
     torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
     words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
