@@ -1,5 +1,4 @@
-"""Typed and checked values of the files that users write: jobs, clusters, models and plans.
+"""Typed, checked and frozen values of the files that users write: jobs, clusters, models and plans.
 
-The values are frozen. The package does not import torch and does not communicate. Read
-`job.py` first.
+Does not import torch and does not communicate. Read `job.py` first.
 """

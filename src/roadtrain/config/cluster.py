@@ -16,10 +16,10 @@
 
 Every rate is for one direction, in bytes or bits per second. An SSD has three limits: its media
 (`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
-SSDs of a host share. NICs of the same kind that name no switch are all connected to the same
-switch. If the file leaves out a value, a typical value is filled in, and the cluster's list
-`assumed` gets the key of this value. The list `measured` of the file has the keys of values that
-were measured."""
+SSDs of a host share. NICs of one kind that name no switch share a switch. The list `assumed` has
+the keys of missing values, which are replaced by typical values; the list `measured` has the keys
+of measured values.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from roadtrain.units import show_rate, show_seconds
 
 
 class Device(Section):
-    """An accelerator, or the CPUs of a host. `peaks`: for number formats other than 16 bits, a dict
-    from the name of the format ("fp8", "nvfp4") to the peak compute speed in FLOP/s."""
+    """An accelerator, or the CPUs of a host. `peaks`: the peak compute speed in FLOP/s by number
+    format ("fp8", "nvfp4"), for formats other than 16 bits."""
 
     kind: str = Field(default="device", description="model of the device, such as A100-80GB")
     flops: Flops = Field(gt=0, description="peak compute speed in 16 bits")
@@ -70,7 +70,7 @@ class Device(Section):
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the CPUs of the host. Such a device uses the memory of the host."""
+        """Whether the device is the CPUs of the host, and uses the host's memory."""
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
@@ -86,11 +86,10 @@ class Device(Section):
 
 class Ssd(Section):
     """SSDs of one kind. `mixed`: the combined rate of simultaneous reads and writes, as a multiple
-    of the rate of reads alone: from 1 (reads and writes share one rate) to 2 (reads and writes do
-    not slow each other down). `depth`: the largest number of reads, and also of writes, that run at
-    the same time. With a `depth` of 1, requests run one after another in the order of arrival.
-    `updates`: bytes of optimizer state per second that a processor in the SSD updates
-    (near-storage); 0 if the SSD has no such processor."""
+    of the rate of reads alone. It is 1 if reads and writes share one rate, and 2 if they do not
+    slow each other down. `depth`: the largest number of reads, and also of writes, that run at the
+    same time. `updates`: bytes of optimizer state per second that a processor in the SSD updates
+    (near-storage); 0 if the SSD has none."""
 
     count: Count = Field(default=1, description="number of these SSDs in each machine")
     read: Rate = Field(gt=0, description="read rate of one SSD")
@@ -165,11 +164,10 @@ def _device(value: object) -> object:
 
 
 class Host(Section):
-    """Machines of one kind. `fabric`: bytes per second that one device sends to the other devices
-    of the machine; the device receives at the same rate. `updates`: bytes of optimizer state and
-    gradients that the CPUs process per second during updates of parameters. `sums`: bytes of
-    received gradients that the CPUs add up per second.
-    """
+    """Machines of one kind. `fabric`: bytes per second that one device sends to, and receives from,
+    the other devices of the machine. `updates`: bytes of optimizer state and gradients per second
+    that the CPUs process in updates of parameters. `sums`: bytes of received gradients per second
+    that the CPUs add up."""
 
     name: str = Field(description="name of this kind of host")
     count: Count = Field(default=1, description="number of machines")
@@ -280,18 +278,16 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """Return the name of the switch that `nic` is connected to: `nic.switch`, or `nic.kind` if
-        `nic.switch` is empty."""
+        """Return the name of the switch that a network card is connected to."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
         """Return the network card of each host that connects the hosts fastest.
 
-        If every host has a card of the same kind on the same switch, the fastest cards that meet
-        this condition are returned (Yang et al., Holmes, section 3.2). Otherwise, the fastest card
-        of each host is returned. In the returned copies of these cards, `rate` is limited to the
-        rate of the slowest route between the switches, and `latency` includes the latency of this
-        route. Raises ConfigError if the hosts are not connected.
+        Cards of the same kind on the same switch are preferred (Yang et al., Holmes, section 3.2).
+        Otherwise, the result has the fastest card of each host. The `rate` of these cards is
+        limited to, and their `latency` includes, that of the slowest route between their switches.
+        Raises ConfigError if the hosts are not connected.
         """
         cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
         if cards is not None:
@@ -312,8 +308,7 @@ class Cluster(Section):
         raise self._apart(hosts)
 
     def _apart(self, hosts: Sequence[Host]) -> ConfigError:
-        """Return an error that says why the hosts cannot reach each other. The hint names the keys
-        of the cluster file to change."""
+        """Return an error that says why the hosts cannot reach each other, and what to change."""
         names = list(dict.fromkeys(host.name for host in hosts))
         ends = {host.name: dict.fromkeys(map(self.switch_of, host.nics)) for host in hosts}
         bare = [name for name in names if not ends[name]]
@@ -337,17 +332,16 @@ class Cluster(Section):
         return float("inf") if link is None else link.rate
 
     def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Return the slowest route between the switches of `nics` (see `route`). Returns None if
-        all cards are on one switch, or if links do not connect all of the switches."""
+        """Return the slowest route between the switches of `nics`; None if there is no route or
+        only one switch."""
         ends = sorted({self.switch_of(nic) for nic in nics})
         routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
         found = [route for route in routes if route is not None]
         return min(found, key=lambda r: r.rate) if found and len(found) == len(routes) else None
 
     def route(self, here: str, there: str) -> LinkRate | None:
-        """Return the route with the fewest links between two switches, as a LinkRate: the lowest
-        rate and the total latency of these links. Returns None if the switches are not
-        connected."""
+        """Return the route with the fewest links between two switches: its lowest rate and total
+        latency. Returns None if the switches are not connected."""
         routes = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
         front, links = [here], sorted(self.links, key=lambda link: link.rate)
         for at in front:  # breadth first: `front` grows while it is iterated
@@ -365,8 +359,7 @@ class Cluster(Section):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file, or a template if `path` is the name of a template. Raises
-    ConfigError."""
+    """Read a cluster file, or the template named `path`. Raises ConfigError."""
     if not Path(path).suffix and str(path) in _templates()["cluster"]:
         return make_cluster(template("cluster", str(path)))
     return make_cluster(read_toml(path, "cluster file"), str(path))
@@ -379,8 +372,7 @@ def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """Return a copy of the cluster. In the copy, keys that the file leaves out have typical values
-    and are listed in `assumed`."""
+    """Return a copy with typical values for missing keys, which are also listed in `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)
@@ -391,9 +383,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Choose typical values for the keys that the tables of a host leave out. Returns a pair: a
-    dict from attributes of the host to these values, and the keys to add to the cluster's list
-    `assumed`."""
+    """Return a dict from attributes of the host to typical values for missing keys, and the keys to
+    list as assumed."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -435,9 +426,8 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """Return the typical values that were assumed for the key `what` of a host, as a list of tuples
-    (key, value, text to print). If `what` is the whole table `device`, the list has a tuple for
-    each assumed key of the table."""
+    """Return the values that were assumed for a key of a host, as tuples (key, value, text to
+    print)."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
@@ -459,8 +449,8 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """Return an imaginary host that has, of each resource, the smallest amount that any of `hosts`
-    has. The returned host has the network cards of the first host."""
+    """Return an imaginary host that has the smallest amount of each resource among `hosts`, and the
+    network cards of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -496,15 +486,12 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """For each attribute in `names`, find the minimum over the objects `parts`. Returns a dict from
-    names to minima."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
-    """Return the table of the device or cluster called `name` in devices.toml, without the key
-    `source`, which cites a data sheet or a paper. `kind`: "device" or "cluster". Raises ConfigError
-    for an unknown name."""
+    """Return the built-in table of the device or cluster called `name`. `kind`: "device" or
+    "cluster". Raises ConfigError for an unknown name."""
     templates = _templates()[kind]
     if name not in templates:
         raise ConfigError(

@@ -3,8 +3,7 @@
 The TOML file and the command line have the same keys. The command line overrides the file, and the
 file overrides defaults. Unknown keys and wrong types raise ConfigError with the nearest valid name.
 Relative paths are relative to the working directory; `{run}` in a store directory stands for the
-run directory. This module does not import torch. Therefore, optimizers and dtypes are given as
-plain text.
+run directory. This module does not import torch, so optimizers and dtypes are plain text.
 """
 
 from __future__ import annotations
@@ -262,8 +261,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """The options that make training lossy or delayed: a dict from names to values. The names
-        are those in metrics.jsonl, such as "staleness". The dict is empty if training is exact."""
+        """The options that make training lossy or delayed: a dict from their names in
+        metrics.jsonl, such as "staleness", to values. The dict is empty if training is exact."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -273,14 +272,13 @@ class Job(Section):
         return late | narrow | in_network | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
-        """Return a copy of this job in which the dotted keys of `overrides` are set. Raises
-        ConfigError."""
+        """Return a copy of this job with the dotted keys of `overrides` set. Raises ConfigError."""
         return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
-        """Format the job as TOML. In store directories inside the run directory, the text `{run}`
-        stands for the run directory, so the file remains correct in a copy of the run directory.
-        `leave_out`: (section, key) pairs to omit."""
+        """Format the job as TOML. The text `{run}` stands for the run directory in store
+        directories, so the file remains correct in a copy of the run directory. `leave_out`:
+        (section, key) pairs to omit."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for section, name in leave_out:
             tree[section].pop(name, None)
@@ -290,15 +288,15 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """Replace the beginning `run` (a run directory) of the path `directory` by `to`. If `directory`
-    is not inside `run`, return `directory` unchanged."""
+    """Replace the beginning `run` (a run directory) of the path `directory` by `to`. Other paths
+    remain unchanged."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 
 
 def job_of_run(run: str) -> Job:
-    """Load the job of a run directory. If the directory was copied or moved, paths of the original
-    directory are replaced by paths inside `run`. Raises ConfigError if `run` has no job."""
+    """Load the job of a run directory, and adapt its paths if the directory was copied or moved.
+    Raises ConfigError if `run` has no job."""
     path = Path(run, "job.toml")
     if not path.is_file():
         raise ConfigError(
@@ -312,9 +310,8 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """Check that a job does not continue a run from a copy of the run's job.toml. Raises
-    ConfigError if the run directory that contains `path` was copied or moved, and `job`, which was
-    read from `path`, still refers to the original run directory."""
+    """Raise ConfigError if `path` is in a copied or moved run directory, but `job`, which was read
+    from `path`, still trains in the original."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -356,9 +353,9 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
     """Parse arguments such as `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback`.
 
-    Returns a dict from dotted keys to values. If the type of a key is text, the value is the given
-    text. Other values are parsed as TOML or JSON literals; values that are not literals remain
-    text. The literal `null` restores the default. Raises ConfigError.
+    Returns a dict from dotted keys to values. Values of keys whose type is text remain text. Other
+    values are parsed as TOML or JSON literals if possible. The literal `null` restores the default.
+    Raises ConfigError.
     """
     out: dict[str, Any] = {}
     pending: str | None = None
@@ -396,8 +393,8 @@ _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 
 def _kind(key: str) -> Any:
-    """Return the type of the values of the dotted key `key`. Returns None for a key inside a
-    free-form table, such as `model.config`."""
+    """Return the type of the values of a dotted key, or None for a key inside a free-form table,
+    such as `model.config`."""
     section, _, name = key.partition(".")
     field = keys_of(Job.model_fields[section].annotation).get(name)
     return None if field is None else field.annotation
@@ -409,8 +406,7 @@ def _check_key(key: str) -> None:
 
 
 def _flag(key: str) -> bool:
-    """Return True, the value of an option that was given without a value. Raises ConfigError if the
-    option `key` is not a flag."""
+    """Return True, the value of a flag. Raises ConfigError if the option `key` is not a flag."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True

@@ -1,6 +1,8 @@
-"""Read the shape of a job's model from the model's config, and check that a plan is for this model.
+"""The shape of a job's model, computed from its config, and the check that a plan is for this
+model.
 
-The functions compute with numbers from the config, without building the model."""
+Does not build the model.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ BYTES_VOCABULARY = 256  # number of different tokens of the tokenizer "bytes"
 
 
 def with_vocabulary(job: Job) -> Job:
-    """Return the job. If the model's config has no vocabulary size, the returned job has a
-    vocabulary size of 256, the number of different tokens of the tokenizer "bytes"."""
+    """Return the job, with a vocabulary of 256 bytes if the model's config has no vocabulary
+    size."""
     if job.model.pretrained or "vocab_size" in job.model.config:
         return job
     return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
 
 
 def shape_of(job: Job) -> ModelShape | None:
-    """Compute the shape of the job's model by formula, without torch. Returns None if there is no
-    exact formula for the model."""
+    """Compute the shape of the job's model by formula. Returns None if there is no exact formula
+    for the model."""
     job = with_vocabulary(job) if job.data.tokenizer == "bytes" else job
     try:
         return from_config(_config_of(job), seq_len=job.data.seq_len)
@@ -36,8 +38,8 @@ def shape_of(job: Job) -> ModelShape | None:
 
 
 def layers_of(job: Job) -> int:
-    """Return the number of layers in the config of the job's model, or 0 if the config does not
-    give the number."""
+    """Return the number of layers in the config of the job's model, or 0 if the config lacks the
+    number."""
     config = _config_of(job)
     names = (name for name in KEYS["num_hidden_layers"] if name in config)
     found = config.get(next(names, ""), 0)
@@ -45,8 +47,8 @@ def layers_of(job: Job) -> int:
 
 
 def check_model(planned: PlannedModel, job: Job) -> None:
-    """Raise ConfigError if the number of layers, of parameters or of tokens per sample differs
-    between the model that a plan was made for and the job's model."""
+    """Raise ConfigError if a plan was made for a model with a different number of layers,
+    parameters or tokens per sample than the job's model."""
     shape = shape_of(job)
     params = shape.params if shape else 0
     for noun, theirs, ours in (
@@ -62,7 +64,7 @@ def check_model(planned: PlannedModel, job: Job) -> None:
 
 
 def _config_of(job: Job) -> Mapping[str, Any]:
-    """Return the model's config, or {} if the config cannot be read."""
+    """Return the model's config, or {} if it cannot be read."""
     if not job.model.pretrained:
         return job.model.config
     try:

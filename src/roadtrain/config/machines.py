@@ -15,8 +15,6 @@
     kind = "spare"
     address = "10.0.0.9"
     servers = [{ store = "/mnt/ssd0/run", port = 7000 }]
-
-`roadtrain launch` takes all names, paths and ports of processes from these tables.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
 class LostHost(StrEnum):
-    """The reaction of workers to the loss of a worker host that no spare host replaces."""
+    """The reaction of workers if a worker host is lost and no spare host replaces it."""
 
     # the remaining workers continue from the committed step, if they can divide the batch
     SHRINK = "shrink"
@@ -92,14 +90,14 @@ class PlanHost:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Ports at which the servers, the reducer and the switch of the machine listen."""
+        """Listening ports of the machine's servers, reducer and switch."""
         reducer = (self.reducer,) if self.reducer else ()
         switch = (self.switch.port,) if self.switch is not None else ()
         return (*(server.port for server in self.servers), *reducer, *switch)
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Directories of the machine's stores, and directories on disk to which the stores in
+        """Directories of the machine's stores, and the directories on disk to which stores in
         memory are copied."""
         found = [name for server in self.servers for name in (server.store, server.snapshot)]
         return tuple(filter(None, found))
@@ -107,8 +105,8 @@ class PlanHost:
 
 @value
 class Machines:
-    """All machines of a run. The names of hosts are unique. At each address, ports and directories
-    are unique too."""
+    """All machines of a run. The names of hosts are unique. So are ports and directories at each
+    address."""
 
     hosts: tuple[PlanHost, ...]  # the hosts with workers are in the order of their workers' ranks
     spares: tuple[PlanHost, ...] = ()  # hosts that are idle until they replace a lost host
@@ -155,7 +153,6 @@ def host_port(address: str, port: int) -> str:
 
 
 def _check_unique(values: Iterable[str | int], what: str) -> None:
-    """Raise ConfigError if a value occurs more than once."""
     found = list(values)
     if (twice := next((v for v in found if found.count(v) > 1), None)) is not None:
         hint = "use each name, port and directory only once"
@@ -173,7 +170,7 @@ class Predicted(Section):
 
 @value
 class PlannedModel:
-    """The sizes of the model that a plan is for. `roadtrain launch` compares them with the job."""
+    """The sizes of the model that a plan is for, to compare with the model of a job."""
 
     parameters: Whole
     seq_len: Whole  # tokens per sample; 1 if samples have no tokens

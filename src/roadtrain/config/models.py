@@ -6,12 +6,11 @@ FLOPs of one forward, where a multiply-add counts as 2; backward takes twice as 
 number of bytes that backward needs. `input` is the number of bytes of the block's input; activation
 checkpointing keeps only the input. Activations have 2-byte elements.
 
-A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h) bytes
-(Korthikanti et al., 2022, section 4). If attention is fused and keeps no s x s matrix, the second
-term is absent. A layer with a gated MLP has no dropout. Per token, such a layer saves the inputs
-and outputs of two norms (4 h elements), queries, keys, values, the attention's result, and 3
-vectors of the MLP's inner width. Logits are counted separately. Attention is counted in full, as is
-usual, although the causal mask needs only half of the scores.
+A transformer layer with s tokens, width h and a heads saves s h (34 + 5 a s / h) bytes (Korthikanti
+et al., 2022, section 4). The second term is absent if attention is fused and keeps no s x s matrix.
+A layer with a gated MLP has no dropout. Per token, it saves the inputs and outputs of two norms (4
+h elements), queries, keys, values, the attention's result, and 3 vectors of the MLP's inner width.
+Attention is counted in full, although the causal mask needs only half of the scores.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -36,21 +35,22 @@ class BlockShape:
     FLOPs and elements are per sample.
 
     `params`: number of parameters.
-    `tables`: number of parameters in embedding tables. A sample reads only some rows of a table.
+    `tables`: number of parameters in embedding tables.
     `touched`: bytes of the rows of embedding tables that a sample reads.
     `attention`: FLOPs for attention scores and their products with values; included in `flops`.
     `experts`: number of parameters of experts; included in `params`.
     `routed`: bytes of a sample's tokens that are sent to experts.
     `kv`: bytes of keys and values.
     `logits`: number of logits; 0 except for the output layer.
-    `whole`: the part of `saved` (in bytes) that every tensor-parallel rank holds if tensor
-    parallelism does not split the sequence.
+    `whole`: bytes of `saved` that every tensor-parallel rank holds in full if tensor parallelism
+        does not split the sequence.
     `products`: bytes kept for backward if backward recomputes everything except attention and
-    every second matrix product.
-    `again`: FLOPs of the recomputation that the entry `products` describes.
+        every second matrix product.
+    `again`: FLOPs of that recomputation.
     `matrices`: number of experts; 1 without experts.
-    `passing`: bytes of results of earlier blocks that are held because later blocks need the
-    results; not included in `input`."""
+    `passing`: bytes of results of earlier blocks that later blocks still need; not included in
+        `input`.
+    """
 
     name: str
     params: int
@@ -77,8 +77,8 @@ class BlockShape:
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model's blocks. `tokens`: number of tokens per sample; 1 if samples have no
-    tokens. `hidden`: width of the activations between blocks. `notes`: lines that tell the user
-    which values were assumed and which parts were not counted."""
+    tokens. `hidden`: width of the activations between blocks. `notes`: lines for the user about
+    values that were assumed or not counted."""
 
     name: str
     blocks: tuple[BlockShape, ...]
@@ -102,9 +102,8 @@ class ModelShape:
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
         """Return the number of FLOPs of one sample's forward and backward. With activation
-        checkpointing, the forward of the first block and of the output layer runs once, and the
-        forward of every other block runs twice (Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h +
-        V / 16lh))."""
+        checkpointing, all blocks except the first and the output layer run forward twice (Narayanan
+        et al., 2021: 96 s l h^2 (1 + s / 6h + V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
@@ -120,7 +119,8 @@ class Transformer:
     number of normalization vectors per layer. `dense`: number of layers at the start that have an
     MLP of width `dense_ff` instead of experts. `latent`: None, or five sizes of latent attention
     (DeepSeek-AI, 2024, section 2.1.2): the rank of queries, the rank of keys and values, and three
-    widths of each head: the part without positions, the part with positions, and the values."""
+    widths of each head: without positions, with positions, and of the values.
+    """
 
     layers: int
     hidden: int
@@ -207,9 +207,8 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """Return the shape of a layer with `weights` parameters, which are applied at each of `spatial`
-    positions. `inputs` and `outputs` are numbers of elements. Each element has 2 bytes. The outputs
-    are saved twice: by the layer and by the activation function."""
+    """Return the shape of a layer whose `weights` are applied at each of `spatial` positions.
+    `inputs` and `outputs` are numbers of 2-byte elements."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
@@ -249,10 +248,8 @@ def _resnet50() -> ModelShape:
 
 
 def _dlrm() -> ModelShape:
-    """Return the shape of DLRM, Naumov et al. (2019), with the tables for the Criteo Kaggle data.
-
-    Each sample reads one row of every table; an all-to-all sends the rows to the samples. The
-    interaction multiplies every pair of vectors among these rows and the bottom MLP's result."""
+    """Return the shape of DLRM, Naumov et al. (2019), with the tables for the Criteo Kaggle
+    data."""
     rows, width = _FILE["criteo_kaggle"], 16
     params, touched = sum(rows) * width, 2.0 * len(rows) * width
     tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
@@ -277,9 +274,9 @@ NAMES = (*_TRANSFORMERS, *_OTHERS)
 
 
 def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
-    """Return the shape of a named model for samples of `seq_len` tokens. If `seq_len` is None,
-    samples have the published length, and the shape's `notes` say so. Raises ConfigError for an
-    unknown name, and for a length that the model does not support."""
+    """Return the shape of a named model for samples of `seq_len` tokens, by default of the
+    published length. Raises ConfigError for an unknown name, and for a length that the model does
+    not support."""
     own = shape(name)
     if seq_len is None:
         note = f"samples of {own.tokens} tokens (as published; change with --seq-len)"
@@ -293,9 +290,9 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
 
 
 def shape(name: str, **changes: Any) -> ModelShape:
-    """Return the shape of a named model. `name` may have capital or small letters, and `_` for `-`.
-    `changes`: fields of Transformer that differ from the published values, such as `seq_len`,
-    `layers` or `fused`; None keeps the published value. Raises ConfigError for an unknown name."""
+    """Return the shape of a named model. `name` ignores case and may have `_` for `-`. `changes`:
+    fields of Transformer that differ from the published values, such as `seq_len`, `layers` or
+    `fused`; None keeps the published value. Raises ConfigError for an unknown name."""
     key = name.lower().replace("_", "-")
     found = next((n for n in NAMES if n.lower() == key), None)
     if found in _OTHERS:
@@ -334,9 +331,8 @@ _COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of the m
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
     """Return the number of tokens per sample, and notes for the user if the number was assumed.
-
-    `longest`: the largest number of tokens that the model supports; None if there is no limit.
-    Raises ConfigError if `seq_len` is less than 1 or more than `longest`."""
+    `longest`: the largest number that the model supports; None if there is no limit. Raises
+    ConfigError if `seq_len` is less than 1 or more than `longest`."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
         limit = f"the model's longest is {longest or 'unknown'}"
@@ -351,8 +347,6 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """Return the value of `key` in a config as an int, or `default` if the value is missing or 0.
-    Raises ConfigError if the value is not a number."""
     value = config.get(key) or default
     try:
         return int(value)
@@ -366,10 +360,10 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     """Compute by formula the shape of the model that a Hugging Face config (a config.json)
     describes.
 
-    The formula is exact for a few architectures only. For every other architecture, this function
-    raises ConfigError; use `planner/model_config.py`, which counts the parameters of the model's
-    modules. `seq_len`: number of tokens per sample; if None, `chosen_length` chooses it. Also
-    raises ConfigError if a required key is missing."""
+    The formula is exact for a few architectures only. For the others, this function raises
+    ConfigError; use `planner/model_config.py`, which counts the parameters of the model's modules.
+    Also raises ConfigError if a required key is missing.
+    """
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
@@ -423,9 +417,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """Read the sizes of a model from `config`. Returns a dict from Hugging Face's usual names of
-    keys, such as "hidden_size", to values. If an optional key is missing, its value is 0. Raises
-    ConfigError if a required key is missing."""
+    """Return the sizes of a model by Hugging Face's usual names, such as "hidden_size"; missing
+    optional keys are 0. Raises ConfigError if a required key is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()

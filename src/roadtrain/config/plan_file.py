@@ -1,8 +1,6 @@
-"""The file plan.toml, which contains a `Plan` for training a model on a cluster.
-
-The file may also contain the machines that run the plan (`Machines`), the predicted step time
-(`Predicted`), and the cluster and the model that the plan was made for. The plan's keys are at the
-top of the file, everything else is in tables.
+"""The file plan.toml, which contains a `Plan` for training a model on a cluster. Its tables may
+contain the machines that run the plan (`Machines`), the predicted step time (`Predicted`), the
+cluster and the model.
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
 and where the update runs. Each name in the table PLACEMENTS, such as "ddp" or "zero3", stands for
@@ -151,8 +149,7 @@ class ElementBytes:
 @value
 class SwitchPackets:
     """The format of the packets in which data crosses summing switches. The defaults describe
-    roadtrain's own packets (switch/packets.py); a plan may describe the packets of another
-    system."""
+    roadtrain's own packets (switch/packets.py)."""
 
     wire: Wire = "int32"  # number format of a gradient's elements
     window: Count = WINDOW  # largest number of packets in flight per stream
@@ -239,8 +236,8 @@ class Plan:
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """Return a copy of the plan with the values `changes`. The names in `changes` are fields of
-        Plan, or of the objects that a Plan contains, such as PlanMemory."""
+        """Return a copy of the plan with the values `changes`. Their names are fields of Plan, or
+        of the objects that a Plan contains, such as PlanMemory."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)
@@ -249,7 +246,7 @@ class Plan:
     @property
     def sent_share(self) -> float:
         """Ratio of the bytes that are sent for a gradient to the bytes of the gradient. With top-k
-        compression, each sent element counts twice, because the index is sent too."""
+        compression, each sent element counts twice, because its index is sent too."""
         return 1.0 if self.keep is None else 2 * self.keep
 
     @property
@@ -272,8 +269,7 @@ class Plan:
         return placement(self.stage_placements[stage]) if self.stage_placements else self.placement
 
     def of_stage(self, stage: int) -> Plan:
-        """Return the plan of one stage, with the placement and the number of replicas of this
-        stage."""
+        """Return the plan of one stage, with this stage's placement and number of replicas."""
         if not (self.stage_placements or self.parallelism.widths):
             return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
@@ -301,7 +297,7 @@ OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Build a plan from the tables of a plan.toml. A missing `headroom` is set to HEADROOM. Raises
+    """Build a plan from the tables of a plan.toml, with 5 % `headroom` if it is missing. Raises
     ConfigError, which names the invalid key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
@@ -326,7 +322,7 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """Format the file as TOML. `load_plan_file` reads an equal PlanFile from this text."""
+        """Format the file as TOML, which `load_plan_file` reads back without loss."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:

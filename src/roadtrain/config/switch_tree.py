@@ -1,10 +1,10 @@
-"""Find the tree of summing switches in a cluster, from the cluster's network cards and links.
+"""The tree of summing switches in a cluster, found from the cluster's network cards and links.
 
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
-The root is the server's switch. Without a server, the root is the switch that gives the tree with
-the fewest switches. Every switch of the tree must sum, because a switch that only forwards would
-pass on several partial sums instead of their total.
+The root is the server's switch. Without a server, it is the switch that gives the smallest tree.
+Every switch of the tree must sum, because a switch that only forwards would pass on several partial
+sums instead of their total.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roadtrain.stages.networks import listed
 
 @dataclass(frozen=True)
 class SwitchTree:
-    """A tree of summing switches that connects the workers' hosts to a root switch."""
+    """A tree of summing switches from the workers' hosts to a root switch."""
 
     root: str
     switches: Mapping[str, Switch]  # by name; the root is first, each switch is after its parent
@@ -31,7 +31,7 @@ class SwitchTree:
     links: Mapping[str, LinkRate] = field(default_factory=dict)
 
     def children(self, switch: str) -> int:
-        """Return the number of hosts and switches that send directly to `switch`."""
+        """Return the number of hosts and switches that send directly to a switch."""
         below = sum(parent == switch for parent in self.parents.values())
         return self.at.count(switch) + below
 
@@ -65,8 +65,8 @@ class SwitchTree:
 
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
     """Find the tree of summing switches from `hosts` (the compute hosts) to `node` (the server's
-    host; None without a server). If there is no such tree, raises a ConfigError that says what is
-    missing."""
+    host; None without a server). Raises a ConfigError that says what is missing if there is no
+    tree."""
     summing = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not summing:
         raise ConfigError(
@@ -116,12 +116,9 @@ def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
 def _from(
     cluster: Cluster, summing: Mapping[str, Switch], root: str, needed: Sequence[str]
 ) -> dict[str, str] | None:
-    """Find the summing switches that connect the switches `needed` to the switch `root` over the
-    fewest links.
-
-    Returns a dict from each of the summing switches, except the root, to the next switch towards
-    the root. The switches nearest to the root come first. Returns None if a switch in `needed` is
-    not connected to the root over summing switches."""
+    """Return each summing switch between the switches `needed` and the `root`, except the root,
+    with its parent. The switches nearest to the root come first. Returns None if some are not
+    connected."""
     parents: dict[str, str] = {}
     front = [root]
     for here in front:  # breadth first: `front` grows while it is iterated

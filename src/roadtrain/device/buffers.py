@@ -1,18 +1,12 @@
-"""Buffer: anonymous memory for fast direct I/O.
-
-The rate of direct I/O depends on huge pages. Therefore a buffer starts on a 2 MiB boundary, and
-requests huge pages for its memory. If the size is not a multiple of 2 MiB, the last bytes (less
-than 2 MiB) have ordinary pages. So a buffer smaller than 2 MiB does not cost 2 MiB. `nbytes` is the
-size that counts against a memory budget. Does NOT pin memory for a device, and does NOT pool
-buffers.
+"""Buffer: anonymous memory for fast direct I/O, which depends on huge pages. Does NOT pin memory
+for a device, and does NOT pool buffers.
 
 NOTE fork. A forked process (such as a worker of a DataLoader) does not inherit the contents of
-buffers. If the child shared the pages with the parent (copy-on-write), the parent's next write to a
-page would move the page to new memory. A storage device that is filling the page would still write
-to the old memory, and the parent would lose these bytes. In the child, the addresses of the buffers
-stay reserved, but any access raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would
-free the addresses in the child. The child could then map other memory at these addresses. When the
-child later frees an inherited Buffer, it would unmap this other memory.)
+buffers. If child and parent shared the pages, the parent's next write would move a page to new
+memory. A disk that is filling the page would still write to the old memory, and the parent would
+lose these bytes. In the child, any access to a buffer raises SIGSEGV instead of returning wrong
+bytes. (MADV_DONTFORK would free the addresses. The child could then map other memory at the same
+addresses, and unmap this memory when it frees the inherited Buffer.)
 """
 
 from __future__ import annotations
@@ -38,8 +32,6 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buf
 
 
 def _forbid_in_child() -> None:
-    """Make all buffers inaccessible in a forked child. Otherwise the child would read zeros from
-    the buffers."""
     for memory in _mapped:
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
         _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)
@@ -64,28 +56,23 @@ class Buffer:
         self.view = memoryview(memory)[start : start + self.nbytes]
 
     def close(self) -> None:
-        """Release the memory. The memory is freed once no array or view refers to it any more."""
+        """Release the memory, which is freed once no array or view refers to it any more."""
         self.view = memoryview(bytearray())
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-    """Return an array of `count` elements that begins at byte `offset` of `view` and shares the
-    memory of `view`. If `dtype` is bf16 or fp16, the array's dtype is uint16."""
+    """Return an array of `count` elements that begins at byte `offset` of `view` and shares its
+    memory. For bf16 and fp16, the elements are uint16."""
     return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:
-    """The C heap of the process. `trim` returns free pages to the system, so that the process does
-    not grow with the number of blocks (Rule 4).
+    """The C heap of the process, whose free memory `trim` returns to the system.
 
-    While a block runs, torch allocates temporaries and a few small objects. The temporaries are
-    freed, but the small objects between them remain, so glibc returns no pages, and its heap grows
-    by some megabytes per block (measured: 700 MB at 128 blocks of width 512).
-
-    Call `trim` after each block. If the process has grown by `slack` bytes since pages were last
-    returned, `trim` returns free pages to the system. If a single block makes the process grow by
-    `slack` bytes, and `trim` then returns more than half of `slack` bytes, `slack` is doubled.
-    Without glibc or /proc, `trim` does nothing.
+    While a block runs, torch leaves small objects between the temporaries that it frees. Without
+    `trim`, the heap therefore grows by some megabytes per block (Rule 4: memory does not depend on
+    the number of blocks). Call `trim` after each block. It returns memory only if the process has
+    grown by `slack` bytes since the last time.
     """
 
     def __init__(self, slack: int = 16 * MIB) -> None:

@@ -1,15 +1,9 @@
 """Choice of a worker's device, and HostBuffer: host memory with a copy on the device.
 
-A HostBuffer has a host side and a device side. On the CPU, both sides are the same memory. On CUDA,
-the host side is registered as pinned memory of exactly its size (torch's pinned allocator rounds up
-to powers of two). Copies between the host side and the device side run on a stream of their own,
-the copy stream. Each device has one copy stream, and events order the copies with compute. Each
-thread has its own current device in torch, so the thread that delivers messages may have a
-different current device than the training thread. Therefore streams and events always name the
-buffer's device.
-
-Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device. All
-other functions may be called with a lock held, because they do not wait.
+On CUDA, the host memory is pinned, and copies run on a separate stream (one per device). Streams
+and events always name the buffer's device, because the current device in torch may differ between
+threads. Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the
+device. All other functions may be called with a lock held.
 """
 
 from __future__ import annotations
@@ -40,11 +34,9 @@ def own_device(
     """Return the requested device with an index. Raises ConfigError if the device is missing or not
     supported.
 
-    If `requested` is `cuda` without an index, the index is the first of these that applies: the
-    index of the current device, if the program has set a current device other than 0
-    (torch.cuda.set_device); 0, if torch sees only one device; the environment variable LOCAL_RANK.
-    The device with this index then also becomes the current device. A `requested` device with an
-    index does not change the current device.
+    `cuda` without an index means the program's current device if it is not 0, else the only device,
+    else the device numbered by the environment variable LOCAL_RANK. This device also becomes the
+    current device.
     """
     try:
         device = torch.device(requested)
@@ -104,9 +96,9 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
 def device_of(
     model: nn.Module, requested: torch.device | str | None, report: Callable[[str], None]
 ) -> torch.device:
-    """Return the device that the blocks of `model` run on: `requested`, or the device of the
-    model's parameters if `requested` is None. Raises ConfigError if the device is missing or not
-    supported, and ModelError if the parameters are on several devices."""
+    """Return the device for the blocks of `model`: `requested`, or by default the device of its
+    parameters. Raises ConfigError if the device is missing or not supported, and ModelError if the
+    parameters are on several devices."""
     if requested is not None:
         return own_device(requested, report)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
@@ -162,20 +154,19 @@ class HostBuffer:
         self.record_use()  # torch may reuse freed memory that queued kernels still read
 
     def wait_unused(self) -> None:
-        """Wait until the last copy to the device has read the host side. After that, the host side
-        may be overwritten. Must not be called with a lock held. (Code that holds a lock can call
-        `copying` and pass the event to CopyCallbacks.)"""
+        """Wait until the last copy to the device has read the host memory, which may then be
+        overwritten. Must not be called with a lock held."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copying(self) -> Any:
-        """Return the event that marks the end of the running copy from the host side to the device
-        side, or None if no such copy is running."""
+        """Return the event that marks the end of the running copy from host to device, or None if
+        none is running."""
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
-        """Start a copy of the first `nbytes` bytes to the device, on the copy stream. The copy
-        waits for the last recorded use of the device side."""
+        """Start a copy of the first `nbytes` bytes to the device, after the last recorded use of
+        `tensor`."""
         if self._cuda and nbytes:
             stream = HostBuffer._copy_streams[self._device]
             if self._used is not None:
@@ -196,23 +187,21 @@ class HostBuffer:
         return self.nbytes / (time.perf_counter() - start)
 
     def on_device(self) -> torch.Tensor:
-        """Return the device side, and make the caller's stream wait for the last copy to the device
-        side."""
+        """Return `tensor`, and make the caller's stream wait for the last copy to the device."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self.tensor
 
     def record_use(self) -> None:
-        """Record that all reads of the device side have been launched on the caller's stream. The
-        next copy to the device waits for these reads."""
+        """Record that the caller's stream contains all reads of `tensor`. The next copy to the
+        device waits for these reads."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
-        """Start a copy of the first `nbytes` bytes to the host, on the copy stream. The copy waits
-        for all work that was launched on the caller's stream. Returns an event to wait for before
-        the host side is read; None on the CPU."""
+        """Start a copy of the first `nbytes` bytes from the device, after all work on the caller's
+        stream. Returns an event to wait for before the host memory is read; None on the CPU."""
         if not self._cuda:
             return None
         stream = HostBuffer._copy_streams[self._device]
@@ -233,8 +222,8 @@ class HostBuffer:
 
 class CopyCallbacks:
     """A thread that waits for events of a device, in order, and runs a callback after each event.
-    Other threads then need not wait for a device while they hold a lock. `failed` is called with
-    any exception of the thread."""
+    Code that holds a lock thus need not wait. `failed` is called with any exception of the
+    thread."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A pool of buffers of equal size, which are allocated once. The buffers hold messages and sums."""
+"""A pool of buffers of equal size, for messages and sums."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ POOL_S = 600.0  # timeout of waiting for a free buffer
 
 
 class BufferPool:
-    """A pool of buffers of equal size. `get` waits until a buffer is free. While a receiver waits
-    for a buffer, the receiver reads no messages, so the sender slows down."""
+    """A pool of buffers of equal size, allocated once. `get` waits until a buffer is free.
+    Meanwhile a receiver reads no messages, so the sender slows down."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.buffers = [Buffer(nbytes) for _ in range(count)]

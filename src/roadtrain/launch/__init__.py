@@ -1,11 +1,9 @@
 """Launch a plan and a job as running processes, and control the run by its name.
 
-Guarantees: If the checks before the start find problems, all problems are reported and no process
-starts. A process that ends early is restarted from the committed step, and the log announces the
-restart. No process outlives its run. Every wait has a deadline.
+Guarantees: No process starts if the checks before the start find problems. A process that ends
+early is restarted from the committed step. No process outlives its run. Every wait has a deadline.
 
-Read `launch.py` first: it lists the files in the order in which a launch uses them. `protocol/`
-decides about restarts. `here.py` starts processes on this host, `lab_engine.py` in a lab, and
-`ray/` on a Ray cluster. `write_slurm.py` and `write_kubernetes.py` write files from which Slurm and
-Kubernetes start the same processes.
+Read `launch.py` first. `protocol/` decides about restarts. `here.py` starts processes on this host,
+`lab_engine.py` in a lab, and `ray/` on a Ray cluster. `write_slurm.py` and `write_kubernetes.py`
+write files from which Slurm and Kubernetes start the same processes.
 """

@@ -1,12 +1,10 @@
 """HostAgent: starts, watches and ends the processes of a run on one host, on orders of the run's
-supervisor. The agent is started with `python -m roadtrain.launch.agent MARK`. The agent reads
-orders from stdin and writes reports to stdout, one JSON object per line.
+supervisor. Does NOT restart processes.
 
-Assumes Linux. The end of stdin means that the supervisor is gone: the agent kills every process
+The agent is started with `python -m roadtrain.launch.agent MARK`. It reads orders from stdin and
+writes reports to stdout, one JSON object per line. When stdin ends, the agent kills every process
 that it started, and exits. If the agent itself is killed, the kernel also kills its child
-processes. The agent labels its processes with MARK in an environment variable, which descendants
-inherit (descendants.py). So the next agent with the same MARK can kill leftover descendants. The
-agent has one thread and does not import torch. Does NOT restart processes.
+processes. Assumes Linux. Has one thread and does not import torch.
 """
 
 from __future__ import annotations
@@ -40,15 +38,8 @@ REFUSED = 1  # exit code reported for a process that could not be started
 
 
 class HostAgent:
-    """The agent of one host.
-
-    Args:
-        mark: The label that all processes of this agent have in an environment variable
-            (descendants.py).
-        source: The file descriptor from which the agent reads orders of the supervisor.
-        sink: The file descriptor to which the agent writes messages for the supervisor. No other
-            process may use the two descriptors.
-    """
+    """The agent of one host. `mark`: the label of this agent's processes (descendants.py). `source`
+    and `sink`: the file descriptors for orders and reports, which no other process may use."""
 
     def __init__(self, mark: str, source: int, sink: int) -> None:
         self._mark, self._source, self._sink = mark, source, sink
@@ -63,8 +54,8 @@ class HostAgent:
         self._watch(source, self._read_orders)
 
     def run(self) -> None:
-        """Carry out orders until the supervisor is gone: until stdin ends, or nobody reads stdout
-        anymore. Then kill all processes of this agent."""
+        """Carry out orders until the supervisor is gone, and then kill all processes of this
+        agent."""
         adopt_orphans()
         # Only the supervisor reacts to Ctrl-C. Child processes would inherit SIG_IGN, but not a
         # handler that does nothing.
@@ -155,7 +146,6 @@ class HostAgent:
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
 
     def _reap(self) -> None:
-        """Report every process that has ended."""
         ended: dict[int, int] = {}
         with contextlib.suppress(ChildProcessError):  # there is no child
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -165,7 +155,7 @@ class HostAgent:
                 self._finish(name, ended[started.pid])
 
     def _finish(self, name: str, code: int) -> None:
-        """Kill the descendants of a process that has ended, and report the exit of the process."""
+        """Kill the descendants of a process that has ended, and report its exit."""
         started = self._running.pop(name)
         started.kill()
         for pipe in started.pipes:
@@ -175,8 +165,8 @@ class HostAgent:
         self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kill the processes whose grace period is over. If a process does not end within a fixed
-        time after it was killed, report the process as ended nevertheless."""
+        """Kill the processes whose grace period is over, and report killed processes that hang as
+        ended."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:

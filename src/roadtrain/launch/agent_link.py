@@ -1,7 +1,5 @@
-"""AgentLink: the supervisor's connection to one agent. AgentLink starts the agent's process, sends
-orders to the agent and reads the agent's messages. Does NOT react to the end of an agent
-(agents.py).
-"""
+"""AgentLink: the supervisor's connection to one agent, which it starts. Does NOT react to the end
+of an agent (agents.py)."""
 
 from __future__ import annotations
 
@@ -79,8 +77,8 @@ class AgentLink:
         self.flush()
 
     def flush(self) -> None:
-        """Write as many unsent bytes to the agent as the pipe accepts. If the agent has ended, drop
-        the unsent bytes; `read` then reports that the agent has ended."""
+        """Write as many unsent bytes to the agent as the pipe accepts, or drop them if the agent
+        has ended."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
@@ -122,8 +120,7 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Return a text that says for how long the agent has sent nothing. Return "" if the agent
-        has sent a message within a fixed time."""
+        """Return a text if the agent has sent nothing for too long, else ""."""
         late = time.monotonic() - self._last_read > SILENT_S
         return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 
@@ -138,8 +135,8 @@ class AgentLink:
         self._process.kill()
 
     def wait(self) -> str:
-        """Wait for the agent to end, and kill the agent if it has not ended in time. Return a text
-        that says how the agent ended."""
+        """Wait for the agent to end, and kill it if it is late. Return a text that says how it
+        ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):

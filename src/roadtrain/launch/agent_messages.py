@@ -1,5 +1,5 @@
-"""Messages between a supervisor and its agent on a host. Each message is a line of limited length
-with one JSON object. Does NOT do any I/O (agent.py, agent_link.py)."""
+"""Messages between a supervisor and its agent on a host: lines of limited length with one JSON
+object each. Does NOT do any I/O."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
 class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
-    """Order to write the files of a process and to start the process. When the process has ended,
-    the agent sends a ProcessExited."""
+    """Order to write the files of a process and to start the process."""
 
     process: Process
 
 
 class EndProcess(msgspec.Struct, tag="end", frozen=True):
-    """Order to interrupt a process, and to kill the process and its descendants after `grace_s`
-    seconds. If `grace_s` is 0, the agent kills the process and its descendants at once."""
+    """Order to interrupt a process, and to kill it and its descendants after `grace_s` seconds (0:
+    at once)."""
 
     name: str
     grace_s: float
 
 
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
-    """Report that the agent has started. The first message of an agent."""
+    """Report that the agent has started; the first message of an agent."""
 
     devices: int  # number of accelerators of the host
 
 
 class OutputLine(msgspec.Struct, tag="line", frozen=True):
-    """A line that a process has printed. `name`: The name of the process."""
+    """A line that the process called `name` has printed."""
 
     name: str
     line: str
@@ -43,7 +42,7 @@ class OutputLine(msgspec.Struct, tag="line", frozen=True):
 
 class ProcessExited(msgspec.Struct, tag="gone", frozen=True):
     """Report that a process and its descendants have ended, or that the process could not be
-    started. `code`: The exit code. A negative code -N means that signal N killed the process."""
+    started. `code`: the exit code; -N means that signal N killed the process."""
 
     name: str
     code: int
@@ -69,8 +68,8 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
 
 
 class LineSplitter:
-    """Splits a byte stream into lines. If a line is longer than `limit` bytes, the bytes after the
-    limit are dropped. Invariant: at most `limit` bytes are buffered between calls."""
+    """Splits a byte stream into lines, and drops the bytes of a line beyond `limit`. Invariant: at
+    most `limit` bytes are buffered between calls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -79,7 +78,7 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
         """Add `data` to the stream and return the lines that `data` completes, as pairs of the line
-        and the number of bytes dropped from the line."""
+        and the number of bytes dropped from it."""
         *ended, rest = data.split(b"\n")
         lines = []
         for piece in ended:
@@ -90,8 +89,8 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """Return a list with the unfinished last line of the stream, as a pair like the pairs that
-        `feed` returns. If the stream ends with a newline, return an empty list."""
+        """Return the unfinished last line of the stream, as a list like that of `feed`; [] if the
+        stream ends with a newline."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

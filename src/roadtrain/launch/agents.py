@@ -1,9 +1,9 @@
-"""HostAgents: the LaunchEngine for launches on this host and in a lab. HostAgents starts one agent
-per host (agent.py) and restarts an agent that ends.
+"""HostAgents: the LaunchEngine for launches on this host and in a lab. It starts one agent per host
+(agent.py) and restarts an agent that ends.
 
-The end of an agent counts as the loss of its host. The host may still be up, but all processes of
-the run on the host have ended. There is no background thread: messages of agents are handled only
-inside the methods of HostAgents. Does NOT create hosts (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host. There is no background thread: messages of
+agents are handled only inside the methods of HostAgents. Does NOT create hosts (here.py,
+lab_engine.py).
 """
 
 from __future__ import annotations
@@ -57,17 +57,9 @@ class _HostState:
 
 
 class HostAgents:
-    """A LaunchEngine with one agent per host.
-
-    The constructor returns when all agents are ready. If an agent cannot be started, or ends before
-    it is ready, the constructor ends all agents and raises LaunchError.
-
-    Args:
-        hosts: The hosts on which to start agents.
-        mark: The label that all processes of the run have in an environment variable
-            (descendants.py). The label is the same in all launches of the run, so that a later
-            launch can kill leftover processes.
-    """
+    """A LaunchEngine with one agent per host. The constructor waits until all agents are ready, and
+    raises LaunchError if an agent fails. `mark`: the label of the run's processes (descendants.py),
+    the same in all launches of the run, so that a later launch can kill leftover processes."""
 
     resumed = False  # the processes of an engine end with it, so a new engine never finds any
     verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
@@ -103,8 +95,8 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Run a short command on a host, and block until the command ends. Meanwhile, messages of
-        agents stay queued until the next call of `events`."""
+        """Run a short command on a host, and block until it ends. Meanwhile, messages of agents
+        stay queued."""
         at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
@@ -199,9 +191,8 @@ class HostAgents:
         return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """Make a host available to the run again, or for the first time. Undo `hold_host`: an agent
-        may start on the host again. Cancel an announced loss of the host. If the run has not used
-        the host yet, add the host to the run. Return a reply for the user."""
+        """Make a host, which may be new to the run, available again: undo `hold_host` and cancel an
+        announced loss. Return a reply for the user."""
         if name not in self._places and (new := self._new_host(name)) is not None:
             self._places[name] = _HostState(new, lost=True)  # HostJoined follows the first message
         place = self._place(name)
@@ -211,8 +202,7 @@ class HostAgents:
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """Return a host that the run has not used yet, or None if there is no such host of this
-        name. In this class, the result is always None; LabEngine overrides the method."""
+        """Return a host that the run has not used yet; None if there is none of this name."""
         return None
 
     def close(self) -> None:
@@ -227,8 +217,8 @@ class HostAgents:
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for messages of agents, and handle the messages. Then do
-        the work that is due: report lost hosts, start agents, and kill processes."""
+        """Handle messages of agents for at most `timeout_s` seconds, and then do the work that is
+        due."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
@@ -317,8 +307,8 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """Remove the agent of a host, and wait until the agent has ended. Return a text that says
-        how the agent ended."""
+        """Remove the agent of a host, and wait for its end. Return a text that says how it
+        ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

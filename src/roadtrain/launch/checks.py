@@ -69,8 +69,8 @@ class LiveHost:
 
 
 def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
-    """Check a run and return warnings for the user. If there are problems, raises one LaunchError
-    that lists all of them."""
+    """Check a run and return warnings for the user. Raises one LaunchError that lists all
+    problems."""
     there = {seen.name: seen for seen in engine.hosts()}
     wrong = [*_absent(run, there)]
     hosts, silent = _report_all(run, engine, there)
@@ -99,9 +99,8 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Return True if the plan's worker hosts and `hosts` share one run directory. Then the files in
-    the directory survive the loss of a host. If the directory is on a network file system on every
-    host that answers, hosts that do not answer are assumed to share the directory too."""
+    """Return True if the plan's worker hosts and `hosts` share one run directory. Hosts that do not
+    answer are assumed to share a directory on a network file system."""
     queried = (*run.worker_hosts, *hosts)
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
@@ -111,8 +110,7 @@ def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[
 
 
 def _place_of(report: HostReport) -> tuple[object, ...]:
-    """Return a value that identifies the run's directory. Two hosts with equal values share the
-    directory."""
+    """Return a value that is equal on two hosts if they share the run's directory."""
     at = report.directory
     if at.files:
         return at.files, at.exists, at.rest
@@ -120,8 +118,8 @@ def _place_of(report: HostReport) -> tuple[object, ...]:
 
 
 def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[ResolvedRun, list[str]]:
-    """Return the run without the spare hosts that cannot run workers, and a sentence on each spare
-    host that was removed."""
+    """Return the run without the spare hosts that cannot run workers, and a sentence on each of
+    them."""
     there = {seen.name for seen in engine.hosts()}
     unfit = {
         spare.name: why
@@ -133,8 +131,7 @@ def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[Resolv
 
 
 def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
-    """Return the reason why a spare host or a newly joined host cannot run workers. Return "" if
-    the host can run workers."""
+    """Return the reason why a spare or newly joined host cannot run workers, or "" if it can."""
     there = {seen.name: seen for seen in engine.hosts()}
     if host not in there:
         return "it does not answer"
@@ -152,7 +149,7 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
 
 
 def _report_of(engine: LaunchEngine, host: str, query: HostQuery) -> HostReport | str:
-    """Return a host's report. If the host does not give a report, return the reason as a text."""
+    """Return a host's report, or a text with the reason why there is none."""
     try:
         return msgspec.convert(engine.ask(host, REPORT, msgspec.to_builtins(query)), HostReport)
     except (LaunchError, msgspec.ValidationError) as error:
@@ -218,9 +215,8 @@ def _in_use(host: LiveHost) -> bool:
 
 
 def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if the workers of a host are expected to compute on devices, according to the
-    job, the devices of all worker hosts, or the plan. The host itself may have no visible
-    device."""
+    """Return True if the workers of a host should compute on devices, according to the job, the
+    devices of the worker hosts, or the plan."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
     others = any(other.seen.devices for other in hosts if other.plan.workers)
@@ -228,8 +224,7 @@ def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> 
 
 
 def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
-    """Return the kind of accelerator that the host has according to the plan's cluster. Return ""
-    if the plan states no accelerator for the host."""
+    """Return the kind of accelerator that the host has according to the plan's cluster, or ""."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
     devices = (kind.device for kind in kinds if kind.name == host.plan.kind)
@@ -238,8 +233,8 @@ def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
 
 
 def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
-    """Return True if another of the `hosts` is on the same machine as `host`. Such hosts count as
-    hosts of a lab, which have no devices."""
+    """Return True if another host is on the same machine, as in a lab, whose hosts have no
+    devices."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
@@ -304,8 +299,7 @@ def _bad_stores(run: ResolvedRun, host: LiveHost, shape: ModelShape | None) -> I
 
 
 def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
-    """Return the reason why a directory cannot contain a store. Return "" if the directory can
-    contain a store."""
+    """Return the reason why a directory cannot contain a store, or "" if it can."""
     ours = Path(at.path).is_relative_to(run.directory)
     if len(Path(at.rest).parts) > 1 and not ours:
         return f"does not exist, nor does its parent {Path(at.path).parent}: is the disk mounted?"
@@ -313,8 +307,7 @@ def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
 
 
 def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None) -> str:
-    """Return the reason why the run must not open an existing store. Return "" if the run may open
-    the store."""
+    """Return the reason why the run must not open an existing store, or "" if it may."""
     if store.locked:
         return "is in use by another run"
     if store.damage:
@@ -330,8 +323,8 @@ def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None)
 
 
 def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[str]:
-    """Yield a sentence on each conflict: two stores in one directory, stores of different runs, or
-    empty stores of a run that has trained."""
+    """Yield a sentence on each conflict between stores, or between the stores and the run's
+    directory."""
     stores = [(host, store) for host in hosts for store in host.report.stores]
     for (host, store), (other, second) in itertools.combinations(stores, 2):
         if host.report.machine != other.report.machine:
@@ -370,10 +363,8 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[st
 def _foreign_stores(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Yield a sentence on each store that has the training of another run. A run that has trained
-    has a mark.json in its directory. If no host has a mark.json, this run has not trained, so a
-    store with a step greater than 0 belongs to another run. A store at step 0 is not reported,
-    because this run may have created the store and ended before it wrote its mark.json."""
+    """Yield a sentence on each store with a step greater than 0, if no host has the mark.json that
+    every trained run has in its directory. Such a store belongs to another run."""
     if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [
@@ -400,7 +391,7 @@ def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
 
 
 def _inside(outer: PathReport, inner: PathReport) -> bool:
-    """Return True if the directory `inner` is the directory `outer` or is inside `outer`."""
+    """Return True if the directory `inner` is `outer` or is inside `outer`."""
     if not outer.rest:
         return (outer.device, outer.inode) in inner.above
     same = (outer.device, outer.inode) == (inner.device, inner.inode)
@@ -410,8 +401,7 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
 def _no_space(
     run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
-    """Yield a sentence on each file system that has too little free space for the stores that the
-    run would create on the file system."""
+    """Yield a sentence on each file system with too little free space for the run's new stores."""
     if shape is None:
         return
     plan = run.plan_file.plan

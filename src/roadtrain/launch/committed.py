@@ -1,8 +1,6 @@
-"""`python -m roadtrain.launch.committed`: report the last committed step of a run. Runs on the host
-of worker 0, whose metrics file has the steps. Reads {"directory": RUN} from stdin and writes
-{"step": N} to stdout; N is -1 if no step is committed. The supervisor runs this command whenever a
-process of the run ends, so the command imports only few modules.
-"""
+"""`python -m roadtrain.launch.committed`: report the last committed step of a run, on the host of
+worker 0. Reads {"directory": RUN} from stdin and writes {"step": N} to stdout; N is -1 if no step
+is committed. Imports few modules, because it runs whenever a process ends."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ControlConnection:
         return None if closed else [line for line, _ in lines]
 
     def answer(self, reply: Mapping[str, Any]) -> None:
-        """Send a reply. If the connection is closed, do nothing; `lines` then returns None."""
+        """Send a reply; do nothing if the connection is closed."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
@@ -66,8 +66,8 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """A request to the supervisor. A request with the verb "gone" is not sent by a command:
-    ControlSocket creates the request when a launcher's connection has ended."""
+    """A request to the supervisor. The verb "gone" reports that a launcher's connection has
+    ended."""
 
     verb: str
     words: tuple[str, ...]
@@ -156,13 +156,13 @@ class ControlClient:
 
     @property
     def closed(self) -> bool:
-        """True if the supervisor has closed the connection. Use this property only while no reply
-        is pending, because an unread reply would be mistaken for the end of the connection."""
+        """True if the supervisor has closed the connection. Valid only while no reply is
+        pending."""
         return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
         """Send a request and return the reply. Raises LaunchError if the supervisor refuses the
-        request, does not answer in time or ends."""
+        request or does not answer."""
         try:
             self._socket.sendall(json.dumps({"verb": verb, "words": words}).encode() + b"\n")
             reply = json.loads(self._file.readline() or b"null")
@@ -186,15 +186,14 @@ class ControlClient:
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
     """Send one request over a new connection, and return the reply. Raises LaunchError if the
-    supervisor does not answer or refuses the request."""
+    supervisor refuses the request or does not answer."""
     with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Within the `with` statement, provide a short alias of `path`. A Unix socket address has room
-    for only 107 bytes, and `path` may be longer."""
+    """Yield a short alias of `path`, because a Unix socket address has room for only 107 bytes."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

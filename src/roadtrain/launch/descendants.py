@@ -1,8 +1,6 @@
-"""Find and kill the descendants of a run's processes. Each process of a run has an environment
-variable (MARK) with a label of the run, the mark. Descendants of the process inherit the variable.
-
-Assumes Linux (/proc, pidfd). Does NOT find processes that replaced their environment.
-"""
+"""Find and kill the descendants of a run's processes, which inherit an environment variable (MARK)
+with a label of the run. Assumes Linux (/proc, pidfd). Does NOT find processes that replaced their
+environment."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 def kill_marked(mark: str) -> None:
     """Kill all processes whose environment variable ROADTRAIN_STARTED_FOR begins with `mark`.
-    Return when no such process is left, or after a fixed time."""
+    Return when none is left, or after a fixed time."""
     prefix = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + END_S
     while _kill_once(prefix) and time.monotonic() < deadline:
@@ -32,7 +30,7 @@ def kill_marked(mark: str) -> None:
 
 def _kill_once(prefix: bytes) -> bool:
     """Kill each process with an environment entry (`NAME=value`) that begins with `prefix`. Return
-    True if there was such a process."""
+    True if there was one."""
     found = False
     for process in Path("/proc").glob("[0-9]*"):
         pid = int(process.name)
@@ -51,9 +49,8 @@ def _kill_once(prefix: bytes) -> bool:
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """Return a function for the `preexec_fn` argument of Popen. With this function, the kernel
-    kills the child process when the thread that called Popen ends, even if other threads of the
-    parent process go on. Therefore, use the function only in a process with one thread."""
+    """Return a function for the `preexec_fn` argument of Popen, with which the kernel kills the
+    child when the thread that called Popen ends. Use it only in a process with one thread."""
     return partial(_die_with, os.getpid())
 
 

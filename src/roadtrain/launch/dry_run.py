@@ -1,6 +1,8 @@
 """dry_run(): describe as text a launch that does not happen: the checks before the start, the
-processes on each host, and the files that would be written. Contacts no host and creates nothing.
-The text names the files with secrets, but does not contain the secrets (Rule 8)."""
+processes on each host, and the files that would be written.
+
+Contacts no host, creates nothing and shows no secrets (Rule 8).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from roadtrain.units import show_count
 
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
-    """Return a description of the launch of a run. `home`: The directory to which the launch would
-    write its files. Raises ConfigError if the workers do not fit the plan's hosts."""
+    """Return a description of the launch of a run. `home`: the directory for the files of the
+    launch. Raises ConfigError if the workers do not fit the plan's hosts."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts
@@ -54,8 +56,8 @@ def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:
 
 
 def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:
-    """Yield a triple (host, path, note) for each file that the launch would write on a host, and
-    for each directory that a process would create. The note is for the user."""
+    """Yield (host, path, note for the user) for each file or directory that the launch would write
+    on a host."""
     for host in run.machines.hosts:
         own = [process for process in processes if process.host == host.name]
         files = {file.path: file for process in own for file in process.files}

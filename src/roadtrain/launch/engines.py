@@ -1,7 +1,5 @@
 """ENGINES: the engines on which `roadtrain launch --on` can run processes: this host ("here"), a
-lab, or Ray. The module of an engine is imported on first use, because Ray is an optional
-dependency. Does NOT start anything.
-"""
+lab, or Ray. Modules are imported on first use, because Ray is optional. Does NOT start anything."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock when th
 
 @dataclass(frozen=True)
 class EngineKind:
-    """The functions that create an engine and supervise its runs. Each function is given as a text
-    "module:function". The module is imported when the function is needed."""
+    """The functions that create an engine and supervise its runs, each as a text
+    "module:function"."""
 
     # (PlanFile, LaunchRecord) -> LaunchEngine: create the engine
     make: str
@@ -83,8 +81,8 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Return True if the run has a supervisor, or will get a new supervisor from its engine or its
-    standby process."""
+    """Return True if the run has a supervisor, or will get one from its engine or its standby
+    process."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:
@@ -97,15 +95,14 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Return True if this host has a standby process of the run. The process may still wait for the
-    end of the supervisor, or may have become the supervisor."""
+    """Return True if this host has a standby process of the run, or a supervisor that was one."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """Import and return a function. `target`: The text "module:function". Raises LaunchError if the
-    function needs an optional dependency that is not installed."""
+    """Import and return a function. `target`: the text "module:function". Raises LaunchError if an
+    optional dependency is not installed."""
     module, _, function = target.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

@@ -25,8 +25,8 @@ PHASE_OWNERS = {
 
 
 def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool = False) -> int:
-    """Print the run's log from byte `offset` until the run has ended. Return the run's exit code.
-    If `detach` is True, only print how to look at the run, and return 0 at once."""
+    """Print the run's log from byte `offset` until the run has ended, and return the run's exit
+    code. If `detach` is True, only print how to look at the run, and return 0 at once."""
     if detach:
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
@@ -50,17 +50,16 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The connection of a launcher to the run's supervisor. Only used if the run must stop when its
-    launcher ends: the supervisor stops the run when this connection ends. If the supervisor was
-    restarted, `say` connects to the new supervisor."""
+    """The connection of a launcher to the run's supervisor, which stops the run when this
+    connection ends."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home
         self._client: ControlClient | None = None
 
     def say(self) -> None:
-        """Send hello to the run's supervisor if the connection is not open yet. If the run has no
-        supervisor, do nothing."""
+        """Send hello to the run's supervisor, if there is one and the connection is not open
+        yet."""
         if self._client is not None and not self._client.closed:
             return
         self.close()
@@ -95,7 +94,7 @@ def log_size(home: RunHome) -> int:
 
 
 def report_end(home: RunHome, record: LaunchRecord) -> int:
-    """Print how the run has ended. Return the run's exit code."""
+    """Print how the run has ended, and return its exit code."""
     if home.record().launched != record.launched:  # restarted in another terminal
         print(f"run {home.name} was restarted: see `roadtrain launch --logs {home.name}`")
         return INTERRUPTED
@@ -114,9 +113,8 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """Return a text with the time from the launch to the first step, and the shares of this time
-    that the engine, Python imports and roadtrain took. Return "" if the run has not made a step
-    yet."""
+    """Return a text with the time from the launch to the first step, and what took this time, or ""
+    before the first step."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""

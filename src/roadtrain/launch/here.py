@@ -18,15 +18,14 @@ HERE = "127.0.0.1"
 
 
 def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
-    """Start the agents of a launch, and return the engine of the agents. Raises LaunchError if an
-    agent does not start."""
+    """Start the agents of a launch, and return their engine. Raises LaunchError if an agent does
+    not start."""
     return agents_here(machines_of(plan_file), record.mark)
 
 
 def agents_here(machines: Machines, mark: str) -> HostAgents:
-    """Start an agent for each host and spare host of the plan, and return the engine of the agents.
-    `mark`: A label of the run's processes (see HostAgents). Raises LaunchError if an agent does not
-    start."""
+    """Start an agent for each host and spare host of the plan, and return their engine. Raises
+    LaunchError if an agent does not start."""
     devices = device_names(machines)
     threads = worker_threads(machines)
     hosts = [
@@ -45,10 +44,8 @@ def agents_here(machines: Machines, mark: str) -> HostAgents:
 
 
 def device_names(machines: Machines) -> Mapping[str, str]:
-    """Divide this machine's devices among the plan's hosts. If devices are left, divide them among
-    the plan's spare hosts. Return the value of CUDA_VISIBLE_DEVICES for each host with workers, by
-    the host's name. If the machine has no devices, or if at most one host has workers, return an
-    empty mapping."""
+    """Divide this machine's devices among the plan's hosts with workers, spare hosts last. Return
+    the value of CUDA_VISIBLE_DEVICES by host, or an empty mapping if nothing must be divided."""
     sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
     if len(sharing) < 2 or not device_count():
         return {}
@@ -61,7 +58,6 @@ def device_names(machines: Machines) -> Mapping[str, str]:
 
 
 def worker_threads(machines: Machines) -> int:
-    """Return the number of threads per worker: the number of processors that this process may use,
-    divided by the number of workers, but at least 1."""
+    """Return the number of threads per worker, an equal share of the processors of this process."""
     all_workers = sum(host.workers for host in machines.hosts)
     return max(1, len(os.sched_getaffinity(0)) // max(1, all_workers))

@@ -6,7 +6,7 @@ job.toml            a copy of the user's job
 token               the secret shared by the run's processes (mode 600)
 addresses.json      the addresses that the hosts had when the run started
 measured.json       the link rates and step times measured for the last --replan
-state.json          the supervisor's state (`RunState`); its first key is a checksum of the rest
+state.json          the supervisor's state (`RunState`); its first key is a checksum
 state.before.json   the previous state, used if state.json is damaged
 control             the Unix socket of the supervisor (mode 600, control_socket.py)
 lock                locked while the supervisor is alive; the standby waits for the lock
@@ -62,7 +62,7 @@ class StartPhase(StrEnum):
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of how a run was launched, which is the content of launch.json."""
+    """The record of how a run was launched, saved as launch.json."""
 
     name: str
     engine: str  # a key of engines.ENGINES
@@ -90,7 +90,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run as its supervisor saves it, which is the content of state.json."""
+    """The state of a run, saved by its supervisor as state.json."""
 
     phase: str = "starting"  # or going, ending, ended; unknown if recovered from damaged files
     code: int = 0  # exit code of an ended run: 0 done, 130 stopped, 2 refused, others failed
@@ -103,7 +103,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunHome:
-    """The home of one run: the directory `path` and the files in this directory."""
+    """The home of one run: the directory `path` and its files."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -126,16 +126,8 @@ class RunHome:
         return (self.path / "launch.json").is_file()
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """Write the files of a new run, and remove the files of a previous run of this name.
-        launch.json is removed first and written last, so that an interrupted launch leaves no run.
-
-        Args:
-            record: The content of launch.json.
-            plan: The content of plan.toml.
-            job: The content of job.toml.
-
-        Raises StoreError if the files cannot be written.
-        """
+        """Write the files of a new run, and remove those of a previous run of this name. An
+        interrupted launch leaves no run. Raises StoreError if the files cannot be written."""
         self._make()
         make_directory(self.log_directory)
         with typed_errors(self.path, "removing the files of the previous run"):
@@ -170,9 +162,9 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
-        """Write `state` to state.json. If the old state.json is undamaged and the disk has room for
-        both files, keep the old content as state.before.json. Raises FullError if the disk is full,
-        and StoreError if the write fails for another reason."""
+        """Write `state` to state.json, and keep the old content, if undamaged, as
+        state.before.json. Raises FullError if the disk is full, and StoreError for another I/O
+        error."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
             try:
@@ -188,11 +180,11 @@ class RunHome:
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """Return the state in state.json. If the file is damaged or absent, call `report` with a
-        line for the user, and return a state that is derived from state.before.json. The derived
-        state has the phase "unknown", and a supervisor can continue the run from it.
+        """Return the state in state.json.
 
-        Raises LaunchError if the files cannot be read or the run's home was removed.
+        If the file is damaged or absent, call `report` with a line for the user, and return a state
+        with the phase "unknown". A supervisor can continue the run from this state. Raises
+        LaunchError if the files cannot be read or the run's home was removed.
         """
         path = self.path / "state.json"
         if (state := _whole_state(path)) is not None:
@@ -211,21 +203,21 @@ class RunHome:
         return _state_after(before or RunState())
 
     def write_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Write addresses.json. `addresses`: The address of each host, by the host's name."""
+        """Write addresses.json. `addresses`: the address of each host, by the host's name."""
         body = msgspec.json.encode(addresses)
         replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
 
     def addresses(self) -> dict[str, str]:
-        """Return the address of each host from addresses.json, or an empty mapping if no engine has
-        started the run yet."""
+        """Return the address of each host from addresses.json; empty before the first start of the
+        run."""
         path = self.path / "addresses.json"
         return _decoded(path, dict[str, str]) if path.exists() else {}
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Within the `with` statement, hold a lock that keeps other commands from writing this
-        run's files and from starting a supervisor of the run. Raises LaunchError if another command
-        has the lock, and StoreError if the home is not writable."""
+        """Hold a lock within the `with` statement, so that no other command writes this run's files
+        or starts its supervisor. Raises LaunchError if another command has the lock, and StoreError
+        if the home is not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
@@ -237,8 +229,8 @@ class RunHome:
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
-        """Within the `with` statement, hold the lock of the run's supervisor. Raises LaunchError if
-        another process has the lock."""
+        """Hold the lock of the run's supervisor within the `with` statement. Raises LaunchError if
+        another process has it."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             for _ in range(TRIES):  # no deadline, as this process may be frozen during the wait
                 if _lock(descriptor, fcntl.LOCK_EX):
@@ -253,8 +245,8 @@ class RunHome:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Wait, without a timeout, until the run's supervisor has ended. Then hold the lock of the
-        supervisor within the `with` statement."""
+        """Wait, without a timeout, until the run's supervisor has ended. Then hold its lock within
+        the `with` statement."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -278,9 +270,8 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file. The file stays locked until `descriptor` is closed. Return False if
-    another process has the lock. `how`: LOCK_EX for an exclusive lock or LOCK_SH for a shared
-    lock."""
+    """Try to lock a file until `descriptor` is closed, with LOCK_EX or LOCK_SH. Return False if
+    another process has the lock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -320,10 +311,8 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 def _state_after(before: RunState) -> RunState:
     """Return a state from which the run can safely continue after its newest state was lost.
-    `before`: The state that was saved before the lost state. Since then, the run may have started
-    one more attempt, so the returned state counts one more attempt. The run may also have committed
-    a step, so the step of the returned state is at least 0. Then the supervisor sets
-    `run.new_store` to false in the job, because this key could discard the committed training."""
+    `before`: the state that was saved before the lost state. The run may have started another
+    attempt and committed a step since then, so the returned state assumes both."""
     if before.phase == "ended":  # the lost state belonged to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(

@@ -1,11 +1,9 @@
 """report_host(): report the hardware, stores, ports and files of a host before a run starts on it.
-`python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
-HostReport as JSON to stdout.
 
-Changes nothing: to test whether a store is in use, the command takes and releases the store's lock;
-to test whether a directory is writable, the command writes a temporary file without a name. Does
-not import torch, so that the command ends within a second. Does NOT judge the results: checks.py
-compares the reports of all hosts and finds the problems.
+`python -m roadtrain.launch.host_report` reads a HostQuery as JSON from stdin and writes a
+HostReport as JSON to stdout. It changes nothing, although it tests locks and writes temporary
+files. Does not import torch, so that the command ends within a second. Does NOT judge the results
+(checks.py).
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class PathReport(msgspec.Struct, frozen=True):
 
 
 class StoreReport(msgspec.Struct, frozen=True):
-    """A report on a directory for a store, and on the store in this directory if there is one."""
+    """A report on a directory for a store, and on the store if there is one."""
 
     at: PathReport
     locked: bool = False  # True if another process has the store open
@@ -113,7 +111,7 @@ def report_host(query: HostQuery) -> HostReport:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that should be the same on all hosts."""
+    """Return the versions of Python and of packages, which should be the same on all hosts."""
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -143,9 +141,7 @@ def report_path(path: str) -> PathReport:
 
 
 def _not_writable(path: Path) -> str:
-    """Return the reason why files cannot be written to a directory. Return "" if the directory is
-    writable. Writes a temporary file without a name, because mode bits alone do not show whether a
-    write succeeds."""
+    """Return the reason why a test file cannot be written to a directory, or "" if it can."""
     if not path.is_dir():
         return f"{path} is not a directory"
     try:
@@ -157,8 +153,8 @@ def _not_writable(path: Path) -> str:
 
 
 def _network_files(path: Path) -> str:
-    """Return a text with the type, source and mount point of the network file system that contains
-    `path`. Return "" if the file system is local."""
+    """Return the type, source and mount point of a network file system that contains `path`, or
+    ""."""
     best, found = -1, ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         source, at, kind = line.split()[:3]
@@ -185,7 +181,7 @@ def _store(path: str) -> StoreReport:
 
 
 def _is_locked(directory: Path) -> bool:
-    """Return True if another process has the store open (storage/lock.py)."""
+    """Return True if another process has the store open."""
     lock = directory / "lock"  # used on file systems that cannot lock directories
     for path in (directory, lock) if lock.exists() else (directory,):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -201,9 +197,8 @@ def _is_locked(directory: Path) -> bool:
 
 
 def _mark(directory: Path) -> MarkRecord:
-    """Return the content of mark.json in the run's directory, which names the store of the run and
-    a committed step. Return an empty MarkRecord if the file is absent or damaged; `train` reports
-    the damage later."""
+    """Return the content of mark.json in the run's directory, or an empty MarkRecord if the file is
+    absent or damaged."""
     try:
         return msgspec.json.decode(
             unsealed((directory / "mark.json").read_bytes()), type=MarkRecord
@@ -213,7 +208,7 @@ def _mark(directory: Path) -> MarkRecord:
 
 
 def _refused(port: PortQuery) -> str:
-    """Return the reason why a port cannot be bound. Return "" if the port can be bound."""
+    """Return the reason why a port cannot be bound, or "" if it can."""
     family = socket.AF_INET6 if ":" in port.address else socket.AF_INET
     kind = socket.SOCK_DGRAM if port.datagrams else socket.SOCK_STREAM
     with socket.socket(family, kind) as probe:

@@ -1,7 +1,8 @@
-"""`python -m roadtrain.launch.host_status`: report the status of a launched run. The supervisor
-runs this command on hosts with workers. The command reads the arguments of `run_status` from
-stdin, as {"directory": RUN, "first": true}. The command writes the result of `run_status` to
-stdout, as {"step": N, "code": 0, "lines": [...], "stages": [TABLE, ...]}. Does NOT import torch.
+"""`python -m roadtrain.launch.host_status`: report the status of a launched run, on a host with
+workers.
+
+Reads {"directory": RUN, "first": true} from stdin, and writes {"step": N, "code": 0, "lines":
+[...], "stages": [TABLE, ...]} to stdout (see `run_status`). Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ def run_status(directory: str, first: bool) -> dict[str, Any]:
         first: True on worker 0's host, which also reports on the whole run and on its servers.
 
     Returns:
-        A dictionary with four keys. `step` is the last committed step, or -1 if no step is
-        committed. `code` is 0 if nothing is wrong, else 1. `lines` is a list of lines that describe
-        the run; it is empty before the run has started, or if `first` is False. `stages` is a list
-        of tables of predicted and measured times, one table for each pipeline stage that has
+        A dictionary. `step` is the last committed step, or -1. `code` is 0 if nothing is wrong,
+        else 1. `lines` describes the run; it is empty before the run has started, or if `first` is
+        False. `stages` has a table of predicted and measured times for each pipeline stage with
         metrics on this host.
     """
     lines: list[str] = []

@@ -1,12 +1,10 @@
-"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine. Each host is a
-network namespace and has an even share of the processors. Network cards, SSDs and the links between
-switches have the rates of the plan's cluster.
+"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine. Needs root.
 
-Needs root, like every lab. Each host has private directories at the mount points of its SSDs and at
-/dev/shm, and shares the rest of the file system with this machine. The files in the private
-directories are kept after the run, in `directory` and in this machine's /dev/shm, so that the run
-can be resumed. Everything else is removed when the engine is closed or, if the engine was killed,
-when the next lab is created. Does NOT emulate devices or latency.
+Each host is a network namespace and has an even share of the processors. Network cards, SSDs and
+the links between switches have the rates of the plan's cluster. Each host has private directories
+at the mount points of its SSDs and at /dev/shm, and shares the rest of the file system with this
+machine. Private files are kept after the run, so that the run can be resumed. Does NOT emulate
+devices or latency.
 
 The lab has these verbs (`LaunchEngine.run_verb`):
 
@@ -60,17 +58,10 @@ BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done
 
 
 class LabEngine(HostAgents):
-    """An emulated cluster and the agents on its hosts.
-
-    Args:
-        plan_file: The plan to run, with a cluster and machines.
-        mark: A label of the run's processes (see HostAgents).
-        directory: A directory for the content of the hosts' SSDs. This directory is not removed
-            after the run.
-
-    Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an agent does not
-    start.
-    """
+    """An emulated cluster and the agents on its hosts. `mark`: the label of the run's processes
+    (see HostAgents). `directory`: a directory for the content of the hosts' SSDs, which is kept
+    after the run. Raises ConfigError if a lab cannot emulate the cluster, and LaunchError if an
+    agent does not start."""
 
     verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
 
@@ -151,8 +142,7 @@ class LabEngine(HostAgents):
         )
 
     def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """Start a command on a lab host, with the arguments of Popen. The command sees the host's
-        private directories, and its disk I/O is limited to the rates of the host's SSDs."""
+        """Start a command on a lab host, with its private directories and the rates of its SSDs."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -160,8 +150,8 @@ class LabEngine(HostAgents):
         return process
 
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
-        """Create the private directories of each host: one for /dev/shm, and one for each mount
-        point of the host's SSDs."""
+        """Create the private directories of each host: for /dev/shm, and for each mount point of
+        its SSDs."""
         for name in self._shape.hosts:
             own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
@@ -195,15 +185,15 @@ class LabEngine(HostAgents):
             stack.enter_context(throttle)
 
     def _room(self, ssd: Ssd, many: int) -> int:
-        """Return the size in bytes for an emulated SSD. `many`: The number of emulated SSDs that
-        share this machine's disk."""
+        """Return the size in bytes for an emulated SSD, if `many` emulated SSDs share this
+        machine's disk."""
         free = int(free_nbytes(self._directory) * FREE) // many
         return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
-        """Remove the shared-memory files that killed processes have left in the hosts' /dev/shm.
-        Keep the directories in /dev/shm, because stores are directories."""
+        """Remove the shared-memory files that killed processes have left, but keep directories,
+        which may be stores."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -213,9 +203,8 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Create the lab of a launch. If the run is new, first remove the files that an older run of
-    the same name has left for the hosts of its lab. Raises ConfigError and LaunchError like
-    LabEngine."""
+    """Create the lab of a launch. A new run first removes the files of an older run of the same
+    name. Raises ConfigError and LaunchError like LabEngine."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
     # True if an earlier supervisor of this start has checked the hosts.
@@ -226,30 +215,27 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Return True if the run's directory has files of a run that has trained. If the directory has
-    no such files, the files that were kept for the hosts of the lab belong to an older run of the
-    same name and can be removed."""
+    """Return True if the run's directory has files of a run that has trained."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """Remove all files that were kept after a run for the hosts of its lab. `mark` and `directory`:
-    The arguments with which LabEngine was created."""
+    """Remove all files that a run has left for its lab. The arguments are those of LabEngine."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 
 
 def kept_memory(mark: str) -> Path:
-    """Return the directory that contains a subdirectory for each host of a run. The host sees its
-    subdirectory as /dev/shm. `mark`: The label of the run's processes."""
+    """Return the directory that contains the /dev/shm of each host of a run. `mark`: the label of
+    the run's processes."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 
 def _make_mount_point(directory: Path, stack: ExitStack) -> None:
-    """Create the directory for a mount point. When `stack` is closed, it removes the directories
-    that this call has created."""
+    """Create the directory for a mount point. Closing `stack` removes the directories that this
+    call has created."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):

@@ -1,7 +1,7 @@
 """LabShape: a description of the lab that emulates a plan's cluster: hosts with network cards and
 SSDs, and links between switches. Does NOT create anything (lab_engine.py).
 
-A lab emulates the rates of cards and links and the read and write rates of SSDs. A lab does not
+A lab emulates the rates of cards and links and the read and write rates of SSDs. It does not
 emulate latency, the combined read-write rate of an SSD, the uplink of a host's SSDs, or devices.
 """
 
@@ -42,7 +42,7 @@ class LabShape:
         ]
 
     def left_out(self) -> list[str]:
-        """Describe the properties of the cluster that the lab does not emulate, except devices."""
+        """Describe what the lab does not emulate of the cluster, except devices."""
         nics = [nic for host in self.hosts.values() for nic in host.nics]
         ssds = [ssd for host in self.hosts.values() for ssd in host.ssds if ssd.directories]
         late = any(nic.latency for nic in nics) or any(link.latency for link in self.cluster.links)
@@ -83,21 +83,15 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
 
 
 def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
-    """Return a name for each host of the kind `kind` that the plan does not use.
-
-    Args:
-        kind: The kind of host.
-        planned: The number of hosts of this kind that the plan uses.
-        used: The hosts that already have a name, by name.
-    """
+    """Return a name for each host of the kind `kind` that the plan does not use. `planned`: the
+    number of hosts of this kind that it uses. `used`: the named hosts."""
     names = [f"{kind.name}{n}" for n in range(kind.count)] if kind.count > 1 else [kind.name]
     return [name for name in names if name not in used][: kind.count - planned]
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """Return the index of the NIC through which each host is reached, by the host's name. These
-    NICs belong to the fastest network that connects all hosts. If no network connects all hosts,
-    the index is 0, the first NIC of each host."""
+    """Return the index of each host's NIC in the fastest network that connects all hosts, or 0
+    without such a network."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)
@@ -112,8 +106,8 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
-    """Raise ConfigError if the rates of all emulated SSDs together exceed the rates of this
-    machine's disk. `read` and `write`: The rates of the disk in bytes per second."""
+    """Raise ConfigError if all emulated SSDs together are faster than this machine's disk. `read`
+    and `write`: the rates of the disk in bytes per second."""
     for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),

@@ -174,7 +174,7 @@ def command(
 
 
 def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
-    """Write the files of a new run and start its supervisor. `plan`: The content of plan.toml.
+    """Write the files of a new run and start its supervisor. `plan`: the content of plan.toml.
     Raises RoadtrainError."""
     check_engine(record.engine)
     with home.starting():
@@ -190,8 +190,7 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
     """Raise ConfigError if the job sets a batch or parallel degrees that differ from the plan's.
-    `job`: The job as loaded from the user's file, so that the job knows which keys the user has
-    set."""
+    `job`: the job as loaded from the user's file."""
     batch, planned = batch_of_job(job), plan_file.plan.samples
     if batch not in (None, planned):
         raise ConfigError(
@@ -229,9 +228,8 @@ def check_directory(home: RunHome, job: Job) -> None:
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """Print what a launch would start and write, for the option --dry-run. Start and write nothing.
-    If the plan has no address for a host, print the host's name instead, because only a started
-    engine knows the address. Return the exit code of the command."""
+    """Print what a launch would start and write, for the option --dry-run, and return the exit
+    code."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -239,9 +237,8 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
-    """Write the files from which Slurm or Kubernetes starts a run, for the option --write. Start
-    nothing. Return the exit code of the command. `kind`: "slurm" or "kubernetes". `out`: The
-    directory for the files. `image`: The container image for Kubernetes, else ""."""
+    """Write the files from which Slurm or Kubernetes (`kind`) starts a run, for the option --write,
+    and return the exit code. `image`: the container image for Kubernetes, else ""."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:

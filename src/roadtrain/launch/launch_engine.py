@@ -1,9 +1,8 @@
-"""LaunchEngine: the interface through which the supervisor (supervisor.py) and the checks before a
-start (checks.py) run processes on hosts. The engines are this host, a lab, and a Ray cluster.
+"""LaunchEngine: the interface to run processes on hosts, for the supervisor (supervisor.py) and the
+checks before a start (checks.py). The engines are this host, a lab, and a Ray cluster.
 
-An engine restarts nothing by itself, with one exception: Ray restarts the actor of a service, and
-the engine then reports a `ProcessRestarted`. The processes of an engine end when the engine ends,
-so that no process is left when a supervisor dies.
+An engine restarts nothing by itself, except that Ray restarts the actor of a service. The processes
+of an engine end when the engine ends, so that no process is left when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -44,34 +43,30 @@ class LaunchEngine(Protocol):
         """Return the hosts that are up."""
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        """Run a short Python command (`-m MODULE ...`) on a host and return the command's answer.
-        The command reads `request` as JSON from stdin and writes its answer as JSON to stdout.
-        Raises LaunchError if the host cannot be reached or the command fails."""
+        """Run a short Python command (`-m MODULE ...`) on a host and return its answer. The command
+        reads `request` as JSON from stdin and writes its answer as JSON to stdout. Raises
+        LaunchError if the host cannot be reached or the command fails."""
 
     def run_verb(self, words: Sequence[str]) -> str:
         """Carry out a command that a user gives to the engine, and return a reply for the user.
-        `words`: A verb and its arguments. All engines have the verbs `leaves HOST SECONDS` and
-        `comes HOST`; a later call of `events` returns the resulting HostLeaving, HostLost or
-        HostJoined. The lab has more verbs. Raises LaunchError if the verb or the host is
-        unknown."""
+        `words`: a verb and its arguments, such as `leaves HOST SECONDS` and `comes HOST`, which all
+        engines know. Raises LaunchError if the verb or the host is unknown."""
 
     def start(self, process: Process) -> None:
         """Start a server, reducer or switch. `events` reports the end of the process. Raises
         LaunchError if the host of the process is down."""
 
     def start_workers(self, workers: WorkerSet) -> None:
-        """Start all workers. When all workers have ended, `events` returns one WorkersEnded. This
-        event names the first worker that failed. If no worker failed, the event names the worker
-        that ended last."""
+        """Start all workers. After their end, `events` returns one WorkersEnded, which names the
+        first worker that failed or, if none failed, the last that ended."""
 
     def stop(self, name: str, grace_s: float) -> None:
-        """End a process. The name "workers" stands for all workers. The process gets SIGINT and is
-        killed if it has not ended after `grace_s` seconds. On SIGINT, a worker commits its step.
-        `events` reports the end of the process."""
+        """End a process, or all workers if `name` is "workers". It gets SIGINT, on which a worker
+        commits its step, and is killed after `grace_s` seconds. `events` reports the end."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
-        """Return the events since the last call. If there are no events, wait for an event for at
-        most `timeout_s` seconds. A line that a process prints is an `Output` event."""
+        """Return the events since the last call, or wait for an event for at most `timeout_s`
+        seconds. A line that a process prints is an `Output` event."""
 
     def close(self) -> None:
         """End all processes that the engine has started."""
@@ -81,12 +76,9 @@ def run_command(
     words: Sequence[str], stdin: str, spawn: Spawn = subprocess.Popen, **popen: Any
 ) -> tuple[int, str, str]:
     """Run a short Python command to its end. Return the exit code, the text on stdout and the last
-    line on stderr. Raises OSError if the command cannot be started, and TimeoutExpired if the
-    command does not end within a fixed time.
-
-    `words`: The arguments of the Python interpreter. `stdin`: The input of the command. `spawn`:
-    Function like Popen that starts the command. `popen`: Further arguments of `spawn`.
-    """
+    line on stderr. `spawn`: a function like Popen that starts the command. `popen`: its further
+    arguments. Raises OSError if the command cannot be started, and TimeoutExpired if it does not
+    end within a fixed time."""
     process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
@@ -103,9 +95,9 @@ def run_command(
 
 
 def answer_of(command: str, code: int, answer: str, last_line: str) -> Any:
-    """Decode the JSON that a command has printed, and return the value. Raises LaunchError if the
-    command failed or its output is not JSON. `command`: A description of the command for messages.
-    The other arguments are the results of `run_command`."""
+    """Return the value of the JSON that a command has printed. `command`: a description for
+    messages. The other arguments are the results of `run_command`. Raises LaunchError if the
+    command failed or its output is not JSON."""
     if code:
         why = last_line.removeprefix("roadtrain: ") or "it wrote nothing to stderr"
         raise LaunchError(f"{command} ended with code {code}: {why}")

@@ -1,8 +1,8 @@
-"""RunLogs: the log files of a launched run. all.log has the lines of every process, in the form
-`[worker 0 gpu0] line`; log/ has a file per process. `LogTail` reads all.log while it grows.
+"""RunLogs: the log files of a launched run. all.log has the lines of every process, as `[worker 0
+gpu0] line`; log/ has a file per process. `LogTail` reads all.log while it grows.
 
-Logs are not rotated. A new launch under the same name starts with empty logs; a resumed run appends
-to the logs. Does NOT interpret lines.
+Logs are not rotated. A new launch under the same name empties the logs; a resumed run appends to
+them. Does NOT interpret lines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RunLogs:
         self._lost, self._why = 0, ""  # number of lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
-        """Log a line of a process. If the disk is full, drop the line, because a full disk must not
-        end a run. `flush` reports the loss when the disk has room again."""
+        """Log a line of a process. If the disk is full, drop it, because a full disk must not end a
+        run; `flush` reports the loss later."""
         try:
             self._write(name, host, line)
         except OSError as error:
@@ -72,7 +72,7 @@ def _opened(path: Path) -> IO[str]:
 
 class LogTail:
     """Reads all.log from byte `offset` while the file grows. `lines` returns the lines that were
-    completed since the last call, in the form in which `shown` returns lines."""
+    completed since the last call, without the prefix of worker 0."""
 
     def __init__(self, home: RunHome, offset: int = 0) -> None:
         self._path, self._offset, self._rest = home.all_log, offset, b""
@@ -90,7 +90,7 @@ class LogTail:
 
 
 def shown(line: str) -> str:
-    """Return the text that users see for a line of the log. A line of worker 0 loses its prefix;
-    any other line is unchanged."""
+    """Return the text that users see for a line of the log. Only lines of worker 0 lose their
+    prefix."""
     head, _, text = line.partition("] ")
     return text if head.startswith(f"[{PLAIN} ") else line

@@ -1,18 +1,13 @@
 """Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Does no
 I/O.
 
-The cluster states values: rates of cards, rates of links between switches, and speeds of devices.
-If a measured value differs from the stated value by more than 15 percent, the measured value
-replaces the stated value and is listed in `Cluster.measured`. If the hosts of a kind differ
-afterwards, the kind is split into one kind per host. Each new kind has the name of its host in the
-plan.
+A measured value that differs from the stated value by more than 15 percent replaces it. If the
+hosts of a kind differ afterwards, the kind is split into one kind per host.
 
-Rates are measured between pairs of hosts. A pair is too slow if its measured rate is more than 15
-percent below the stated rates of both cards. A card counts as slower than stated if all pairs in
-which its host sends are too slow, or if all pairs in which its host receives are too slow. So one
-slow host does not make its peers look slow, unless there are only two hosts. The new rate of the
-card is the highest rate measured for sending or the highest rate measured for receiving, whichever
-is lower. Does NOT measure (measured_run.py).
+Rates are measured between pairs of hosts. A pair is too slow if its rate is more than 15 percent
+below the stated rates of both cards. A card counts as slower than stated if all pairs in which its
+host sends, or all pairs in which its host receives, are too slow. So one slow host does not make
+its peers look slow, unless there are only two hosts.
 """
 
 from __future__ import annotations
@@ -44,19 +39,10 @@ def measured_cluster(
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """Return a pair. The first item is the cluster with the measured values, or the plan's cluster
-    itself if no value has changed. The second item maps the name of each changed value, as in
-    `Cluster.measured`, to a text on the change.
-
-    Args:
-        cluster: The plan's cluster.
-        machines: The plan's machines.
-        seen: The measured links.
-        slower: For a host name, the factor by which the host's workers compute slower than
-            predicted.
-        network: The share of a card's rate that is payload. Measured rates are divided by this
-            share.
-    """
+    """Return the cluster with the measured values, and a dict from the name of each changed value
+    to a text on the change. `slower`: for a host name, the factor by which the host's workers
+    compute slower than predicted. `network`: the share of a card's rate that is payload, to which
+    measured rates are converted."""
     every = (*machines.hosts, *machines.spares)
     rates = _card_rates(cluster, every, seen, network)
     changes: dict[str, str] = {}
@@ -72,13 +58,13 @@ def measured_cluster(
 
 
 def _nic(kind: Host) -> Nic | None:
-    """Return the fastest NIC of a kind of host, or None if the kind has no NIC. The hosts of a run
-    reach each other through their fastest NICs."""
+    """Return the fastest NIC of a kind of host, by which hosts reach each other; None without a
+    NIC."""
     return max(kind.nics, key=lambda nic: nic.total, default=None)
 
 
 def _nics(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, Nic]:
-    """Return the fastest NIC of each host, by the host's name. Hosts without a NIC are omitted."""
+    """Return the fastest NIC of each host that has one, by the host's name."""
     kinds = {host.name: host for host in cluster.hosts}
     nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
     return {name: nic for name, nic in nics.items() if nic is not None}
@@ -91,9 +77,8 @@ def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
 def _card_rates(
     cluster: Cluster, every: Sequence[PlanHost], links: Sequence[MeasuredLink], network: float
 ) -> dict[str, float]:
-    """Return the measured rate of each host's network card in bytes per second, by the host's name.
-    A host is omitted if the measured rate agrees with the rate that the cluster file states for the
-    card."""
+    """Return the measured rate of each host's network card in bytes per second, if it differs from
+    the stated rate."""
     at = _switches(cluster, every)
     stated = {name: nic.total for name, nic in _nics(cluster, every).items()}
     near = [link for link in links if at.get(link.sender) == at.get(link.receiver)]
@@ -129,16 +114,8 @@ def _changed(
     slower: Mapping[str, float],
     changes: dict[str, str],
 ) -> Host:
-    """Return `kind` with the values that were measured for the host `name`. Add a text to `changes`
-    for each value that has changed.
-
-    Args:
-        kind: The kind of the host in the plan's cluster.
-        name: The name of the host.
-        rate: The measured rate of the host's card, or None to keep the stated rate.
-        slower: As in `measured_cluster`.
-        changes: The texts on changed values.
-    """
+    """Return `kind` with the values that were measured for the host `name`: `rate` of its card
+    (None: as stated) and `slower` computing. Add a text to `changes` for each changed value."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
@@ -155,16 +132,9 @@ def _changed(
 
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
-    """Return the kinds that replace a kind of host after the measurement. If the hosts of the kind
-    are still alike, return one kind. Otherwise return one kind per host, and the old kind for hosts
-    that the plan does not use. Hosts with servers always stay one kind, because a plan places all
-    servers on one kind of host.
-
-    Args:
-        kind: The kind to replace.
-        mine: The plan's hosts of the kind.
-        new: For each host in `mine`, the kind with the values measured for the host.
-    """
+    """Return the kinds that replace a kind of host after the measurement: one kind if its hosts are
+    still alike or have servers, else one kind per host. `mine`: the plan's hosts of the kind.
+    `new`: the measured kind of each."""
     if all(host is kind for host in new):
         return [kind]
     if len(new) == kind.count and all(host == new[0] for host in new):
@@ -198,10 +168,7 @@ def _links(
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
     """Yield the links between switches with their measured rates, and add a text to `changes` for
-    each changed rate. The measured rate of a link in one direction is the highest rate from a host
-    at one end to a host at the other end. The measured rate of the link is the lower rate of the
-    two directions. If the stated rates of the link and of the cards explain the measured rate, or
-    no rate was measured, the link keeps its stated rate."""
+    each changed rate. A measured rate is the lower of the two directions."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [
@@ -222,8 +189,8 @@ def _links(
 
 
 def _most_across(cluster: Cluster, link: LinkRate) -> float:
-    """Return the highest rate in bytes per second at which two cards at the ends of a link can
-    exchange data, by the stated rates of the cards."""
+    """Return the highest rate in bytes per second that the cards at the two switches of a link
+    allow."""
     best = {
         end: max(
             (

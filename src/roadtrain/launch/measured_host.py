@@ -1,5 +1,5 @@
 """`python -m roadtrain.launch.measured_host`: measure the links between a run's hosts, and
-summarize the metrics of a host's workers.
+summarize the metrics of a host's workers. Does NOT import torch.
 
     ADDRESS:PORT TOKEN_FILE   started by a LaunchEngine as a process: answers probes until
                                   the engine ends the process
@@ -7,9 +7,8 @@ summarize the metrics of a host's workers.
                                   hosts; reads the hosts' addresses and the token from stdin,
                                   because other users can see arguments (Rule 8)
 
-The probing host makes each host measure its link to every other host, one link at a time, like
-`roadtrain probe --hosts`. No workers run during the measurement, because their traffic would slow
-the links. Does NOT import torch.
+Links are measured one at a time. No workers run meanwhile, because their traffic would slow the
+links.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ PATIENCE_S = 30.0  # how long to try to reach a host that does not listen yet
 
 
 class MeasureRequest(msgspec.Struct):
-    """A request to a host to measure links and to read metrics.
-
-    `others` has the ADDRESS:PORT of each listening host. `metrics` has the paths of the metrics
-    files of the host's workers. `others` and `metrics` may be empty.
-    """
+    """A request to a host to measure links and to read metrics. `others`: the ADDRESS:PORT of each
+    listening host. `metrics`: the paths of the metrics files of the host's workers. Both may be
+    empty."""
 
     token: str = ""
     others: list[str] = []
@@ -43,12 +40,9 @@ class MeasureRequest(msgspec.Struct):
 
 
 class WorkerSeconds(msgspec.Struct):
-    """Median times of a worker's last steps in seconds.
-
-    `seconds` is the time of a whole step. `stages` has the time of each stage of a step, such as
-    Forward. `predicted` has the plan's prediction for each stage, or is empty if the metrics file
-    has no predictions.
-    """
+    """Median times of a worker's last steps in seconds. `seconds`: a whole step. `stages`: each
+    stage of a step, such as Forward. `predicted`: the plan's prediction for each stage, if there is
+    one."""
 
     seconds: float
     stages: dict[str, float] = {}
@@ -56,12 +50,9 @@ class WorkerSeconds(msgspec.Struct):
 
 
 class HostAnswer(msgspec.Struct):
-    """A host's answer to a MeasureRequest.
-
-    An item of `links` is (sender, receiver, bytes per second, latency in seconds). Each end is an
-    ADDRESS:PORT of the request, or "here" for the answering host. `missing` has the reason for each
-    link that could not be measured.
-    """
+    """A host's answer to a MeasureRequest. `links`: (sender, receiver, bytes per second, latency in
+    seconds), where the hosts are an ADDRESS:PORT of the request, or "here" for the answering host.
+    `missing`: the reason for each link that could not be measured."""
 
     links: list[tuple[str, str, float, float]] = []
     missing: list[str] = []
@@ -69,8 +60,8 @@ class HostAnswer(msgspec.Struct):
 
 
 def answer(request: MeasureRequest) -> HostAnswer:
-    """Measure the links and read the metrics that a request names. Raises ConfigError if the token
-    or an address is not valid."""
+    """Measure the links and read the metrics that a request names. Raises ConfigError for an
+    invalid token or address."""
     out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)

@@ -1,13 +1,12 @@
 """measure_run(): measure the links between a run's hosts and collect the times of its workers' last
-steps. Works through the run's engine after all processes of the run have ended.
+steps, after all processes of the run have ended.
 
     every host but the first     runs a listening process (measured_host.py) with the run's token
     the first host of a group    measures the links between the hosts of the group
     every host with workers      returns a summary of its workers' metrics
 
-A group has at most 8 hosts. If several hosts have the same address, only the first of these hosts
-is measured. A failed measurement is not an error: `MeasuredRun.missing` has a text with the reason.
-Does NOT judge the results (measured_cluster.py).
+A group has at most 8 hosts. A failed measurement is not an error: `MeasuredRun.missing` has the
+reason. Does NOT judge the results (measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """The measurements of a run, which are the content of measured.json."""
+    """The measurements of a run, saved as measured.json."""
 
     links: tuple[MeasuredLink, ...] = ()  # the ends are host names
     workers: tuple[MeasuredWorker, ...] = ()
@@ -55,7 +54,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
     """Measure the links of a run after its processes have ended, and collect the times of the last
-    steps. `worker_hosts`: The hosts with workers in the last attempt, in rank order."""
+    steps. `worker_hosts`: the hosts of the last attempt, in rank order."""
     here = {host.name for host in engine.hosts()}
     every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [
@@ -98,15 +97,14 @@ def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield a pair for each group: the host that probes the links, and the hosts that listen. Two
-    consecutive groups have one host in common, so that the measured links connect all hosts."""
+    """Yield the host that probes and the hosts that listen, for each group. Consecutive groups
+    share a host."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 
 
 def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
-    """Return a pair for each host in `names`, by name: a process that listens on the host, and the
-    ADDRESS:PORT at which the process listens."""
+    """Return for each host in `names` a process that listens on the host, and its ADDRESS:PORT."""
     out: dict[str, tuple[Process, str]] = {}
     used = {port for host in run.machines.hosts for port in host.ports}
     planned = run.machines.rendezvous_port
@@ -158,9 +156,8 @@ def _workers(
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Return a factor for each host, by the host's name: the measured compute time per step of the
-    host's slowest worker, divided by the predicted compute time. Hosts whose workers have no
-    predictions are omitted."""
+    """Return for each host the compute time per step of its slowest worker, divided by the
+    predicted compute time. Hosts without predictions are omitted."""
     out: dict[str, float] = {}
     for worker in measured.workers:
         planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)
@@ -170,6 +167,5 @@ def slower(measured: MeasuredRun) -> dict[str, float]:
 
 
 def computing(stages: Mapping[str, float]) -> float:
-    """Return the seconds that a step spends on computing. These are the sum of the times of the
-    stages Forward and Backward in `stages`."""
+    """Return the seconds of the stages Forward and Backward together."""
     return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)

@@ -1,9 +1,8 @@
-"""PausedRun: stop a run to measure its links, and resume the run even if replanning fails.
+"""PausedRun: stop a run to measure its links, and resume the run even if replanning fails. Does NOT
+plan.
 
-The run is resumed with the options with which the run was launched. If these options say that the
-run ends when its launcher ends, the replan command becomes the launcher and waits until the run
-ends. If the run has ended for another reason than replanning (stopped by the user, done, failed),
-the run is not resumed. Does NOT plan.
+If the run ends with its launcher, the replan command becomes the launcher and waits for the run's
+end. A run that has ended for another reason than replanning is not resumed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PausedRun:
-    """A run to stop and resume. `start`: Function that restarts the run, with the arguments
-    `if_launcher_dies` and `detach`. If `detach` is True, the function returns at once; otherwise
-    the function returns when the run has ended."""
+    """A run to stop and resume. `start`: a function that restarts the run, with the arguments
+    `if_launcher_dies` and `detach`. It returns when the run has ended, or at once if `detach` is
+    True."""
 
     home: RunHome
     start: GoOn
@@ -37,9 +36,8 @@ class PausedRun:
 
     def measure(self) -> bool:
         """Stop the run, and wait until its supervisor has measured the links, written measured.json
-        and ended. Return False if the run ended for another reason than replanning. Raises
-        LaunchError if the supervisor does not end in time or the state of the run cannot be
-        read."""
+        and ended. Return False if the run ended for another reason. Raises LaunchError if the
+        supervisor does not end in time or the state of the run cannot be read."""
         self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
@@ -54,7 +52,7 @@ class PausedRun:
 
     @property
     def _was_paused(self) -> bool:
-        """Return True if the run ended because it was stopped for replanning."""
+        """True if the run ended because it was stopped for replanning."""
         state = self.home.state()
         return state.phase == "ended" and state.why == PLANNED_ANEW
 
@@ -71,8 +69,8 @@ class PausedRun:
         return state.code if ended and state.code in (0, 130) else 1
 
     def go_on(self, *, follows: bool) -> int:
-        """Resume the run with the plan.toml in the run's home. Return the exit code of the replan
-        command. `follows`: If True, wait until the run ends."""
+        """Resume the run with the plan.toml in its home. Return the exit code of the replan
+        command. `follows`: whether to wait until the run ends."""
         if self.ends_with_launcher and not follows:
             self.report(
                 f"run {self.home.name} ends with its launcher: this command waits for the run's end"
@@ -82,8 +80,8 @@ class PausedRun:
         return code if follows or code else self._checked()
 
     def go_on_after(self, error: BaseException) -> None:
-        """Handle an error of the replan command. If the command has stopped the run, resume the run
-        with its old plan. Report to the user whether the run goes on."""
+        """Handle an error of the replan command: resume a stopped run with its old plan, and report
+        whether the run goes on."""
         name = self.home.name
         why = str(error).partition("\n")[0] or type(error).__name__
         try:
@@ -108,8 +106,8 @@ class PausedRun:
             self.go_on(follows=False)
 
     def _ends(self) -> bool:
-        """Wait until the run begins to stop, and then until the run has ended. Each wait has a
-        timeout. Return True if the run has ended."""
+        """Wait until the run begins to stop, and then until it has ended, with timeouts. Return
+        True if it has."""
 
         def has_ended() -> bool:
             return not is_alive(self.home)
@@ -120,8 +118,8 @@ class PausedRun:
         return wait_until(is_stopping, STOPS_S) and wait_until(has_ended, MEASURES_S)
 
     def _checked(self) -> int:
-        """Wait until the resumed run has passed the checks of its hosts or has ended. Return the
-        exit code of the replan command."""
+        """Wait until the resumed run has passed its checks or has ended. Return the command's exit
+        code."""
 
         def is_decided() -> bool:
             return not is_alive(self.home) or StartPhase.CHECKED in self.home.state().stamps

@@ -1,13 +1,9 @@
 """`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a Kubernetes pod. The
-workers that start together agree on a start id. Each worker's process then executes `roadtrain
-WORDS...` (write_kubernetes.py).
+workers that start together agree on a start id. Then each process executes `roadtrain WORDS...`.
 
 Kubernetes restarts the pods of a run one by one and has no common counter of restarts. So rank 0
-writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. If a rank
-reads the same TCPStore a second time, this rank was restarted but rank 0 was not. The rank then
-exits, because the other workers of the old start are also about to restart. Kubernetes restarts the
-rank until rank 0 is restarted too. If rank 0 does not write the id within two minutes, the other
-ranks exit.
+writes a random start id to the TCPStore of its torchrun, and each rank reads the id once. A rank
+that was restarted without rank 0 exits, and is restarted again, until rank 0 is restarted too.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ WAIT_S = 120.0  # timeout for rank 0 to write the id after its torchrun has star
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
     """Return the start id: a text that is the same on all ranks and new whenever rank 0 restarts.
-    Raises LostError if this rank was restarted without rank 0, or if rank 0 does not write the id
-    within `wait_s` seconds."""
+    Raises LostError if this rank was restarted without rank 0, or if rank 0 is not up within
+    `wait_s` seconds."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(

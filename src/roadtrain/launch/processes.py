@@ -1,5 +1,5 @@
 """Descriptions of a run's processes: arguments, files, hosts. Engines start processes from these
-descriptions (launch_engine.py); `launch --dry-run` and `launch --write` print the descriptions."""
+descriptions; `launch --dry-run` and `launch --write` print them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file that an engine writes to a host before the engine starts a process on the host."""
+    """A file that an engine writes to a host before it starts a process on the host."""
 
     path: str  # absolute
     content: str
@@ -44,22 +44,17 @@ class Process:
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """The workers of one attempt to run, in the order of their ranks. The workers start together.
-    When a worker fails, all other workers are ended too."""
+    """The workers of one attempt to run, in the order of their ranks. They start together, and end
+    together if one fails."""
 
     attempt: int  # number of this start of the workers; the first start has number 0
     processes: tuple[Process, ...]
 
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
-    """Return the workers with OMP_NUM_THREADS in their environment. A worker whose environment
-    already has OMP_NUM_THREADS keeps its value.
-
-    Args:
-        workers: The workers.
-        threads: For each host, the number of threads per worker. Used only if `users` is "".
-        users: The user's own value of OMP_NUM_THREADS, or "".
-    """
+    """Return the workers with OMP_NUM_THREADS in their environment, unless it is already set.
+    `threads`: the number of threads per worker of each host. `users`: the user's own value, which
+    has precedence, or ""."""
     processes = []
     for process in workers.processes:
         if count := users or threads.get(process.host):

@@ -1,6 +1,8 @@
-"""put_file(): write a file of a run on this host. `python -m roadtrain.launch.put_file` reads a
-HostFile as JSON from stdin, writes the file, and prints `null`. If the write fails, the command
-prints the reason and exits with code 1. Does NOT import torch.
+"""put_file(): write a file of a run on this host.
+
+`python -m roadtrain.launch.put_file` reads a HostFile as JSON from stdin, writes the file, and
+prints `null`. If the write fails, the command prints the reason and exits with code 1. Does NOT
+import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ from roadtrain.storage.direct import make_directory, replace_file
 
 
 def put_file(file: HostFile) -> str:
-    """Write a file. If the file exists, replace it atomically. Return "", or the reason why the
-    write failed."""
+    """Write a file, or replace it atomically. Return "", or the reason why the write failed."""
     path = Path(file.path)
     before = os.umask(0o077) if file.secret else None
     try:

@@ -4,19 +4,16 @@
    the hosts before it releases the hosts (measured_run.py).
 2. Put the measured rates into the cluster of the run's plan.toml (measured_cluster.py).
 3. Search for plans that can continue the run, also with other orders of hosts and with fewer hosts.
-   A plan that can continue the run has the same placement, micro-batches, delay and compression as
-   the old plan. The servers and their order are also the same, because the division of the model
-   among existing stores is fixed. The number of pipeline stages may change, because any number of
-   stages can load the snapshots. To load the snapshots, the hosts with snapshots must take part, or
-   all hosts must share the run's directory.
-4. Compare the new plan with the old plan at the measured rates. If the new plan shortens a step by
-   at least 3 percent: copy the old plan to plan.before-N.toml, replace the run's plan.toml, delete
-   measured.json, and resume the run with the new plan.
+   Such a plan has the same placement, micro-batches, delay, compression and servers as the old
+   plan, because existing stores fix the division of the model. The number of pipeline stages may
+   change, because any number of stages can load the snapshots. For this, the hosts with snapshots
+   must take part, or all hosts must share the run's directory.
+4. If the new plan shortens a step by at least 3 percent at the measured rates: copy the old plan to
+   plan.before-N.toml, replace the run's plan.toml, delete measured.json, and resume the run.
 
-If the run can never be replanned, the command fails before it stops the run. If the command has
-stopped the run, the command always resumes the run, with the old plan if no new plan is better.
-With --new-run, the command also tries other placements, and the result is a plan for a new run with
-stores of its own. Does NOT change a job.
+A run that can never be replanned is not stopped. A run that the command has stopped is always
+resumed, with the old plan if no new plan is better. With --new-run, the command also tries other
+placements, and the result is a plan for a new run with stores of its own. Does NOT change a job.
 """
 
 from __future__ import annotations
@@ -111,16 +108,8 @@ def replan(
     report: Report = print,
 ) -> int:
     """Measure a run's links and search for a better plan (option --replan). Return the exit code of
-    the command.
-
-    Args:
-        home: The home of the run.
-        options: The options of the command.
-        go_on: Function that resumes the run.
-        report: Function that prints a line for the user.
-
-    Raises RoadtrainError. If the run was running before, the run is resumed even after an error.
-    """
+    the command. `go_on`: function that resumes the run. Raises RoadtrainError. A run that was
+    running is resumed even after an error."""
     ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
     check_options(home, options, ends_with_launcher)
     run = planned_run(home)
@@ -172,7 +161,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
 
 def planned_run(home: RunHome) -> PlannedRun:
     """Load the plan and the job of a run. Raises ConfigError if the run can never be replanned, for
-    example because the plan file has no cluster."""
+    example because its plan has no cluster."""
     plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
     machines, cluster = plan_file.machines, plan_file.cluster
     if machines is None or cluster is None:
@@ -189,7 +178,7 @@ def planned_run(home: RunHome) -> PlannedRun:
 
 def check_names(machines: Machines, cluster: Cluster) -> None:
     """Raise ConfigError if the plan's hosts with devices do not have the names that a search would
-    give to them. A search derives host names from the cluster's kinds of hosts."""
+    derive from the cluster."""
     kinds = {kind.name for kind in cluster.workers}
     every = (*machines.hosts, *machines.spares)
     ours = {host.name for host in every if host.workers or host.kind in kinds}
@@ -230,19 +219,10 @@ def search_again(
     leaves_out: bool,
     cluster: Cluster,
 ) -> SearchResult:
-    """Search for plans of a cluster that can continue the run. If the options name a new run,
-    search for plans of any kind.
-
-    Args:
-        run: The inputs from which the run was planned.
-        constants: The constants of the simulator.
-        options: The options of the replan command.
-        leaves_out: True if a plan may leave out hosts that had workers.
-        cluster: The cluster to search.
-
+    """Search for plans of a cluster that can continue the run, or for plans of any kind if the
+    options name a new run. `leaves_out`: True if a plan may leave out hosts that had workers.
     Raises ConfigError if no plan can divide the batch, or if a host that must not be left out is
-    not in the cluster.
-    """
+    not in the cluster."""
     computed = {host.name for host in run.machines.worker_hosts}
     there = {host.name for kind in cluster.workers for host, _ in machines_of_kind(kind)}
     if not leaves_out and (lost := sorted(computed - there)):
@@ -304,8 +284,7 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
 
 
 def check_stores(old: Machines, new: Machines, name: str) -> None:
-    """Raise ConfigError if a new run would use a store of the existing run. `name`: The name of the
-    new run."""
+    """Raise ConfigError if a new run called `name` would use a store of the existing run."""
     ours, theirs = ({path for h in each.hosts for path in h.directories} for each in (old, new))
     if (same := sorted(ours & theirs)) or name == old.stores_of:
         raise ConfigError(
@@ -315,9 +294,8 @@ def check_stores(old: Machines, new: Machines, name: str) -> None:
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
-    """Return the simulator constants with which a plan was made: the known constants with which the
-    simulator reproduces the prediction in the plan. If no known constants reproduce the prediction,
-    return the default constants."""
+    """Return the constants with which the simulator reproduces the prediction in a plan, or else
+    its default constants."""
     if plan_file.predicted is None:
         return Constants()
     for of in (Constants(), *map(constants, CALIBRATED)):
@@ -328,9 +306,8 @@ def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Co
 
 
 def kept(old: Machines, new: Machines) -> Machines:
-    """Combine the worker hosts of the new plan, in their order, with the services of the old plan.
-    The services stay the same, because the division of the model among existing stores is fixed. A
-    host that no longer has workers or services becomes a spare host."""
+    """Combine the worker hosts of the new plan with the services of the old plan, because existing
+    stores fix the division of the model. Hosts without workers and services become spare hosts."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
     workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
@@ -345,8 +322,8 @@ def kept(old: Machines, new: Machines) -> Machines:
 
 
 def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
-    """Return lines for the user: the measured rates, and the predicted times of the old and the new
-    plan. If the run keeps the old plan, a line gives the reason."""
+    """Return lines for the user: the measured rates, the predicted times of both plans, and the
+    reason if the run keeps the old plan."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     cluster = found.plan_file.cluster
     assert pick is not None
@@ -376,8 +353,8 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
 def _search_and_write(
     home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Search for a better plan, report the result, and write the plan as in `_written`. Return the
-    path of the copy of the old plan if the run's plan.toml was replaced, else None."""
+    """Search for a better plan, report it, and write it. Return the path of the copy of the old
+    plan if the run's plan.toml was replaced, else None."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in describe(found, measured):
@@ -388,8 +365,8 @@ def _search_and_write(
 def _written(
     home: RunHome, found: ReplanResult, options: ReplanOptions, report: Report
 ) -> Path | None:
-    """Write the plan to the file that the options name and, if the plan is adopted, to the run's
-    plan.toml. Return the path of the copy of the old plan if plan.toml was replaced, else None."""
+    """Write the plan to the file that the options name and to the run's plan.toml, if it is
+    adopted. Return the path of the copy of the old plan, or None."""
     text = found.plan_file.to_toml().encode()
     if options.write_plan or options.new_run:
         path = Path(options.write_plan or f"{options.new_run}.plan.toml")

@@ -78,8 +78,7 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """True if workers use reducers. If True, the workers also use the reducers on hosts that
-        join later."""
+        """True if workers use reducers, also those on hosts that join later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
@@ -92,8 +91,8 @@ class ResolvedRun:
         return range(0)
 
     def host(self, name: str) -> PlanHost:
-        """Return the host or spare host of this name in the plan. Raises ConfigError if the plan
-        has no such host."""
+        """Return the host or spare host of this name in the plan. Raises ConfigError if there is
+        none."""
         hosts = {host.name: host for host in (*self.machines.hosts, *self.machines.spares)}
         if name not in hosts:
             hint = f"the plan's hosts are {', '.join(hosts)}"
@@ -101,8 +100,8 @@ class ResolvedRun:
         return hosts[name]
 
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
-        """Return a copy of the run in which the host `name` has the address `address`. If the host
-        is not in the plan, add the host as a spare host that can run `workers` workers."""
+        """Return a copy of the run in which a host has an address. A host that is not in the plan
+        becomes a spare host that can run `workers` workers."""
         machines = self.machines
         if all(host.name != name for host in (*machines.hosts, *machines.spares)):
             new = PlanHost(name, "", address, workers)
@@ -120,15 +119,15 @@ class ResolvedRun:
 
     @property
     def snapshots_at_workers(self) -> bool:
-        """True if the run's directory on the workers' hosts has state of the run, such as
-        snapshots. If True, a host that replaces a worker host needs the same directory."""
+        """True if worker hosts keep state of the run, such as snapshots, in the run's directory.
+        Then a host that replaces a worker host needs the same directory."""
         stages = self.job.parallelism
         served = {placement.stage for placement in stages.placements if placement.servers}
         return stages.used and served != set(range(stages.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
         """Return the directories of the stores that the workers of a host open themselves, without
-        the stores that servers open."""
+        those of servers."""
         job = self.job
         if not job.parallelism.used:
             return [] if job.servers.addresses else job.store.files
@@ -156,7 +155,7 @@ class ResolvedRun:
         return (*switches, *servers, *reducers)
 
     def reducer(self, host: str) -> Process:
-        """Return the reducer process for a host, even if the plan has no reducer on the host."""
+        """Return the reducer process for a host, even if the plan has no reducer on it."""
         found = self.host(host)
         return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
@@ -192,14 +191,13 @@ class ResolvedRun:
         """Return the workers of an attempt.
 
         Args:
-            hosts: The names of the hosts on which to run, in rank order. Hosts of the plan may be
-                missing, and spare hosts may be included.
+            hosts: The names of the hosts on which to run, in rank order; may lack hosts of the plan
+                and include spare hosts.
             attempt: The number of this start of the workers.
-            reducers: The hosts whose reducers the workers use. If None, the hosts of the plan's
-                reducers.
+            reducers: The hosts whose reducers the workers use; None for the plan's reducers.
             committed: A step that is known to be committed, or -1.
-            begins_anew: True if no step was committed. If False, `run.new_store` is set to false
-                in the job, because this key could discard the committed training.
+            begins_anew: True if no step was committed. Otherwise, the workers ignore
+                `run.new_store`, which could discard the committed training.
 
         Raises:
             ConfigError: Workers cannot run on these hosts, for example because the batch cannot be
@@ -262,8 +260,8 @@ class ResolvedRun:
         return tuple(files)
 
     def hosts_of_stages(self, hosts: Sequence[str]) -> list[str]:
-        """Return the first host of each pipeline stage, for workers that run on these hosts. Raises
-        ConfigError if workers cannot run on these hosts."""
+        """Return the first host of each pipeline stage, if workers run on `hosts`. Raises
+        ConfigError if they cannot."""
         if not hosts or not self.job.parallelism.used:
             return [*hosts[:1]]
         there = self.workers_on(hosts)
@@ -275,8 +273,8 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Return one sentence with the reason why the workers cannot run on the hosts in `hosts`.
-        Return "" if the workers can run on these hosts."""
+        """Return the reason why the workers cannot run on `hosts`, as one sentence, or "" if they
+        can."""
         try:
             self._job_on(hosts)
         except ConfigError as error:
@@ -287,8 +285,8 @@ class ResolvedRun:
         return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
-        """Return a text that says which state of the run is on the hosts in `lost`, so that the run
-        cannot go on without these hosts. Return "" if the run can go on without them."""
+        """Return a text on the state of the run that would be lost with the hosts in `lost`, or
+        ""."""
         job = self.job
         serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
@@ -304,8 +302,8 @@ class ResolvedRun:
         return f"the run's snapshots are in {self.directory} on each worker's host"
 
     def _job_on(self, hosts: Sequence[str]) -> Job:
-        """Return the job, adapted to the number of workers on the hosts in `hosts`. Raises
-        ConfigError if the job cannot run on these hosts."""
+        """Return the job, adapted to the number of workers on `hosts`. Raises ConfigError if the
+        job cannot run on them."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
@@ -318,9 +316,8 @@ class ResolvedRun:
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
     def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
-        """Return True if the plan's predictions apply to the hosts in `there`. The predictions
-        apply if each worker host of the plan runs the planned number of workers. A host of the plan
-        may be replaced by a spare host with the same number of workers."""
+        """Return True if the plan's predictions apply to these hosts, because each runs the planned
+        number of workers."""
         planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
         others = {host.name for host in there} - {host.name for host in planned}
         return len(there) == len(planned) and all(
@@ -329,9 +326,8 @@ class ResolvedRun:
         )
 
     def workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
-        """Return the hosts, each with the number of workers to run on the host. A spare host that
-        replaces a host of the plan runs at most as many workers as the replaced host. Raises
-        ConfigError if a host is unknown."""
+        """Return the hosts, each with the number of workers to run on it: for a spare host, at most
+        as many as the host that it replaces. Raises ConfigError if a host is unknown."""
         places = [self.host(name).workers for name in self.worker_hosts]
         most = places if len(places) == len(hosts) else [self.worker_count] * len(hosts)
         spares = {spare.name for spare in self.machines.spares}
@@ -346,8 +342,8 @@ class ResolvedRun:
         return self._path(REDUCERS)
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
-        """Return the content of reducers.txt for reducers on the hosts in `hosts`. Workers read
-        this file again while they run."""
+        """Return the content of reducers.txt for reducers on `hosts`. Workers read this file again
+        while they run."""
         ports = {name: self.host(name).reducer or PORT for name in hosts}
         return "".join(f"{self._reached(name, port)}\n" for name, port in ports.items())
 
@@ -366,18 +362,10 @@ class ResolvedRun:
 def resolve(
     plan_file: PlanFile, job: Job, *, name: str, addresses: Mapping[str, str], token: str
 ) -> ResolvedRun:
-    """Combine a plan and a job into a run.
-
-    Args:
-        plan_file: The plan.
-        job: The user's job.
-        name: The name of the run.
-        addresses: The addresses of hosts. These addresses have precedence over those in the plan.
-        token: The secret shared by the run's processes.
-
-    Raises ConfigError if the plan has no machines, is for another model, lacks services of its
-    placement, or contradicts the job.
-    """
+    """Combine a plan and a job into a run. `name`: the name of the run. `addresses`: addresses of
+    hosts, with precedence over those in the plan. `token`: the secret shared by the run's
+    processes. Raises ConfigError if the plan has no machines, is for another model, lacks services
+    of its placement, or contradicts the job."""
     machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:
@@ -398,7 +386,6 @@ def resolve(
 
 
 def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the job and the plan set a key to different values."""
     stated = {"parallelism.reducers": job.parallelism.reducers}
     stated["servers.addresses"] = job.servers.addresses
     if plan.placement.name not in IN_STAGES:
@@ -415,9 +402,8 @@ def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None
 
 
 def _text_of(job: Job) -> str:
-    """Return the content of job.toml for the hosts. If the job does not set data.paths, the content
-    does not have data.paths either, so each host trains on the default text of its own
-    installation. When the workers connect, they check that they have the same text."""
+    """Return the content of job.toml for the hosts, without the default data.paths, whose text each
+    host has in its own installation."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
@@ -441,8 +427,8 @@ def absolute_job(job: Job) -> Job:
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Return the paths of the files and folders that workers read, without the training text. The
-    dict key of a path is the job's key that sets the path, such as `data.tokenizer`."""
+    """Return the paths that workers read, without the training text, by the job's key that sets the
+    path, such as `data.tokenizer`."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
@@ -464,8 +450,8 @@ def _absolute_placement(placement: StagePlacement, run: str, directory: str) -> 
 
 
 def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
-    """Raise ConfigError if the machines lack servers, reducers or switches that the placement
-    needs, or have servers, reducers or switches that the placement does not use."""
+    """Raise ConfigError if the machines do not have exactly the servers, reducers and switches that
+    the placement needs."""
     name, hosts = plan.placement.name, machines.hosts
     # If the job assigns servers to stages, they are not counted.
     of_stages = any(placement.servers for placement in job.parallelism.placements)

@@ -53,9 +53,8 @@ def stop_run(name: str) -> int:
 
 
 def stay_stopped(home: RunHome) -> bool:
-    """If a replan command has paused the run (paused_run.py), keep the command from resuming the
-    run, and return True. If the run is not paused, return False. Raises LaunchError if another
-    command is starting the run."""
+    """Keep a replan command that has paused the run from resuming it. Return False if the run is
+    not paused. Raises LaunchError if another command is starting the run."""
     with home.starting():
         state = home.state()
         if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
@@ -72,17 +71,10 @@ def resume_run(
     *,
     paused: bool = False,
 ) -> int:
-    """Resume a run that has ended, and print its log until the run ends again. Return the exit code
-    of the command.
-
-    Args:
-        name: The name of the run.
-        if_launcher_dies: "keep" or "stop", as in `launch`.
-        detach: If True, return at once, without printing the log.
-        ray_address: The HOST:PORT of the Ray cluster's head. If "", the recorded address is kept.
-        paused: True if a replan command has stopped the run and now resumes it. If the user has
-            stopped the run in the meantime, the run is not resumed.
-    """
+    """Resume a run that has ended, and print its log until the run ends again, unless `detach` is
+    True. Return the exit code of the command. `ray_address`: the HOST:PORT of the Ray cluster's
+    head; "" for the recorded address. `paused`: True if a replan command has stopped the run and
+    now resumes it, unless the user has stopped the run in the meantime."""
     home = existing_run(name)
     with home.starting():
         if paused and home.state().why == USER_ASKED:
@@ -123,9 +115,9 @@ def show_logs(name: str) -> int:
 
 
 def tell_host(verb: str, run_and_host: str, *words: str) -> int:
-    """Announce to a run's engine that a host leaves or comes, and print the engine's reply. Return
-    the exit code of the command. `verb`: "leaves" or "comes". `run_and_host`: The text NAME:HOST.
-    `words`: The arguments of the verb after the host."""
+    """Announce to a run's engine that a host leaves or comes (`verb`), and print the engine's
+    reply. Return the exit code of the command. `run_and_host`: the text NAME:HOST. `words`: the
+    arguments after the host."""
     name, _, host = run_and_host.partition(":")
     if not host:
         raise ConfigError(f"--{verb} {run_and_host} names no host", hint=f"--{verb} NAME:HOST")

@@ -1,9 +1,8 @@
-"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. The standby
-waits until the supervisor is gone. If the run has not ended by then, the standby becomes the
-supervisor. When the old supervisor ends, all processes of the run end too. So the standby starts
-all processes again, from the committed step.
+"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. Does NOT
+import torch.
 
-Does NOT import torch.
+The standby waits until the supervisor is gone. If the run has not ended by then, the standby
+becomes the supervisor, and starts all processes again, from the committed step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ AGAIN_S = 1.0  # pause between tries
 
 
 def stand_by(home: RunHome) -> int:
-    """Wait until the supervisor has ended. If the run has not ended, supervise the run to its end.
+    """Wait until the supervisor has ended. If the run has not ended, supervise it to its end.
     Return the run's exit code."""
     with home.taking_over():
         state = home.state()

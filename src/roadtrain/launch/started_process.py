@@ -21,18 +21,10 @@ OURS = "roadtrain: "  # prefix of the error messages of roadtrain's command line
 
 
 class StartedProcess:
-    """A child process. Invariant: the buffered output is bounded.
-
-    Args:
-        words: The arguments of the Python interpreter.
-        mark: The label that the process and its descendants have in an environment variable
-            (descendants.py).
-        on_line: Function that gets each line of the output.
-        directory: The working directory.
-        environment: Extra environment variables.
-
-    Raises OSError if the process cannot be started.
-    """
+    """A child process. Invariant: the buffered output is bounded. `words`: the arguments of the
+    Python interpreter. `mark`: the label of the process and its descendants (descendants.py).
+    `on_line`: function that gets each line of the output. Raises OSError if the process cannot be
+    started."""
 
     def __init__(
         self,
@@ -70,8 +62,8 @@ class StartedProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line on stderr that is an error message of roadtrain's command line. If there is
-        no such line, the last line on stderr."""
+        """The last error message of roadtrain's command line on stderr, or the last line if there
+        is none."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:
@@ -85,8 +77,8 @@ class StartedProcess:
         kill_marked(self.mark)
 
     def read(self, pipe: int) -> int:
-        """Read a pipe once, and pass the new lines to `on_line`. Return the number of bytes read.
-        Return 0 at the end of the stream, and -1 if the pipe has no data yet."""
+        """Read a pipe once, and pass the new lines to `on_line`. Return the number of bytes read: 0
+        at the end of the stream, and -1 if the pipe has no data yet."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -97,7 +89,7 @@ class StartedProcess:
 
     def finish(self, code: int) -> None:
         """Pass the remaining output to `on_line`, and close the pipes. Call this method after the
-        process has ended. `code`: The exit code of the process."""
+        process has ended. `code`: the exit code of the process."""
         self._popen.returncode = code  # keeps Popen from waiting for the process
         for pipe in self.pipes:
             nbytes = 0

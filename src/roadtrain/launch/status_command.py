@@ -1,5 +1,5 @@
-"""`roadtrain status`: show the processes and the progress of a launched run. If the argument is not
-a launched run, training/status.py shows the status. Does NOT import torch."""
+"""`roadtrain status`: show the processes and the progress of a launched run. For other arguments,
+see training/status.py. Does NOT import torch."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def command(
 
 
 def launched(name: str) -> RunHome | None:
-    """Return the home of the launched run of this name, or None if no run of this name was
-    launched."""
+    """Return the home of the launched run of this name, or None if there is none."""
     try:
         home = RunHome.of(name)
     except ConfigError:

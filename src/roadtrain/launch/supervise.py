@@ -1,13 +1,11 @@
-"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. The supervisor
-creates the engine, checks the hosts, and runs until the run has ended.
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run. It creates the
+engine, checks the hosts, and runs until the run has ended.
 
     supervisor   holds the run's lock, and restarts the standby if the standby ends
-    standby      the process of standby_main.py: waits for the lock. When the supervisor is gone,
-                 the standby gets the lock and takes over the run
+    standby      waits for the lock, and takes over the run when the supervisor is gone
+                 (standby_main.py); on Ray, Ray itself restarts supervisors instead
 
-When a supervisor ends, the processes of its run end too. A supervisor that exits normally ends its
-standby before it releases the lock. On Ray there is no standby, because Ray itself restarts
-supervisors. Does NOT import torch.
+The processes of a run end with its supervisor. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -81,9 +79,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Return True if an earlier supervisor has passed the checks since the last launch or resume of
-    the run, and so may have started processes. If True, an error of this supervisor must not be
-    recorded as the end of the run, because another supervisor tries again."""
+    """Return True if an earlier supervisor of this start may have started processes. Then an error
+    is not the end of the run, because another supervisor tries again."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -91,12 +88,12 @@ def had_begun(home: RunHome) -> bool:
 
 
 def not_started(number: int, _: object) -> None:
-    """Raise LaunchError. This function is the signal handler until the checks have ended."""
+    """Raise LaunchError, as the signal handler until the checks have ended."""
     raise LaunchError(f"signal {number} arrived before any process was started")
 
 
 def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
-    """Record in state.json that the launch was refused. `why`: The reason."""
+    """Record in state.json that the launch was refused. `why`: the reason."""
     try:
         home.write_ended(REFUSED, why)
     except (LaunchError, StoreError) as error:  # only the log has the reason
@@ -139,9 +136,8 @@ def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[Resolve
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """Call `write`. If the disk is full and `goes_on` is False, raise FullError, because a full
-    disk must prevent a new launch. If the disk is full and `goes_on` is True, only log the problem,
-    because a full disk must not end a run that has begun."""
+    """Call `write`. A full disk raises FullError, or is only logged if `goes_on` is True, because a
+    full disk must not end a run that has begun."""
     try:
         write()
     except FullError as error:
@@ -151,7 +147,7 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
 
 
 class Standby:
-    """Starts and restarts the standby process of a supervisor. `notify`: Function that logs a line
+    """Starts and restarts the standby process of a supervisor. `notify`: function that logs a line
     for the user."""
 
     def __init__(self, home: RunHome, notify: Callable[[str], None]) -> None:
@@ -160,8 +156,8 @@ class Standby:
         self._start_at = 0.0  # earliest monotonic time of the next start
 
     def keep(self, now: float) -> None:
-        """Start the standby if it is not running. If the standby cannot be started, log the reason
-        and try again in a later call."""
+        """Start the standby if it is not running. After a failure, log the reason, and try again in
+        a later call."""
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S

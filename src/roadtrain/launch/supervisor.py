@@ -1,10 +1,8 @@
-"""Supervisor: the main loop of a launched run. It passes the engine's events to the state machine
-(launch/protocol/run_state.py), makes the engine carry out the resulting actions, serves requests
-from the control socket, and writes logs and state to the run's home.
+"""Supervisor: the main loop of a launched run, in one thread. It passes the engine's events to the
+state machine (launch/protocol/run_state.py) and makes the engine carry out the resulting actions.
+It also serves requests from the control socket, and writes logs and state to the run's home.
 
-The supervisor has one thread. It reads the committed step from worker 0's host only when a process
-has ended, when workers restart, and for `roadtrain status`. Does NOT decide about restarts (the
-state machine does), and does NOT import torch.
+Does NOT decide about restarts (the state machine does), and does NOT import torch.
 """
 
 from __future__ import annotations
@@ -50,14 +48,10 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """Return the facts about a run that the state machine needs.
-
-    Args:
-        run: The run.
-        first_attempt: The number of the first attempt that this supervisor will start.
-        committed: The last committed step, or -1 if it is unknown.
-        can_run_on: Function that returns the reason why workers cannot run on given hosts, or "".
-    """
+    """Return the facts about a run that the state machine needs. `first_attempt`: the number of the
+    first attempt that this supervisor will start. `committed`: the last committed step, or -1 if it
+    is unknown. `can_run_on`: function that returns the reason why workers cannot run on given
+    hosts, or ""."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
     grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
     return m.RunFacts(
@@ -82,18 +76,9 @@ def facts_of(
 
 
 class Supervisor:
-    """The supervisor of a run.
-
-    Args:
-        run: The run.
-        engine: The engine that runs the processes.
-        home: The home of the run. Its state.json has the attempt and the step from which the
-            supervisor continues.
-        logs: The open logs of the run.
-        ends_with_launcher: If True, the run ends when its launcher ends ("hello" in
-            control_socket.py).
-        each_turn: Function that is called several times a second with the monotonic time.
-    """
+    """The supervisor of a run, which continues from the attempt and the step in state.json.
+    `ends_with_launcher`: True if the run ends when its launcher ends. `each_turn`: function that is
+    called several times a second with the monotonic time."""
 
     def __init__(
         self,
@@ -157,8 +142,8 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Write the final state.json. Without this final state, the supervisor would seem to have
-        been killed."""
+        """Write the final state.json, without which the supervisor would seem to have been
+        killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return
@@ -202,8 +187,8 @@ class Supervisor:
         self._feed(event)
 
     def _add_host(self, event: m.HostJoined) -> m.HostJoined:
-        """Add the host of `event` to the run, and return the event for the state machine. If the
-        host is a spare host that cannot run workers, the returned event has `workers` = 0."""
+        """Add the host of `event` to the run. Return the event, with `workers` = 0 if the host
+        cannot run workers."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(host.name == event.host for host in self._run.machines.spares)
@@ -230,8 +215,8 @@ class Supervisor:
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
-        """Read the committed step from the first host in `hosts`, which is the host of worker 0.
-        Pass the step to the state machine in a Committed event."""
+        """Read the committed step from the first of the `hosts`, the host of worker 0, and pass it
+        to the state machine."""
         if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
         request = {"directory": self._run.directory}
@@ -299,8 +284,8 @@ class Supervisor:
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
-        """Write reducers.txt on all hosts with workers. If a host cannot be reached, only log the
-        problem, because the engine reports the loss of the host."""
+        """Write reducers.txt on all hosts with workers. A host that cannot be reached is only
+        logged, because the engine reports its loss."""
         file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
@@ -337,9 +322,8 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """Return the reply to a status request: the supervisor's state, and the status of the run.
-        Worker 0's host reports the status, and the first host of each pipeline stage reports the
-        table of the stage."""
+        """Return the supervisor's state, and the status of the run from the first host of each
+        pipeline stage."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
@@ -358,9 +342,8 @@ class Supervisor:
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
     def _measure(self) -> None:
-        """Measure the links after all processes have ended, while the engine still has its hosts.
-        If the measurement fails, only log the failure: without measurements, the replan command
-        resumes the run with the old plan."""
+        """Measure the links after all processes have ended, while the engine still has its hosts. A
+        failure is only logged."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
@@ -401,9 +384,9 @@ class Supervisor:
         )
 
     def _write_state(self, now: bool = False) -> bool:
-        """Write state.json if the state has changed. Return True if the file is up to date. If the
-        write fails, log the problem and return False, because a full disk must not end a run. For a
-        fixed time after a failure, only calls with `now` = True try again."""
+        """Write state.json if the state has changed. Return False, and log the problem, if the
+        write fails, because a full disk must not end a run. For a fixed time after a failure, only
+        calls with `now` = True try again."""
         state = self._state()
         if state == self._written:
             return True

@@ -1,9 +1,5 @@
-"""Start the supervisor process of a run, connect to the supervisor, and ask it to stop the run.
-
-The supervisor is a process of this host, in a session of its own, so that the supervisor outlives
-the command. If an engine has a function `EngineKind.supervise`, as Ray does, this function starts
-the supervisor instead.
-"""
+"""Start the supervisor process of a run, connect to the supervisor, and ask it to stop the run. The
+process is in a session of its own, so that it outlives the command."""
 
 from __future__ import annotations
 
@@ -27,8 +23,8 @@ CHECKS_S = 600.0  # timeout for a supervisor to check its hosts and to listen fo
 
 
 def start(home: RunHome, record: LaunchRecord) -> None:
-    """Start the supervisor of a run. If the supervisor cannot be started, record the end of the run
-    and raise RoadtrainError."""
+    """Start the supervisor of a run. If this fails, record the end of the run and raise
+    RoadtrainError."""
     supervise = ENGINES[record.engine].supervise
     try:
         if supervise:
@@ -42,8 +38,7 @@ def start(home: RunHome, record: LaunchRecord) -> None:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor in a session of its own, so that the supervisor outlives this process.
-    Raises LaunchError if the supervisor does not start."""
+    """Start the supervisor in a session of its own. Raises LaunchError if it does not start."""
     log = home.log_directory / "supervisor.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(
@@ -66,9 +61,8 @@ def start_supervisor(home: RunHome) -> None:
 
 @contextmanager
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
-    """Within the `with` statement, provide a connection to a run's supervisor, or None if the
-    supervisor has ended. If the supervisor is still checking hosts, wait until it answers. Raises
-    LaunchError if the supervisor does not answer in time."""
+    """Yield a connection to a run's supervisor, or None if it has ended. Wait while the supervisor
+    checks hosts. Raises LaunchError if it does not answer in time."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:

@@ -1,10 +1,9 @@
 """Code that write_slurm.py and write_kubernetes.py share for `launch --write`: the command that
-starts workers with torchrun, checks, and notes for the user.
+starts workers with torchrun, checks, and notes for the user. Does NOT write files.
 
-torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
-port, so that ranks are those of the plan. torchrun does not restart its workers, because the
-torchruns of different hosts count restarts independently. Instead, the Slurm script or Kubernetes
-restarts all torchruns of the run. Does NOT write files.
+torchrun runs on each host with a fixed node rank, so that ranks are those of the plan. torchrun
+does not restart its workers, because the torchruns of different hosts count restarts independently.
+Instead, the Slurm script or Kubernetes restarts all torchruns of the run.
 """
 
 from __future__ import annotations
@@ -24,23 +23,16 @@ SHUTDOWN_S = 100  # time after which torchrun kills its workers; must be less th
 
 
 def first_worker(run: ResolvedRun) -> Process:
-    """Return the worker with rank 0. All workers have the arguments and files of this worker, and
-    torchrun sets the environment of each worker. Raises ConfigError if files of `launch --write`
-    cannot start the run."""
+    """Return the worker with rank 0, whose arguments and files all workers share. Raises
+    ConfigError if files of `launch --write` cannot start the run."""
     check_for_files(run)
     return run.workers(run.worker_hosts, 0).processes[0]
 
 
 def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-    """Return the arguments of the Python interpreter that start torchrun on a host. The caller
-    appends the arguments of the worker.
-
-    Args:
-        run: The run.
-        node_rank: The rank of the host among the hosts with workers.
-        workers: The number of workers of the host.
-        start: The id of this start of the workers.
-    """
+    """Return the arguments of the Python interpreter that start torchrun on a host, to be followed
+    by those of the worker. `node_rank`: the rank of the host among the hosts with workers.
+    `workers`: its number of workers. `start`: the id of this start of the workers."""
     return (
         *TORCHRUN,
         f"--nnodes={len(run.worker_hosts)}",
@@ -54,8 +46,8 @@ def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -
 
 
 def check_for_files(run: ResolvedRun) -> None:
-    """Raise ConfigError if files of `launch --write` cannot start the run: the job sets
-    run.new_store, or a host name is not a valid node name."""
+    """Raise ConfigError if files of `launch --write` cannot start the run, because of run.new_store
+    or an invalid host name."""
     if run.job.run.new_store:
         raise ConfigError(
             "run.new_store is true: the written files restart the run whenever it fails, and each"
@@ -72,19 +64,17 @@ def check_for_files(run: ResolvedRun) -> None:
 
 
 def with_device(run: ResolvedRun) -> ResolvedRun:
-    """Return the run with run.device set to `cuda` in the job. A worker that sees no accelerator
-    then fails, and does not silently compute on processors (Rule 6). If the job already sets
-    run.device, or if some workers have no accelerators, return the run unchanged."""
+    """Return the run with run.device set to `cuda` in the job, unless it is set or some workers
+    have no accelerators. A worker that sees no accelerator then fails, instead of silently
+    computing on processors (Rule 6)."""
     if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
         return run
     return replace(run, job=run.job.changed({"run.device": "cuda"}))
 
 
 def gpus_of(run: ResolvedRun) -> dict[str, int]:
-    """Return the number of accelerators that each host needs, by the host's name: one per worker.
-    Hosts that need no accelerators are omitted. Workers need accelerators if the job sets
-    run.device to `cuda`. If the job does not set run.device, workers need accelerators if their
-    hosts have accelerators in the plan's cluster."""
+    """Return the number of accelerators that each host needs (one per worker), by the host's name.
+    Hosts that need none, according to the job's run.device or the plan's cluster, are omitted."""
     workers = [run.host(name) for name in run.worker_hosts]
     if stated := run.job.run.device:
         return {host.name: host.workers for host in workers if stated.startswith("cuda")}
@@ -95,9 +85,8 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
 
 
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
-    """Raise ConfigError if one of the files to write exists and was not written by `launch
-    --write`. `out`: The directory. `names`: The names of the files to write. `mark`: A text at the
-    beginning of the first or second line of each file that `launch --write` has written."""
+    """Raise ConfigError if one of the files `names` in `out` was not written by `launch --write`.
+    `mark`: a text at the beginning of the first or second line of its files."""
     for path in (out / name for name in names):
         if path.exists() and not any(
             line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
@@ -121,8 +110,8 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
 
 
 def notes_for_user(run: ResolvedRun) -> list[str]:
-    """Return notes for the user: whether GPUs are not requested, and which features of the plan are
-    not used, because a run that Slurm or Kubernetes starts has no supervisor."""
+    """Return notes for the user: whether no GPUs are requested, and which features of the plan are
+    not used."""
     notes = []
     if run.plan_file.cluster is None and not run.job.run.device:
         notes.append(

@@ -1,4 +1,4 @@
-"""Wait for a condition by polling, with a deadline (Rule 5)."""
+"""Wait for a condition by polling, with a deadline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ POLL_S = 0.2  # interval of polls
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, poll_s: float = POLL_S) -> bool:
-    """Call `condition` every `poll_s` seconds until it returns True, and return True. If
-    `condition` does not return True within `within_s` seconds, return False."""
+    """Call `condition` every `poll_s` seconds until it returns True, and return True. Return False
+    after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

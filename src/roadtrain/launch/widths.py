@@ -1,9 +1,8 @@
 """job_on(): adapt a job to a number of workers that differs from the plan.
 
 All workers together still compute the same number of micro-batches per step, so that the losses
-stay the same. Without pipeline stages, each worker computes more or fewer micro-batches per step.
-With pipeline stages, each stage gets more or fewer replicas. Does NOT check whether the workers
-have the state of the run (`ResolvedRun.can_run_on`) or enough memory (checks.py).
+stay the same. Does NOT check whether the workers have the state of the run
+(`ResolvedRun.can_run_on`) or enough memory (checks.py).
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ class WorkerHost(NamedTuple):
 
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
-    """Adapt `job`, which is made for `planned` workers, to the workers of `hosts`, and return the
-    adapted job. Raises ConfigError if the micro-batches or the stages cannot be divided among the
-    workers of `hosts`."""
+    """Return a copy of `job`, which is made for `planned` workers, for the workers of `hosts`.
+    Raises ConfigError if its micro-batches or stages cannot be divided among them."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)

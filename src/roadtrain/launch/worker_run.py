@@ -36,7 +36,7 @@ class WorkerRun:
 
     def end(self, name: str, code: int, last_line: str, at: float) -> bool:
         """Record the end of a worker. Return True if the remaining workers must be killed, because
-        this worker is the first worker that has failed."""
+        this worker is the first that has failed."""
         self.hosts.pop(name)
         self._ended.append(name)
         if code == 0:
@@ -48,9 +48,8 @@ class WorkerRun:
         return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
-        """Return the reason why the remaining workers must be killed: they have not ended within a
-        fixed time after the first worker ended successfully. Return "" if no worker must be killed.
-        `at`: The monotonic time in seconds."""
+        """Return the reason why the remaining workers must be killed, if they are late after the
+        first worker ended successfully, else "". `at`: the monotonic time in seconds."""
         if self.late_at is None or at < self.late_at or not self.hosts:
             return ""
         self.late_at = None

@@ -6,13 +6,10 @@
     StatefulSet   runs one server, reducer or switch, with one instance that restarts on its node
     Job           runs the workers of one host with torchrun; restarts until all workers are done
 
-A pod runs on the node that the plan names and uses the node's network and shared memory. Each host
-name, path and port in run.yaml comes from the plan or the job, and the cluster's DNS is not used:
-the plan states the addresses, ports and directories of the hosts. The namespace of the pods must
-allow hostNetwork, hostIPC and hostPath.
-
-There is one Job per host, because an indexed Job cannot assign its pods to nodes in order. Host
-names must be node names. Does NOT contact Kubernetes, and does NOT build an image.
+A pod runs on the node that the plan names, with the node's network and shared memory. The namespace
+of the pods must allow hostNetwork, hostIPC and hostPath. Host names must be node names. There is
+one Job per host, because an indexed Job cannot assign its pods to nodes in order. Does NOT contact
+Kubernetes, and does NOT build an image.
 """
 
 from __future__ import annotations
@@ -55,8 +52,8 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
-    """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run
-    the plan."""
+    """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run the
+    plan."""
     objects = kubernetes_objects(run, image)
     check_ours(out, ["run.yaml"], MARK)
     make_directory(out)
@@ -98,10 +95,8 @@ def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
 
 
 def name_of(text: str) -> str:
-    """Return a valid name or label of a Kubernetes object, derived from `text`. The name follows
-    the rule for the names of Services (RFC 1035), because this rule is the strictest. If characters
-    other than spaces must be changed or `text` is too long, the name ends with a hash of `text`, so
-    that different texts have different names."""
+    """Return a valid name or label of a Kubernetes object, derived from `text` (RFC 1035). A name
+    that had to be changed ends with a hash, so that different texts have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -216,16 +211,9 @@ class _RunObjects:
         made: Iterable[str],
         read: Iterable[str] = (),
     ) -> Tree:
-        """Return a pod template that mounts directories of the node at the same paths.
-
-        Args:
-            process: The name of the process, for the labels.
-            host: The node's name.
-            container: The container, without its mounts.
-            files: The files of the process.
-            made: Directories of the node that are created if they do not exist.
-            read: Directories of the node that must exist.
-        """
+        """Return a pod template that mounts directories of the node at the same paths: `made` are
+        created if they do not exist, `read` must exist. `process`: its name, for the labels.
+        `host`: the node's name. `container`: the container, without its mounts."""
         made = [self.run.directory, *made]
         roots = _roots([*made, *read])
         on_node = {f"path-{number}": path for number, path in enumerate(roots)}
@@ -252,8 +240,8 @@ class _RunObjects:
         return {"metadata": {"labels": self._labels(process)}, "spec": spec}
 
     def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
-        """Return volume sources for the files of a process: the Secret, the ConfigMap, or both.
-        When the Secret or the ConfigMap changes, Kubernetes updates the files in running pods."""
+        """Return the Secret, the ConfigMap, or both as volume sources for the files of a
+        process."""
         sources: list[Tree] = []
         for kind, secret in (("secret", True), ("configMap", False)):
             names = [PurePosixPath(file.path).name for file in files if file.secret == secret]
@@ -276,8 +264,8 @@ def _port(protocol: str, port: int, key: str) -> Tree:
 
 
 def _ports(process: Process) -> list[Tree]:
-    """Return the container ports of a process. A switch also has one UDP port per job; the numbers
-    of the UDP ports follow the number of the TCP port."""
+    """Return the container ports of a process. The UDP ports of a switch, one per job, follow its
+    TCP port."""
     tcp = [_port("tcp", port, "containerPort") for port in process.ports]
     if process.role != Role.SWITCH:
         return tcp
@@ -298,17 +286,16 @@ def _stores_of(job: Job) -> list[str]:
 
 
 def _read_by(job: Job) -> list[str]:
-    """Return the directories of a node that its workers read. The directory of the default training
-    text is left out, because the container image contains this text."""
+    """Return the directories of a node that its workers read, without the default training text in
+    the container image."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:
-    """Return a directory that contains all matches of the glob pattern `path`. If `path` has no
-    wildcards, return its parent, because `path` may be a file. Raises ConfigError if the path is
-    directly in /."""
+    """Return a directory that contains all matches of the glob pattern or path. Raises ConfigError
+    if this is /."""
     parts = PurePosixPath(path).parts
     fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
     if fixed < 2:

@@ -6,10 +6,9 @@
     job.toml token reducers.txt   files that run.sbatch copies to all hosts
 
 The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on
-its host. A step gets only the GPUs that it requests, and cannot request more GPUs than its job has.
-So if hosts need different numbers of GPUs (including 0), the job is a heterogeneous Slurm job, with
-one component for each number. The host names in the plan must be Slurm's node names. Does NOT
-contact Slurm.
+its host. If hosts need different numbers of GPUs (including 0), the job is a heterogeneous Slurm
+job, with one component for each number, because a step cannot request more GPUs than its job has.
+The host names in the plan must be Slurm's node names. Does NOT contact Slurm.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ NOTICE_S = 120  # seconds of notice before the time limit or the loss of a spot 
 
 
 def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
-    """Write the directory and return notes for the user. Raises ConfigError if Slurm cannot run
-    the plan."""
+    """Write the directory and return notes for the user. Raises ConfigError if Slurm cannot run the
+    plan."""
     run = with_device(run)
     script = slurm_script(run)
     _check_out(run, out)
@@ -67,10 +66,8 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raise ConfigError if the output would replace a file that `launch --write` has not written.
-    In run.sbatch and TOML files, the first lines show whether `launch --write` has written the
-    file. The other files may be replaced only if `out` already has a run.sbatch of `launch
-    --write`."""
+    """Raise ConfigError if the output would replace a file that `launch --write` has not
+    written."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
@@ -87,9 +84,8 @@ def slurm_script(run: ResolvedRun) -> str:
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Group the hosts by the number of GPUs that they need. Return the names of the hosts of each
-    group, by the number of GPUs. Slurm runs the batch script on the first host of the first
-    group."""
+    """Return the hosts by the number of GPUs that they need. The first host of the first group runs
+    the batch script."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -128,8 +124,7 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
-    """Yield lines of shell code: the variables and functions that the fixed part of the batch
-    script uses."""
+    """Yield shell code: the variables and functions that the batch script uses."""
     worker = first_worker(run)
     torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
     words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
@@ -163,9 +158,8 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Yield lines of shell code that set variables: the hosts of each worker step, the component of
-    the Slurm job for each host, and the number of GPUs that the host's workers request. All workers
-    of a component are one Slurm step, so that one signal reaches all of these workers."""
+    """Yield shell code that sets the hosts of each worker step, and each host's component of the
+    Slurm job and number of GPUs."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
@@ -185,6 +179,6 @@ def _service(process: Process) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """Return a word quoted for the shell. A word that ends with $rank, $workers or $start is in
-    double quotes, so that the shell expands the variable."""
+    """Return a word quoted for the shell, which still expands $rank, $workers or $start at its
+    end."""
     return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

@@ -1,7 +1,6 @@
-"""Construction of a job's text, config, model, optimizer and loss with torch and transformers.
+"""The text, config, model, optimizer and loss of a job, built with torch and transformers.
 
-The model must be a causal language model of `transformers`. All files are local: nothing is
-downloaded.
+The model must be a causal language model of `transformers`. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
-    """Return the job, its text as tokens, and the device to train on.
+    """Return the job (with a vocabulary size), its text as tokens, and the device to train on.
 
-    If the job has no vocabulary size, the returned job has the vocabulary size of the text. Raises
-    ConfigError.
+    Raises ConfigError.
     """
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(
@@ -43,8 +41,7 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """Return `job`. If the job has no vocabulary size, the returned job has the vocabulary size of
-    `tokens`.
+    """Return `job`, with the vocabulary size of `tokens` if it has none.
 
     Raises ConfigError if the text does not fit the model.
     """
@@ -64,8 +61,8 @@ def fitted(job: Job, tokens: Tokens) -> Job:
 def build_config(job: Job) -> Any:
     """Return the transformers config of `job`.
 
-    Raises ConfigError for keys, values and model types that transformers does not accept, and for
-    models that are not causal language models.
+    Raises ConfigError if transformers does not accept the config, or the model is not a causal
+    language model.
     """
     transformers = need("transformers", "hf")
     if job.model.pretrained:
@@ -102,10 +99,8 @@ def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:
-    """Build the model in fp32 on `device`, in training mode.
-
-    On device "meta", the model takes no memory.
-    """
+    """Build the model in fp32 on `device`, in training mode. On device "meta", the model takes no
+    memory."""
     config, auto = build_config(job), need("transformers", "hf").AutoModelForCausalLM
     with torch.device(device):
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
@@ -128,8 +123,8 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
 def named(text: str, where: str) -> Any:
     """Import and return the object that `text` names as MODULE:NAME.
 
-    `where` is the key or argument that contains `text`, such as "optimizer.name". The message of a
-    ConfigError begins with `where`.
+    Raises ConfigError. Its message begins with `where`: the key or argument that contains `text`,
+    such as "optimizer.name".
     """
     module, _, name = text.partition(":")
     try:
@@ -141,9 +136,7 @@ def named(text: str, where: str) -> Any:
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of a causal language model's output.
-
-    `y`: For each position, the id of the next token.
-    """
+    """Return the mean cross entropy of a language model's output. `y`: for each position, the id of
+    the next token."""
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

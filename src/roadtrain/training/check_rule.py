@@ -78,14 +78,9 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of checking a rule.
-
-    Attributes:
-        name: The rule's name.
-        cases: The number of cases that were compared.
-        failures: A line for each difference that was found.
-        bytes_per_s: Bytes that one thread reads and writes per second when it applies the rule.
-    """
+    """The result of checking a rule. `cases`: the number of compared cases. `failures`: a line for
+    each difference. `bytes_per_s`: bytes that one thread reads and writes per second when it
+    applies the rule."""
 
     name: str
     cases: int
@@ -100,9 +95,9 @@ def check_rule(
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
     """Compare `rule` with its reference implementation on random arrays of several sizes, and time
-    the rule. The rule is also applied to two parts of each array, which must give the same result
-    as the whole array. Each entry of `formats` is a pair: the dtype of the gradient, and the dtype
-    of the 16-bit copy of the parameters (None for no copy)."""
+    the rule. A rule also fails if its result depends on how the array is split. `formats`: pairs of
+    the dtype of the gradient, and the dtype of the 16-bit copy of the parameters (None for no
+    copy)."""
     rng = np.random.default_rng(3)
     failures = []
     cases = [*product((1, 7, 64, 1000, 4099), formats)]

@@ -1,5 +1,7 @@
-"""`roadtrain train`: train a job in this process or, if the job has [parallelism], train this
-process's stage of the job. An invalid job is refused quickly, before torch is imported."""
+"""`roadtrain train`: train a job, or this process's stage of a job with [parallelism].
+
+An invalid job is refused before torch is imported, which takes long.
+"""
 
 from __future__ import annotations
 

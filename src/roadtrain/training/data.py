@@ -2,10 +2,9 @@
 
 A row (one sequence) of a batch depends only on the seed, the step, the micro-batch (counted over
 all workers) and the row's index. Therefore a run sees the same data after it is resumed, and with
-any number of workers. The text is divided into 64 sections, or is a single section if it has less
-than 4096 tokens. The end of each section is held out, so that the held-out text resembles the
-training text. All tokens are kept in memory, in the narrowest integer type that fits the
-vocabulary. All files are local: nothing is downloaded."""
+any number of workers. Parts of the whole text are held out, so that the held-out text resembles the
+training text. All tokens are kept in memory. Nothing is downloaded.
+"""
 
 # B = rows of a batch, T = seq_len
 
@@ -77,10 +76,7 @@ class Tokens:
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (x_BT, y_BT), int64 tensors of tokens. y_BT has the token that follows each token
-        of x_BT.
-
-        Each row starts at a random position of the training text.
-        """
+        of x_BT. Each row starts at a random position of the training text."""
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
@@ -93,10 +89,8 @@ class Tokens:
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield at most `n` batches that cover the held-out tokens evenly.
-
-        Every call yields the same batches.
-        """
+        """Yield at most `n` batches that cover the held-out tokens evenly, the same in every
+        call."""
         rows = (len(self.held_out) - 1) // seq_len
         n = min(n, rows // batch_size)
         if n < 1:
@@ -113,8 +107,8 @@ class Tokens:
 def find_files(paths: Sequence[str]) -> list[Path]:
     """Return the text files under `paths`, sorted by path and without duplicates.
 
-    A folder stands for every text file below the folder. Installed packages and caches below a
-    folder or glob are left out. Raises ConfigError for a path without text files.
+    A folder stands for every text file below it, except installed packages and caches. Raises
+    ConfigError for a path without text files.
     """
     found: set[str] = set()
     for path in paths:
@@ -137,8 +131,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import and return an optional package. If the package is not installed, raises a ConfigError
-    that names the extra of roadtrain to install."""
+    """Import and return an optional package. Raises a ConfigError that names the extra of roadtrain
+    to install if the package is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:
@@ -174,10 +168,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 
 def _draw(*key: int) -> int:
-    """Return a uniformly distributed 64-bit number.
-
-    The number depends only on `key`, so the number is the same on every machine.
-    """
+    """Return a uniformly distributed 64-bit number that depends only on `key`, on every machine."""
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
 

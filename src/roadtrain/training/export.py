@@ -1,9 +1,9 @@
 """Export and import between a run directory and a folder in `transformers` format, tensor by
 tensor.
 
-An export reads the store and does not build the model. The exported folder contains parameters in
-the compute dtype, buffers of the last commit, config.json, and the tokenizer if the run has one. An
-import creates a run directory with a placed model at step 0 and a job.toml.
+The exported folder contains parameters in the compute dtype, buffers of the last commit,
+config.json, and the tokenizer if the run has one. An import creates a run directory with a placed
+model at step 0 and a job.toml.
 """
 
 from __future__ import annotations
@@ -64,10 +64,8 @@ def export_run(
 def _export_store(
     run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
 ) -> tuple[int, list[Path]]:
-    """Export the store of a job without stages.
-
-    Returns the store's step and the files that were written.
-    """
+    """Export the store of a job without stages. Returns the store's step and the files that were
+    written."""
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
         # this process becomes the only worker of the servers, which must have no workers yet

@@ -1,7 +1,7 @@
 """Read parameters from the newest committed snapshot of a job whose model is split into stages.
 
-The parts of all ranks must be in the run directory, as they are on a single host or a shared file
-system. This module starts no processes and does not build the model.
+The files of all ranks must be in the run directory, as they are on a single host or a shared file
+system. Does not build the model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from roadtrain.training.write_safetensors import Item
 
 
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
-    """Return the last committed step, and the parameters and buffers of that step.
-
-    If `masters` is True, trained parameters are in fp32. Otherwise, all parameters are in the
-    compute dtype. Raises ConfigError if no snapshot is committed, or GoneError if parts of the
-    snapshot are missing.
-    """
+    """Return the last committed step, and the parameters and buffers of that step. `masters`:
+    whether trained parameters are in fp32 instead of the compute dtype. Raises ConfigError if no
+    snapshot is committed, or GoneError if the snapshot is incomplete."""
     folder = job.run_dir / FOLDER
     reader, snapshot = newest(folder)
     needed = [Extent(param.name, 0, param.numel) for param in snapshot.params]
@@ -68,7 +65,7 @@ def newest(folder: Path) -> tuple[PartReader, Description]:
 
 
 def value_of(reader: PartReader, entry: ParamEntry, dtype: str) -> Any:
-    """Return a whole parameter as a flat array. 16-bit floats are returned as uint16."""
+    """Return a whole parameter as a flat array; 16-bit floats as uint16."""
     whole = np.empty(entry.numel, np.float32)
     for extent in reader.extents_of(entry.name):
         whole[extent.start : extent.stop] = reader.piece(extent).arrays[VALUE].numpy()

@@ -1,8 +1,7 @@
-"""Conversion of a job's sections to options of place() and parallelize(), with checks for keys that
+"""The options of place() and parallelize() that a job stands for, and checks for keys that
 contradict each other.
 
-If a field has the same name in the class of the section and in the class of the options, the value
-is copied automatically.
+A field with the same name in a section and in the options is copied automatically.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _staged_conflicts(job: Job) -> Iterator[Conflict]:
 def placed_options(job: Job, *, moves: bool) -> dict[str, Any]:
     """Return the options of place() that are fields of a Request.
 
-    If `moves` is False, store.moved_from is ignored, so the store is not moved. Raises ConfigError.
+    `moves`: whether store.moved_from applies. Raises ConfigError.
     """
     check(job)
     return {
@@ -134,18 +133,16 @@ def _delay_of(job: Job) -> Delay | None:
 
 
 def _promise(job: Job) -> int | None:
-    """Return the option `backwards_per_step` of place(): the number of backward passes per step.
-
-    Returns None if gradients are clipped or scaled after the last backward pass.
-    """
+    """Return the number of backward passes per step, or None if gradients are clipped or scaled
+    after the last one."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 
 
 def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
-    """Return the options of parallelize().
+    """Return the options of parallelize(), which compares the text `shared` between all processes.
 
-    `shared` is a text that parallelize() compares between all processes. Raises ConfigError.
+    Raises ConfigError.
     """
     check(job)
     section = job.parallelism
@@ -180,18 +177,14 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """Return a dict with the keys of `section` that are also names of fields of `kind`."""
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in section if name in names}
 
 
 def check_job(job: Job, workers: Sequence[int]) -> None:
-    """Check a job by making the same options as `train` makes.
-
-    Raises ConfigError if an option is wrong. Files of text, access tokens and certificates are not
-    read, because these files may be missing on this host. `workers` is the number of workers on
-    each host, in the order of ranks.
-    """
+    """Raise ConfigError if `train` would refuse the job's options. Does not read files of text,
+    tokens and certificates, which may be missing on this host. `workers`: the number of workers on
+    each host, in the order of ranks."""
     if job.parallelism.used:
         stage_options(job, sum(workers))
         return
@@ -207,11 +200,8 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
 
 @functools.cache
 def why_not_split(model: str, degree: int) -> str:
-    """Return a sentence that explains why a tensor group of `degree` ranks cannot split a model.
-
-    Returns "" if the group can split the model. `model` is the job's [model] section as JSON, with
-    a vocabulary size.
-    """
+    """Return the reason why `degree` tensor-parallel ranks cannot split a model, or "" if they can.
+    `model` is the job's [model] section as JSON, with a vocabulary size."""
     job = make_job({"model": json.loads(model)})
     try:
         family_plan(build_model(job, "meta"), degree)

@@ -1,10 +1,8 @@
 """A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
-RLIMIT_DATA counts all private writable memory, touched or not: mappings of torch and numpy,
-roadtrain's buffers, and thread stacks. RLIMIT_DATA does not count the code of libraries, or memory
-shared with other processes. An allocation that would exceed the limit fails, so the process ends
-with an error message instead of being killed. Setting the limit needs no privilege. Each process of
-a job has its own limit.
+The limit counts all private writable memory, touched or not, but no code of libraries and no shared
+memory. An allocation that would exceed the limit fails, so the process ends with an error message
+instead of being killed.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ _REFUSED = ("can't allocate memory", "not enough memory", "can't start new threa
 
 @contextmanager
 def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[None]:
-    """Limit the private writable memory of this process to `nbytes` while the body runs.
-
-    If `nbytes` is None, there is no limit.
+    """Limit the private writable memory of this process to `nbytes` (None: no limit) while the body
+    runs.
 
     Raises:
         ConfigError: The system does not enforce the limit, or the process already exceeds the
@@ -57,7 +54,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
 
 
 def was_refused(error: BaseException) -> bool:
-    """Return whether `error`, or the cause of `error`, means that an allocation failed."""
+    """Return whether `error`, or its cause, means that an allocation failed."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _REFUSED):
@@ -78,9 +75,7 @@ def peak() -> int:
 
 
 def _set(nbytes: int, most: int) -> None:
-    """Set the limit to `nbytes`. `most` is the hard limit of this process; `nbytes` must not exceed
-    this hard limit.
-    """
+    """Set the limit to `nbytes`, which must not exceed `most`, the hard limit of this process."""
     if most not in (resource.RLIM_INFINITY, -1) and most < nbytes:
         raise ConfigError(
             f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
@@ -97,10 +92,6 @@ def _set(nbytes: int, most: int) -> None:
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Raise ConfigError if the system does not enforce the limit.
-
-    The check tries to allocate `nbytes` more, and expects an error.
-    """
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):

@@ -1,11 +1,8 @@
-"""Metrics: the file `metrics.jsonl` of a run directory, which has exactly one line per step, also
-after resuming.
+"""Metrics: the file `metrics.jsonl` of a run directory, with exactly one line per step.
 
-Steps are counted from 1. Line N is written when step N is done, and is on disk before step N can be
-committed. Therefore, resuming never adds lines. Resuming removes the lines of steps that were not
-committed, and a torn last line. Removed lines are moved to another file, never deleted. If no line
-can be kept, for example because the store is new, the whole file is renamed. This module does not
-import torch, because `roadtrain status` reads the file too.
+Line N (counted from 1) is on disk before step N can be committed, so a resumed run lacks no lines.
+Resuming moves the lines of steps that were not committed to another file. Does not import torch,
+because `roadtrain status` reads the file too.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ class Metrics:
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
         """Open `path` and remove the lines of steps after `done`.
 
-        If `fresh` is True or `done` is 0, no line is kept: the file is renamed, and the attribute
-        `aside` has the new name. Otherwise `aside` is None, and the attribute `dropped` has the
-        number of lines that were moved to the file `uncommitted`.
+        If `fresh` is True or `done` is 0, the whole file is renamed, and `aside` is its new path.
+        Otherwise, `dropped` is the number of removed lines.
 
         Raises:
-            DamagedError: The line of a committed step is missing. (The whole file may be absent.)
-            FullError: The device is full.
+            DamagedError: The line of a committed step is missing.
+            FullError: The disk is full.
         """
         self.done, self.path = done, path
         lines = _read(path)
@@ -74,7 +70,7 @@ class Metrics:
 
     @property
     def note(self) -> str:
-        """A message about lines that were moved away; "" if no line was moved."""
+        """A message about lines that were moved away; "" if there are none."""
         if self.aside is not None:
             return f"metrics: {self.path} had lines of other steps, so it is now {self.aside}"
         if self.dropped:
@@ -87,7 +83,7 @@ class Metrics:
     def append(self, line: dict[str, Any]) -> None:
         """Write the next step's line durably.
 
-        If the device is full, leaves the file unchanged and raises FullError.
+        If the disk is full, leaves the file unchanged and raises FullError.
         """
         assert line["step"] == self.done + 1, (line["step"], self.done)
         body = (json.dumps(line, allow_nan=False) + "\n").encode()
@@ -131,20 +127,18 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of the file, without a torn last line; [] if there is no file."""
+    """Return all complete lines of the file; [] if there is no file."""
     return [line for line, _ in _read(path)]
 
 
 def sessions_in(path: Path) -> dict[int, str]:
-    """Map each step to the session that trained the step, or to "" if the line names no session."""
+    """Return a dict from each step to the session that trained it ("" if the line names no
+    session)."""
     return {line["step"]: line.get("session", "") for line in read_metrics(path)}
 
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
-    """Return the lines, among the last `many`, that have the same plan as the last line.
-
-    The lines of a run differ in their plan if the run was replanned, or continued on fewer hosts.
-    """
+    """Return the lines, among the last `many`, that have the same plan as the last line."""
     lines = read_metrics(path)[-many:]
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
 
@@ -152,9 +146,8 @@ def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
 def committed_by(path: Path) -> int:
     """Return the latest step that is certainly committed according to the file; -1 for none.
 
-    Before a worker writes the line of step N, it waits until step N - k is committed, where k is
-    the larger of 2 and the staleness. If the lines have a key "snapshot_every", only multiples of
-    its value are committed, and each such step is committed before the line of the next step is
+    A worker writes the line of step N once step N - k is committed, where k is the larger of 2 and
+    the staleness. In a job with stages, each snapshot is committed before the next step's line is
     written.
     """
     lines = read_metrics(path)
@@ -168,19 +161,14 @@ def committed_by(path: Path) -> int:
 
 
 def missed_steps(path: Path, done: int) -> bool:
-    """Return whether the last line of the file belongs to a step before `done`.
-
-    If so, this rank or its host did not take part in the later steps up to `done`.
-    """
+    """Return whether the last line of the file belongs to a step before `done`, because this rank
+    missed steps."""
     lines = read_metrics(path)
     return bool(lines) and lines[-1]["step"] < done
 
 
 def _rename_aside(path: Path) -> Path | None:
-    """Rename the file, and return its new name.
-
-    If the file is empty or missing, returns None.
-    """
+    """Rename the file, and return its new name, or None if the file is empty or missing."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.before-{n}.jsonl") for n in itertools.count(1))
@@ -197,17 +185,12 @@ def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
 
 
 def _counts(path: Path, done: int) -> bool:
-    """Return whether any line belongs to a step up to `done`. Lines after a damaged line count
-    too.
-    """
+    """Return whether any line, even after a damaged line, belongs to a step up to `done`."""
     return any(line["step"] <= done for line, _ in _raw(path) if line)
 
 
 def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (line, size in bytes) for every line of the file.
-
-    For a line that is damaged or was not written by this class, yields None in place of the line.
-    """
+    """Yield (line, size in bytes) for every line of the file; a damaged line is None."""
     if not path.exists():
         return
     with typed_errors(path, "reading"):

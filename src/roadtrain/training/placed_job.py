@@ -42,11 +42,7 @@ MOST_THREADS = 16  # of torch, with run.memory_limit, which counts 8 MiB of stac
 
 @dataclass
 class PlacedJob:
-    """A job whose model is placed.
-
-    The loop in training/train.py runs a PlacedJob or a StagedJob. `optimizer` is the result of
-    place().
-    """
+    """A job whose model is placed. `optimizer` is the result of place()."""
 
     job: Job
     model: torch.nn.Module
@@ -72,11 +68,8 @@ class PlacedJob:
         return int(self.optimizer.steps_done)
 
     def is_stale(self, lines: Path) -> bool:
-        """Return whether the line of the next step must not be appended to the metrics file
-        `lines`.
-
-        Returns True if the lines belong to another store, or if this worker has missed steps.
-        """
+        """Return whether no lines may be appended to the metrics file `lines`: it belongs to
+        another store, or this worker has missed steps."""
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
         return fresh or (served and missed_steps(lines, self.steps_done))
@@ -130,12 +123,8 @@ class PlacedJob:
         return self._of_all(record, common)
 
     def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
-        """Return `own` with the mean loss and the total number of tokens of all workers.
-
-        With optimizer.delay, the losses of the other workers are not available yet. The result then
-        has the loss of worker 0, and a key "loss_of" that says so. On workers other than worker 0,
-        returns `own` unchanged.
-        """
+        """Return `own` with the mean loss and the total number of tokens of all workers; with a
+        delay, with the loss of worker 0. Other workers than worker 0 return `own` unchanged."""
         if self.words is None or self.rank:
             return own
         if self.words.lag or common is None:
@@ -144,10 +133,8 @@ class PlacedJob:
         return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """Record the committed step in the run directory's file mark.json (storage/mark.py).
-
-        Call this method after the metrics line of the step was written.
-        """
+        """Record the committed step in mark.json. Call this method after the step's metrics line
+        was written."""
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 
@@ -156,7 +143,7 @@ class PlacedJob:
         self.optimizer.abandon()
 
     def finish(self, why: str) -> None:
-        """Commit the last step. `why` is the reason if training ends before run.steps, else ""."""
+        """Commit the last step. `why`: the reason why training ends early, or ""."""
         self.optimizer.flush()
         self.keep(now=True)
         if why:
@@ -167,10 +154,8 @@ class PlacedJob:
 
     @torch.no_grad()
     def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
-        """Return the mean loss of at most `batches` held-out batches.
-
-        Returns None if no text is held out.
-        """
+        """Return the mean loss of at most `batches` held-out batches, or None if no text is held
+        out."""
         job, model = self.job, self.model
         if not job.data.held_out:
             return None
@@ -185,9 +170,8 @@ class PlacedJob:
         return int(self.optimizer.memory()["plain"])
 
     def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        """Return the rows (name, value) of the table at the end. `program`: The command that starts
-        roadtrain.
-        """
+        """Return the rows (name, value) of the table that is printed after training. `program`: the
+        command that starts roadtrain."""
         return rows(self.job, summary, totals, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:
@@ -198,11 +182,7 @@ class PlacedJob:
         self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
-        """Clip the gradients.
-
-        The gradients are still multiplied by the loss scale, because torch refuses to unscale fp16
-        gradients. Therefore the limit is multiplied by the loss scale too.
-        """
+        """Clip the gradients, before torch divides them by the loss scale."""
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
@@ -221,8 +201,8 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Prepare the text, model and optimizer of a job, and place the model and the optimizer.
 
-    `mark`: The record of the run directory about its store (storage/mark.py). If None, no earlier
-    training is resumed. Raises RoadtrainError.
+    `mark`: the run directory's record of its store (storage/mark.py). If None, no earlier training
+    is resumed. Raises RoadtrainError.
     """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
@@ -253,10 +233,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
 
 
 class NetStages(Stages):
-    """Times of Forward and Backward, without the time spent waiting during Forward and Backward.
-
-    `other`: The Stages that measure the waiting time of the optimizer, under the name "Wait".
-    """
+    """Times of Forward and Backward without waiting. `other`: the Stages that measure "Wait"."""
 
     def __init__(self, other: Stages) -> None:
         super().__init__()
@@ -275,8 +252,7 @@ def step(
 ) -> tuple[float, float]:
     """Train step `number`, counted from 0. Returns the mean loss and the learning rate of the step.
 
-    `before`: A function that is called with the loss, after the backward passes and before the
-    optimizer's step.
+    `before`: a function that is called with the loss before the optimizer's step.
     """
     job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)

@@ -1,8 +1,8 @@
-"""A plan's predicted step times: they are written in each line of metrics.jsonl, and compared with
+"""A plan's predicted step times, which are written in each line of metrics.jsonl and compared with
 measured times.
 
-In predicted and in measured times, Forward and Backward exclude waiting; the waiting time is called
-Wait. The predicted times come from the plan. Only times that workers measure are compared.
+Forward and Backward exclude waiting, which is called Wait. Only times that workers measure are
+compared.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ Line = dict[str, Any]
 
 
 def predicted_for(job: Job, stage: int, replica: int) -> Line:
-    """Return the plan's prediction for this rank, as keys to add to each metrics line.
-
-    Returns {} if the job has no plan.
-    """
+    """Return the plan's prediction for this rank, as keys of each metrics line; {} without a
+    plan."""
     plan = job.predicted
     if not plan.seconds:
         return {}
@@ -38,12 +36,9 @@ def predicted_for(job: Job, stage: int, replica: int) -> Line:
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """Return a list of tables that compare predicted and measured times.
-
-    There is a table for each stage and replica that has a prediction, such as "stage 0 replica 1".
-    A row has the predicted seconds, the measured seconds, and the ratio measured / predicted. The
-    measurements are from the first rank of the stage and replica.
-    """
+    """Return tables that compare predicted and measured times, one for each stage and replica. A
+    row has the predicted seconds, the measured seconds of the first rank, and the ratio measured /
+    predicted."""
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}

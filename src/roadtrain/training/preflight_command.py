@@ -1,7 +1,7 @@
 """`roadtrain preflight`: test the networks of a job's hosts before the job is started on them.
 
-The participating ranks come from torchrun's environment or a list of hosts. The tests themselves
-are in stages/preflight.py.
+The participating ranks come from torchrun's environment or a list of hosts. The tests are in
+stages/preflight.py.
 """
 
 from __future__ import annotations
@@ -82,11 +82,8 @@ def in_lines(section: ParallelismSection, per_rank: int) -> str:
 
 
 def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
-    """Return the number of ranks of this test that must meet.
-
-    A rank of this test stands for `per_rank` ranks of the job. If the job accepts any number of
-    ranks, returns 0. Raises ConfigError.
-    """
+    """Return the number of ranks that must meet, where each stands for `per_rank` ranks of the job;
+    0 for any number. Raises ConfigError."""
     if not section.used or (section.dp is None and not section.widths):
         return 0
     parallelism = section.degrees(0)
@@ -101,10 +98,10 @@ def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:
-    """Return the Launch of this host, with one rank per host.
+    """Return the Launch of this host, with one rank per host in the order of `names`.
 
-    The rank is the index of this host's name or address in `names`. Raises ConfigError if this host
-    is not listed exactly once, or if the name of another host resolves to the loopback address.
+    Raises ConfigError if this host is not listed exactly once, or if the name of another host
+    resolves to the loopback address.
     """
     me = socket.gethostname()
     own = {card.address for card in this_host().cards}

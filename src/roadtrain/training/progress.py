@@ -1,10 +1,6 @@
 """Progress display during training: a bar on a terminal, otherwise lines. All numbers come from the
-lines of metrics.jsonl.
-
-A line shows the percentages of a step that the training thread spent in Forward and Backward
-(without waiting), in Wait, and in the rest (batches, clipping, printing). The percentages add up to
-100. The end of the line names the resource that limited the step.
-"""
+lines of metrics.jsonl. A line divides a step into Forward, Backward (both without waiting), Wait
+and other."""
 
 from __future__ import annotations
 
@@ -61,11 +57,8 @@ def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
 
 
 def describe(job: Job, line: Mapping[str, Any]) -> str:
-    """Return the text that describes a line of metrics.jsonl.
-
-    The text has the loss, the tokens per second, the percentages of the step that the training
-    thread spent in each stage, and the resource that limited the step.
-    """
+    """Return a text with the loss, the tokens per second, the percentages of the stages, and the
+    resource that limited the step."""
     loss = "nan" if line["loss"] is None else f"{line['loss']:.3f}"
     rate = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
     busy = {name: stage["seconds"] for name, stage in line["stages"].items()}
@@ -75,11 +68,9 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Return a dict from stages of training to the percentages of `seconds` spent in the stages.
-
-    The percentages are whole numbers that add up to 100. Stages with 0 % are left out. `busy`: The
-    seconds of each stage.
-    """
+    """Return the percentages of `seconds` that the training thread spent in each of its stages, as
+    whole numbers that add up to 100. Stages with 0 % are left out. `busy`: the seconds of each
+    stage."""
     parts = {name: busy.get(name, 0.0) for name in OWN}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
     if not (whole := sum(parts.values())):
@@ -93,12 +84,8 @@ def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
 
 
 def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
-    """Return the name of the resource that limits steps that took `seconds`.
-
-    `busy` maps stages to their seconds. The training thread either computes or waits. If the thread
-    mostly computes, computing limits the step. Otherwise, the resource that the thread waits for
-    limits the step.
-    """
+    """Return the name of the resource that limits steps that took `seconds`: computing, or the
+    resource for which the training thread mostly waits. `busy`: the seconds of each stage."""
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"
     if job.parallelism.used:

@@ -1,5 +1,5 @@
 """The files that training writes in a run directory beside the state: job.toml, the tokenizer, a
-metrics file for each rank, and mark.json (a record of the store, see storage/mark.py)."""
+metrics file for each rank, and mark.json (a record of the store)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ def lines_of(job: Job, rank: int = 0) -> Path:
 
 def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = False) -> Mark:
     """Open the mark of the job's run directory: the record of the run's store (storage/mark.py).
-
-    If `reads` is True, a missing store is an error, because the caller only reads the store.
-
-    If torchrun has restarted this process, run.new_store is ignored, because the key applies to the
-    first start only. If `roadtrain launch` has started the process, run.new_store always applies,
-    because the launcher removes the key from the job when the key no longer applies.
-    """
+    `reads`: whether the caller only reads the store, so that a missing store is an error."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
     lines = lines_of(job)
@@ -45,9 +39,8 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
 
 def write_job(job: Job) -> None:
-    """Write job.toml and the tokenizer. Keys that apply to a single start, such as run.new_store,
-    are left out.
-    """
+    """Write job.toml, without keys that apply to a single start (such as run.new_store), and the
+    tokenizer."""
     lasting = job.changed(dict.fromkeys(ONE_START))
     replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":

@@ -1,6 +1,5 @@
-"""The learning rate as a function of the step number. A resumed run thus has the same learning
-rates as an uninterrupted run.
-"""
+"""The learning rate as a function of the step number, so that a resumed run has the same rates as
+an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """A job with `[parallelism]`: torchrun starts the processes, and each process trains its stage.
 
-Micro-batch i of a step has the data of batch i of the same step in a placed job, so both kinds of
-jobs have the same losses. Models with dropout are an exception: a placed job seeds the random
-numbers per step, but a staged job per micro-batch and block. Process 0 writes the files of the run
-directory, and all processes write snapshots. parallelize() does the communication between stages.
+A staged job has the same losses as a placed job, except with dropout, because the micro-batches of
+a step have the same data. Process 0 writes the files of the run directory, and all processes write
+snapshots.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ DATA = "data"  # name of the tokens' state in a snapshot
 def as_stages(job: Job, report: Report = print) -> Job:
     """Return the job with which to continue a run.
 
-    If `job` has no degrees of parallelism, but its run directory holds the state of a job in
-    stages, the run continues as a single stage: the returned job has parallelism.dp set. Otherwise
-    `job` is returned unchanged.
+    A run that was trained in stages continues as a single stage if `job` does not set parallelism.
     """
     other = job.parallelism.used or job.servers.addresses or job.run.new_store
     if other or not (folder := job.run_dir / FOLDER).is_dir():
@@ -73,10 +70,8 @@ def as_stages(job: Job, report: Report = print) -> Job:
 
 
 def meet_alone(job: Job) -> None:
-    """Set torchrun's environment variables for a job that needs only one process.
-
-    If the job needs several processes, or torchrun has set the variables, does nothing.
-    """
+    """Set torchrun's environment variables, if they are not set, for a job that needs only one
+    process."""
     asks = job.parallelism
     single = (asks.dp, asks.tp, asks.pp, asks.widths) == (1, 1, 1, [])
     if single and not any(os.environ.get(name) for name in LAUNCH_NAMES):
@@ -100,11 +95,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 
 @dataclass
 class StagedJob:
-    """This process's stage of a job.
-
-    The loop in training/train.py runs a StagedJob or a PlacedJob. `stopped` is True if a rank asked
-    in the last step to stop training.
-    """
+    """This process's stage of a job. `stopped`: whether a rank asked in the last step to stop
+    training."""
 
     job: Job
     training: ParallelTraining
@@ -132,10 +124,7 @@ class StagedJob:
         """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """Return why training ends, or "" to continue.
-
-        All ranks agree on whether training ends, and exchange their reasons.
-        """
+        """Return why training ends, or "" to continue. All ranks agree on whether training ends."""
         if not self.stopped:
             return ""
         own = stop.why()
@@ -176,15 +165,13 @@ class StagedJob:
         self.training.snapshot(self.blobs())
 
     def blobs(self) -> dict[str, bytes]:
-        """Return the job's state apart from parameters and optimizer state, as name -> bytes."""
+        """Return the job's state apart from parameters and optimizer state, by name."""
         tokens = self.tokens.state_dict()
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def held_out_loss(self) -> float | None:
-        """Return the mean loss of held-out batches, the same number of batches as in a placed job.
-
-        Returns None if no text is held out.
-        """
+        """Return the mean loss of the same held-out batches as in a placed job, or None if no text
+        is held out."""
         job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
@@ -253,11 +240,7 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 
 def unused(job: Job) -> list[str]:
     """Return the keys of [store] and [servers] that are set, but have no effect in a job with
-    stages.
-
-    The state of a stage is in the memory of the stage's ranks, or in the store that
-    parallelism.placements gives for the stage.
-    """
+    stages."""
     plain = job.changed({"store": {}, "servers": {}})
     return [
         f"{section}.{key}"
@@ -268,10 +251,8 @@ def unused(job: Job) -> list[str]:
 
 
 def shared_lines(job: Job, tokens: Tokens) -> str:
-    """Return the options that must be equal on all processes, one per line.
-
-    Paths are left out, because paths may differ between hosts.
-    """
+    """Return the options that must be equal on all processes, one per line, without paths, which
+    may differ between hosts."""
     shared = {
         "text": tokens.fingerprint,
         "data": job.data.model_dump(exclude={"paths", "tokenizer"}),
@@ -289,8 +270,8 @@ def snapshot_options(job: Job) -> SnapshotOptions:
 
 
 def resume(staged: StagedJob, mark: Mark | None) -> None:
-    """Resume from the last committed step of the run directory. `mark`: the record of the run
-    directory about its last committed step (storage/mark.py)."""
+    """Resume from the last committed step of the run directory. `mark`: the record of this step
+    (storage/mark.py)."""
     job, training, report = staged.job, staged.training, staged.report
     blobs = training.keep(job.run_dir, snapshot_options(job), mark, report)
     if DATA in blobs:

@@ -1,11 +1,9 @@
-"""`roadtrain status`: step, loss, rates, bytes written and the device's endurance, which are read
-from a run directory. For a run with servers, switches or reducers, the command also asks each of
-these nodes what the node does and what the node waits for. The nodes answer during training.
+"""`roadtrain status`: step, loss, rates, bytes written and the endurance of disks, read from a run
+directory, and the state of the run's servers, switches and reducers.
 
-The endurance of a device is the number of bytes that its data sheet allows to be written (TBW, in
-decimal terabytes). The output compares the endurance with the bytes that this run has written;
-bytes that the device writes internally (write amplification) are not counted. This module does not
-import torch.
+The endurance of a disk is the number of bytes that its data sheet allows to be written (TBW, in
+decimal terabytes). It is compared with the bytes that this run has written, without write
+amplification inside the disk. Does not import torch.
 """
 
 from __future__ import annotations
@@ -72,12 +70,8 @@ def report_run(
 
 
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Query the reducers of a job in stages. Returns a pair: rows (node, state of the node) of a
-    table, and the answers of the reducers.
-
-    If the job lists its reducers in a file, the file is read now, because the list may change
-    during training.
-    """
+    """Query the reducers of a job in stages. Returns rows (node, state of the node) of a table, and
+    the reducers' answers."""
     section = job.parallelism
     names = [*SpareHosts(section.reducers, None, None).now()]
     if not names:
@@ -88,9 +82,9 @@ def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]
 
 
 def report_ended(run: str, report: Report) -> None:
-    """Report on the directory of a run that has ended.
+    """Report on the directory of a run that has ended, without querying its servers.
 
-    The servers of the run have ended too, so they are not queried. Raises ConfigError.
+    Raises ConfigError.
     """
     show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
     report_stages(run, report)

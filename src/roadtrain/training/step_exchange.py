@@ -1,11 +1,9 @@
 """Exchange of loss, number of tokens and stop requests at the end of each step, among workers that
-train with the same servers. The exchange lets all workers stop after the same step, and lets worker
-0 report the mean loss of all workers.
+train with the same servers.
 
-Without a delay, a worker waits until it has the data of all workers for step n, and then begins
-step n + 1. With a delay of k steps, a worker reads the data of step n - k - 1 at the end of step n.
-The data has arrived by then, so the worker does not wait. The message that carries the data is
-StepWords in servers/protocol/messages.py.
+All workers thus stop after the same step, and worker 0 reports the mean loss. Without a delay, a
+worker waits for the data of all workers before the next step. With a delay of k steps, a worker
+reads the data of step n - k - 1 after step n, and does not wait.
 """
 
 from __future__ import annotations
@@ -47,14 +45,12 @@ class StepExchange:
 
     def send(self, loss: float, tokens: int, why: str) -> None:
         """Send this worker's data of the current step to the other workers when the step ends.
-
-        `why`: The reason to stop, or "" to continue.
-        """
+        `why`: the reason to stop, or ""."""
         stops = 0 if not why else 1 if why == INTERRUPTED else 2
         self._worker.word = WORD.pack(loss, tokens, stops)
 
     def receive(self, step: int) -> GlobalStep | None:
-        """Return the data of all workers for step number `step - lag`. `step` has just ended.
+        """Return the data of all workers for step `step - lag`, after step `step`.
 
         Returns None if this process was started after that earlier step. Raises PeerError or
         WireError.

@@ -33,10 +33,8 @@ class Stop:
 
     @contextmanager
     def on_signals(self, report: Report) -> Iterator[None]:
-        """While the body of `with` runs, treat SIGINT and SIGTERM as requests to stop.
-
-        Does nothing outside the main thread.
-        """
+        """Treat SIGINT and SIGTERM as requests to stop while the body of `with` runs in the main
+        thread."""
 
         def ask(number: int, frame: FrameType | None) -> None:
             if self._signalled:

@@ -1,7 +1,7 @@
-"""The table at the end of a run: time, memory, disk and results, and the command to continue.
+"""The table that is printed after a run: time, memory, disk and results, and the command to
+continue.
 
-The training thread either computes or waits, so the time of a step is the sum of both. The table is
-computed from the lines of metrics.jsonl.
+It is computed from the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ class Totals:
     resident: int = 0
 
     def add(self, line: Mapping[str, Any], resident: int) -> None:
-        """Add a line of metrics.jsonl.
-
-        `resident`: The bytes of roadtrain's buffers after the step.
-        """
+        """Add a line of metrics.jsonl. `resident`: the bytes of roadtrain's buffers after the
+        step."""
         self.losses.append(math.nan if line["loss"] is None else line["loss"])
         self.seconds += line["seconds"]
         for name, stage in line["stages"].items():
@@ -83,7 +81,7 @@ def rows(
 ) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the table.
 
-    `plain`: The memory in bytes that ordinary training of the model needs. `program`: The command
+    `plain`: the memory in bytes that ordinary training of the model needs. `program`: the command
     that starts roadtrain.
     """
     held = show_bytes(totals.resident)
@@ -149,11 +147,8 @@ def _step(job: Job, totals: Totals) -> str:
 
 
 def resume_command(summary: Summary, typed: str) -> str:
-    """Return the command that continues the run.
-
-    If `roadtrain launch` has started the run, returns a `roadtrain launch` command. Otherwise,
-    returns `typed`, the command that started this process.
-    """
+    """Return the command that continues the run: `typed`, or a `roadtrain launch` command if that
+    has started the run."""
     name = os.environ.get(LAUNCHED_AS)
     if not name:
         return typed

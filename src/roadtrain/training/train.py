@@ -23,9 +23,9 @@ from roadtrain.training.summary import Summary, Totals
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step to run.steps, and show a table at the end.
+    """Train `job` from its last committed step to run.steps, and show a table of results.
 
-    `program`: The command that starts roadtrain, as shown in the table. Raises RoadtrainError.
+    `program`: the command that starts roadtrain, as shown in the table. Raises RoadtrainError.
     """
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
@@ -43,8 +43,7 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
 def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
     """Train the remaining steps.
 
-    Returns a pair: the reason if training ended before run.steps, else ""; and the totals of the
-    steps.
+    Returns the reason why training ended before run.steps (else ""), and the totals of the steps.
     """
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
     with Metrics(lines, done, fresh=run.is_stale(lines)) as metrics:

@@ -1,14 +1,9 @@
 """verify(): trains a few steps of the user's job in three variants, and compares the results bit
-for bit. In variant "placed", the model is placed as in the job, in a temporary store beside the
-job's own. In variant "in RAM", the model is placed in RAM. In variant "plain", the model is an
-ordinary torch model, and the same update rules are applied to whole tensors.
+for bit.
 
-The plain variant uses the same training step (`step` in placed_job.py) and the same kernels of the
-rules, but its parameters stay in memory as whole tensors, without servers, stores or chunks. Beside
-the rules, torch's own optimizer gets the same gradients in fp32. verify() reports the deviation of
-torch's optimizer, which is due to rounding. verify() refuses to run if less memory is free than
-four times the memory that ordinary training needs. A job with gradient compression is not compared
-with the plain variant.
+The model is placed as in the job (in a temporary store), placed in RAM, or an ordinary torch model
+with the same update rules. The deviation of torch's own optimizer, which is due to rounding, is
+also reported.
 """
 
 from __future__ import annotations
@@ -54,9 +49,8 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
     """Return whether every loss and every tensor is bit-identical in all variants of training.
-
-    The docstring of the module describes the variants. Raises BudgetError or UserError.
-    """
+    Raises BudgetError if less memory is free than four times what ordinary training needs. Raises
+    UserError."""
     if job.optimizer.delay not in (0, 1):
         raise ConfigError(
             f"with optimizer.delay {job.optimizer.delay}, no two runs are equal",
@@ -106,8 +100,8 @@ class _RefParam:
 
     Attributes:
         master: The fp32 values, flat.
-        arrays: The rule's state arrays, in the order of `rule.arrays`.
-        row: The rule's scalars, in the order of `rule.scalars`.
+        arrays: The rule's state arrays.
+        row: The rule's scalars.
         shadow: A copy of the parameter that is trained by torch's own optimizer.
         grid: Offsets of the segments whose sums of squares are added, the same as on servers.
         held: The values of the gradient while `p.grad` is a PlacedGrad (without values), else None.
@@ -125,12 +119,8 @@ class _RefParam:
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """An optimizer that applies the update rules to whole tensors.
-
-    `read` returns values like `read` of a placed optimizer. The norm of the gradients is summed in
-    the same order as on servers, because the bits of a sum depend on the order. For this purpose,
-    `gather` replaces gradients by objects of class PlacedGrad before clipping.
-    """
+    """An optimizer that applies the update rules to whole tensors. It sums the norm of the
+    gradients in the same order as servers, because the bits of a sum depend on the order."""
 
     _step_supports_amp_scaling = True
 
@@ -157,10 +147,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.torch = build_optimizer(job, [ref.shadow for ref in self.all])
 
     def gather(self) -> None:
-        """Replace the gradient tensors of blocks by PlacedGrad objects, as in a placed model.
-
-        The gradients of the root block stay tensors.
-        """
+        """Replace the gradient tensors of all blocks except the root block by PlacedGrad objects,
+        as in a placed model."""
         for i, ref in enumerate(self.all):
             if i >= self.root_params and ref.p.grad is not None:
                 ref.held = as_numpy(ref.p.grad).reshape(-1).copy()
@@ -211,11 +199,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Return the largest deviation of torch's own optimizer from the update rules.
-
-        Returns a pair: the name of the parameter that deviates most, and the deviation of this
-        parameter.
-        """
+        """Return the parameter in which torch's own optimizer deviates most from the update rules,
+        and the deviation."""
         far = []
         for ref in self.all:
             apart = np.abs(ref.shadow.detach().numpy().reshape(-1) - ref.master)
@@ -231,11 +216,8 @@ class _PlainJob(PlacedJob):
 
 @dataclass(frozen=True)
 class _Variant:
-    """The results of one variant of training.
-
-    `read(name, what)` returns values of the parameter `name`. If `what` is "master", these are the
-    fp32 masters. Otherwise, the values are those of the rule's state array with the name `what`.
-    """
+    """The results of one variant of training. `read(name, what)` returns the fp32 masters
+    ("master") or a state array of the parameter `name`."""
 
     name: str
     losses: list[float]
@@ -270,7 +252,7 @@ def _same(left: _Variant, right: _Variant, things: list[tuple[str, str]], report
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:
-    """Describe the first element whose bits differ. Returns "" if all bits are equal."""
+    """Describe the first element whose bits differ; "" if all bits are equal."""
     a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""
@@ -281,7 +263,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the device of `directory`. `directory` need not exist yet."""
+    """Make a temporary directory on the disk of `directory`, which need not exist yet."""
     parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 

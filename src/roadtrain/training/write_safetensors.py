@@ -26,9 +26,9 @@ def export_dir(
 ) -> list[Path]:
     """Write `items` into `directory`, and return the paths of the files.
 
-    Only one tensor is in memory at a time. A file has at most `most_nbytes` bytes; a tensor that is
-    larger gets a file of its own. An existing export is only replaced once the new export is
-    complete on disk. Raises FullError.
+    Only one tensor is in memory at a time. A file has at most `most_nbytes` bytes, unless it has a
+    single larger tensor. An existing export is only replaced once the new export is complete on
+    disk. Raises FullError.
     """
     home = Path(directory)
     make_directory(home)

@@ -1,2 +1,2 @@
-"""The state machine of a launched run. The state machine gets events and returns actions. It does
-no I/O, so that tests and simulations can drive the same code (Rule 7)."""
+"""The state machine of a launched run. It gets events and returns actions. It does no I/O, so that
+tests and simulations can drive the same code (Rule 7)."""

@@ -20,8 +20,8 @@ STEP_GRACE_S = 120.0  # default time for workers to finish and commit a step
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A service has ended, by itself or on request. `code`: The exit code of the service's process.
-    A negative code -N means that signal N killed the process."""
+    """A service has ended, by itself or on request. `code`: the exit code; -N means that signal N
+    killed the process."""
 
     name: str
     code: int
@@ -47,13 +47,13 @@ class WorkersEnded:
 
 @dataclass(frozen=True)
 class WorkersPlaced:
-    """Ray has placed worker 0, and the process of worker 0 starts next. The state machine ignores
-    this event. The supervisor uses the event to measure the phases of a start."""
+    """Ray has placed worker 0, whose process starts next. Only the supervisor uses this event, to
+    time the start."""
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """A host no longer answers. The processes on the host count as ended."""
+    """A host no longer answers. Its processes count as ended."""
 
     host: str
     why: str
@@ -70,8 +70,7 @@ class HostJoined:
 
 @dataclass(frozen=True)
 class HostLeaving:
-    """A host will be lost within `within_s` seconds, for example because the host is a spot machine
-    or is being drained."""
+    """A host will be lost within `within_s` seconds, for example because it is a spot machine."""
 
     host: str
     within_s: float
@@ -79,15 +78,14 @@ class HostLeaving:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed. This event resets the number of failures to 0, for each service and for
-    the workers."""
+    """A step was committed. This event resets all counts of failures to 0."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The run must end, because the user has stopped the run or because its launcher has ended."""
+    """The run must end, because the user has stopped it or its launcher has ended."""
 
     why: str
 
@@ -130,8 +128,8 @@ class StartService:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start all workers. `hosts`: The hosts of the workers, in rank order. A spare host may replace
-    a lost host of the plan, or a lost host is left out."""
+    """Start all workers. `hosts`: their hosts, in rank order; may lack hosts of the plan and
+    include spare hosts."""
 
     attempt: int
     hosts: tuple[str, ...]
@@ -148,22 +146,21 @@ class StopProcess:
 
 @dataclass(frozen=True)
 class SetReducers:
-    """Write reducers.txt on all hosts with workers. The workers then use the reducers on the hosts
-    in `hosts`."""
+    """Write reducers.txt on all hosts with workers, so that workers use the reducers on `hosts`."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NotifyUser:
-    """Log a line for the user. The line announces the next actions."""
+    """Log a line that announces the next actions to the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """End the run. This is the last action of the state machine."""
+    """End the run: the last action of the state machine."""
 
     code: int  # 0 if the run is done, 130 if it was stopped on request, else it failed
     why: str  # the reason, one sentence
@@ -186,8 +183,7 @@ class RunService:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The properties of a run that the state machine needs. The properties do not change during the
-    run."""
+    """The properties of a run that the state machine needs, which do not change during the run."""
 
     services: tuple[RunService, ...]  # in the order in which they start
     workers: Mapping[str, int]  # number of workers of each worker host, in the order of the ranks

@@ -1,6 +1,5 @@
 """The phases of a launched run, of a service, and of all workers together, with the allowed
-transitions between phases. Does no I/O. Does NOT decide when a transition happens
-(run_state.py)."""
+transitions. Does no I/O. Does NOT decide when a transition happens (run_state.py)."""
 
 from __future__ import annotations
 
@@ -70,8 +69,8 @@ class ProcessState:
         return max(0, self.starts - 1)
 
     def ended_by_itself(self, at: float) -> str:
-        """Handle an end of the process that nobody has requested: add 1 to `ends` and schedule the
-        restart. Return a text that says when the restart is due."""
+        """Count an unrequested end of the process and schedule the restart. Return a text that says
+        when the restart is due."""
         delay = DELAYS_S[min(self.ends, len(DELAYS_S) - 1)]
         self.ends, self.due = self.ends + 1, at + delay
         return f"in {delay:g} s" if delay else "at once"

@@ -1,9 +1,9 @@
 """RunStateMachine: keeps a launched run going. Its events and actions are in run_events.py. Does no
 I/O.
 
-An event first updates the state. Then `_settle` takes every action that the new state allows, and
-announces each action with a NotifyUser. So if one fault ends a host, a service and the workers, the
-order of the three events does not matter.
+An event first updates the state. Then every action that the new state allows is announced and
+taken. So if one fault ends a host, a service and the workers, the order of the three events does
+not matter.
 
     a service   WAITING -> RUNNING -> WAITING ..       (the service ended, or its host is lost)
                             -> STOPPING -> ENDED       (the run ends)
@@ -12,7 +12,7 @@ order of the three events does not matter.
     the run     GOING -> ENDING -> ENDED
 
 Assumes that the engine reports the end of every process that it has started, except for services on
-a lost host. Does NOT decide whether workers can run on other hosts (`RunFacts.can_run_on`).
+a lost host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunStateMachine:
         self._out: list[m.RunAction] = []  # actions for the event that is being handled
 
     def handle(self, event: m.RunEvent, now: float) -> list[m.RunAction]:
-        """Process an event, and return the actions that the supervisor must carry out. `now`: The
+        """Process an event, and return the actions that the supervisor must carry out. `now`: the
         monotonic time of the event in seconds."""
         if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
@@ -168,10 +168,8 @@ class RunStateMachine:
             )
 
     def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
-        """Handle the end of workers that were stopped to move to other hosts. If the workers were
-        stopped because a host was lost, count a failure, so that the run ends after a fixed number
-        of failures. Otherwise a host that is lost again and again would keep the run going forever
-        without progress."""
+        """Handle the end of workers that were stopped to move to other hosts. The loss of a host
+        counts as a failure."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
@@ -306,14 +304,8 @@ class RunStateMachine:
         self._out.append(m.StartWorkers(self.attempt, hosts))
 
     def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
-        """If a worker runs on the host `host`, stop all workers, so that they restart on other
-        hosts. Return True if this call stops the workers.
-
-        Args:
-            host: The host.
-            cause: A text that says what happens to the host, for the user.
-            grace_s: Time for the workers to end, in seconds.
-        """
+        """If a worker runs on a host, stop all workers, so that they restart on other hosts. Return
+        True if this call stops them. `cause`: what happens to the host, for the user."""
         running = self.workers.phase is ProcessPhase.RUNNING and self.phase is RunPhase.GOING
         if not running or host not in self.worker_hosts:
             return False
@@ -340,8 +332,7 @@ class RunStateMachine:
         self.phase = phase
 
     def _bring_down(self) -> None:
-        """Stop the workers first and the services afterwards, because the workers need the services
-        to commit their step."""
+        """Stop the workers first and then the services, which workers need to commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
         down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
@@ -355,7 +346,7 @@ class RunStateMachine:
             self._out.append(m.EndRun(self.code, self.why))
 
     def _is_down(self, process: ProcessState, grace_s: float) -> bool:
-        """Stop a process if it is not stopping yet. Return True if the process has ended."""
+        """Stop a process if it is not stopping yet. Return True if it has ended."""
         if process.phase is ProcessPhase.WAITING:
             process.enter(ProcessPhase.ENDED, self.now)
         elif process.phase is ProcessPhase.RUNNING:
@@ -371,8 +362,7 @@ class RunStateMachine:
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
-        """Check the deadline of a stopping process (Rule 5). After the deadline, treat the process
-        as ended, and end the run if the run is not ending yet."""
+        """Treat a stopping process as ended after its deadline, and end the run."""
         assert process.stop_until is not None
         if self.now < process.stop_until:
             return
@@ -386,9 +376,8 @@ class RunStateMachine:
     # -- queries --
 
     def _choose(self) -> tuple[tuple[str, ...], str]:
-        """Return a pair (hosts, reason). `hosts` are the best available hosts for the workers, in
-        rank order, and `reason` is "". If workers cannot run now, `hosts` is () and `reason` says
-        why."""
+        """Return the best available hosts for the workers, in rank order, and "". If workers cannot
+        run now, return () and the reason."""
         planned = tuple(self.facts.workers)
         missing = [host for host in planned if not self._is_usable(host)]
         if not missing:
@@ -432,8 +421,7 @@ class RunStateMachine:
         return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
 
     def _lost_replicated(self) -> list[str]:
-        """Return the names of the servers that are on lost hosts and have a replica. If two or more
-        servers are returned, both copies of a chunk may be lost."""
+        """Return the names of the servers that are on lost hosts and have a replica."""
         places = self.places.items()
         return [name for name, place in places if place.replicated and place.host not in self.here]
 
@@ -456,7 +444,7 @@ class RunStateMachine:
         return f"{', '.join(hosts)} ({share})"
 
     def _without(self, host: str) -> str:
-        """Return a text on the effect of losing a host. Return "" if the host has no servers and no
+        """Return a text on the effect of losing a host, or "" if it has no servers and no
         switches."""
         names = [name for name in self._services_on(host) if not self.places[name].reducer]
         if not names:

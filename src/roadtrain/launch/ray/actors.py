@@ -2,13 +2,9 @@
 WorkerMailbox passes messages between the supervisor and the workers, because actors of Ray Train
 cannot be called by name.
 
-An actor buffers events, and the supervisor fetches the events by long polls (`news`). So a new
-supervisor can fetch the events that the old supervisor has not fetched. If an actor must drop lines
-of output, its next reply has the number of dropped lines.
-
-If a ServedProcess is killed, Ray restarts the actor, which starts its process again. If only the
-process has ended, the supervisor creates a new actor. If the node of the supervisor's actor is
-lost, Ray cannot restart the supervisor's actor, so each ServedProcess ends itself.
+An actor buffers events, so that a new supervisor can fetch what the old supervisor has not fetched.
+If a ServedProcess is killed, Ray restarts it. If only its process has ended, the supervisor creates
+a new actor. Services end themselves if the supervisor's own actor is lost with its node.
 
 The arguments of an actor contain the run's token. Ray sends arguments unencrypted, unless TLS is on
 in Ray. So Ray's ports must be inside a trusted network (docs/guides/launch.md).
@@ -38,8 +34,7 @@ ORPHAN_S = 300.0  # time without a poll after which a service checks whether it 
 
 @dataclass(frozen=True)
 class WorkerBegun:
-    """Event: a train function of Ray Train is running and starts the process of the worker
-    `name`."""
+    """Event: a train function of Ray Train starts the process of the worker `name`."""
 
     name: str
 
@@ -58,9 +53,9 @@ class EventBatch:
 
 
 class EventLog:
-    """A bounded log of events that the supervisor polls. Thread-safe. Lines of output and other
-    events have separate buffers, so that many lines never push out other events. Invariant: a
-    buffer keeps at most the last 5000 events, with their sequence numbers."""
+    """A bounded log of events that the supervisor polls. Thread-safe. Many lines of output never
+    push out other events. Invariant: at most the last 5000 lines, and the last 5000 other events,
+    are kept."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
@@ -78,14 +73,12 @@ class EventLog:
             self._changed.notify_all()
 
     def news(self, life: str, after: int, patience_s: float) -> EventBatch:
-        """Return the events with the sequence number `after` or a higher number. If there are no
-        such events, wait for an event for at most `patience_s` seconds.
+        """Return the events from the sequence number `after` on, or wait for an event.
 
         Args:
             life: `EventBatch.life` of the last reply, the id of the actor's start. If the actor was
-                restarted since the last reply, `life` is not its current id, and all events are
-                returned.
-            after: `EventBatch.then` of the last reply, a sequence number. If -1, skip all events
+                restarted since, all events are returned.
+            after: `EventBatch.then` of the last reply, a sequence number; -1 skips all events
                 before this call.
             patience_s: The longest wait in seconds.
         """
@@ -133,8 +126,8 @@ class ServedProcess:
             self.end_if_orphaned(time.monotonic())
 
     def end_if_orphaned(self, now: float) -> None:
-        """End this actor if the supervisor has not polled the actor for a fixed time and the
-        supervisor's own actor does not exist anymore. `now`: The monotonic time in seconds."""
+        """End this actor if the supervisor has not polled it for a fixed time and the supervisor's
+        own actor is gone. `now`: the monotonic time in seconds."""
         if now - self._polled_at > ORPHAN_S:
             self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):
@@ -151,9 +144,8 @@ class _Attempt:
 
 
 class WorkerMailbox:
-    """The actor between the supervisor and the train functions. Hands out worker processes to train
-    functions, buffers the events of workers for the supervisor, and passes on the supervisor's stop
-    requests."""
+    """The actor between the supervisor and the train functions. It hands out worker processes,
+    buffers the events of workers, and passes on stop requests."""
 
     def __init__(self) -> None:
         self._log = EventLog()
@@ -161,13 +153,13 @@ class WorkerMailbox:
         self._attempt = _Attempt(-1, {})
 
     def offer(self, attempt: int, places: dict[str, list[Process]]) -> None:
-        """Begin an attempt. `places`: The workers of each node, by node id."""
+        """Begin an attempt. `places`: the workers of each node, by node id."""
         with self._lock:
             self._attempt = _Attempt(attempt, {node: list(of) for node, of in places.items()})
 
     def take(self, attempt: int, node: str) -> Process | None:
-        """Return a worker of the node `node` that no train function has taken yet. Return None if
-        all workers of the node are taken or the attempt is over."""
+        """Return a worker of a node that no train function has taken yet, or None if there is none
+        or the attempt is over."""
         with self._lock:
             left = self._attempt.places.get(node)
             if attempt != self._attempt.number or not left:
@@ -177,8 +169,8 @@ class WorkerMailbox:
             return process
 
     def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
-        """Buffer events of a worker for the supervisor. If the worker must end, return the grace
-        period in seconds, else None."""
+        """Buffer events of a worker for the supervisor. Return the grace period in seconds if the
+        worker must end, else None."""
         with self._lock:
             if attempt != self._attempt.number:
                 return 0.0  # the attempt is over: end now
@@ -196,26 +188,24 @@ class WorkerMailbox:
 
 
 def actor_name(run: str) -> str:
-    """Return the name of the supervisor's actor of a run. The names of the run's service actors
-    begin with the same text. `run`: The name of the run."""
+    """Return the name of the supervisor's actor of the run called `run`."""
     return f"roadtrain:{run}"
 
 
 def service_actor(run: str, process: str) -> str:
-    """Return the name of a service's actor. `run`: The name of the supervisor's actor. `process`:
-    The name of the service's process."""
+    """Return the name of a service's actor. `run`: the name of the supervisor's actor. `process`:
+    the name of the service's process."""
     return f"{run}:{process}"
 
 
 def service_actors(run: str) -> list[str]:
-    """Return the names of the existing service actors of a run. `run`: The name of the supervisor's
+    """Return the names of the existing service actors of a run. `run`: the name of the supervisor's
     actor."""
     return [name for name in ray.util.list_named_actors() if name.startswith(f"{run}:")]
 
 
 def is_there(actor: str) -> bool:
-    """Return False if there is no actor of this name. Return True if the actor is running or
-    restarting, or if Ray does not answer."""
+    """Return False if there is no actor of this name; True also if Ray does not answer."""
     try:
         ray.get_actor(actor)
     except ValueError:
@@ -231,8 +221,8 @@ def kill_named(actor: str) -> None:
 
 
 def end_actors(run: str) -> None:
-    """Kill the actors of a run's services. The processes of the services end too. `run`: The name
-    of the supervisor's actor."""
+    """Kill the actors of a run's services, with their processes. `run`: the name of the
+    supervisor's actor."""
     with suppress(RayError):
         for service in service_actors(run):
             with suppress(RayError):

@@ -1,10 +1,8 @@
-"""HeldProcess: a process of the run that ends when its holder ends. The holder is an actor or a
-worker of Ray Train. The process has an agent of its own (launch/agent.py). When the holder is
-killed, the agent's stdin ends, and the agent kills the process. The agent is needed because the
-holder has several threads: with PR_SET_PDEATHSIG, the kernel would kill the process as soon as the
-thread that started the process ends.
+"""HeldProcess: a process of the run that ends when its holder (an actor or a worker of Ray Train)
+ends. Does NOT restart the process.
 
-One thread does all the work. Does NOT restart the process.
+The process has an agent of its own (launch/agent.py), which kills the process when the holder is
+killed. The kernel cannot do this for a holder with several threads.
 """
 
 from __future__ import annotations
@@ -29,15 +27,8 @@ ProcessEvent = Output | ProcessEnded
 
 
 class HeldProcess:
-    """A process and its agent.
-
-    Args:
-        process: The process to run.
-        mark: A label of the run's processes (see HostAgents).
-        emit: Function that gets the events of the process in order: an Output for each line, and
-            then a ProcessEnded. The function is called in the thread of this object and must return
-            quickly.
-    """
+    """A process and its agent. `emit`: function that gets an Output for each line of the process,
+    and then a ProcessEnded. It is called in the thread of this object and must return quickly."""
 
     def __init__(self, process: Process, mark: str, emit: Callable[[ProcessEvent], None]) -> None:
         self.process = process
@@ -52,8 +43,7 @@ class HeldProcess:
         return self._thread.is_alive()
 
     def stop(self, grace_s: float) -> None:
-        """Interrupt the process, and kill it after `grace_s` seconds. If `grace_s` is 0, kill it at
-        once."""
+        """Interrupt the process, and kill it after `grace_s` seconds (0: at once)."""
         self._orders.put(grace_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -61,7 +51,7 @@ class HeldProcess:
 
     def _run(self) -> None:
         """Run the process to its end. Emit a ProcessEnded even after an error, because nothing else
-        reports the end of the process."""
+        reports the end."""
         name = self.process.name
         ended = ProcessEnded(name, KILLED, f"the agent of {name} was lost")
         try:
@@ -90,8 +80,7 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event to stdout, with the names of the process and the host. Ray writes the stdout
-    of an actor or worker to a log that Ray's dashboard shows."""
+    """Print an event to stdout, which Ray writes to a log for its dashboard."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

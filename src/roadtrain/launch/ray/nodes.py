@@ -1,21 +1,19 @@
-"""HostMap: assign the nodes of a Ray cluster to the hosts of a plan, and report changes.
+"""HostMap: assign the nodes of a Ray cluster to the hosts of a plan, and report changes. Does no
+I/O, and does NOT call Ray (ray_cluster.py).
 
     by name       A node with the label roadtrain-host=NAME is the host NAME. A node without this
                   label is the host that has its node name, address or host name.
-    by resources  A host without an address gets the node at the host's earlier address. A host that
-                  never had a node gets a free node with enough accelerators, or with enough
-                  processors if no node has accelerators. The same nodes always give the same
-                  assignment.
-    joining       A node that appears later becomes an additional host with its own name. If the
-                  node replaces a dead node, and Ray notices the death only later, the node first
-                  becomes an additional host, and then the host of the dead node.
+    by resources  A host without an address gets the node at the host's earlier address, or else a
+                  free node with enough accelerators (or processors, if no node has accelerators).
+                  The same nodes always give the same assignment.
+    joining       A node that appears later becomes an additional host with its own name. If it
+                  replaces a node whose death Ray notices later, it then becomes the host of the
+                  dead node.
     returning     A lost host with workers returns on a node that has its name or earlier address
-                  and is large enough. If no such node is free, but another node has been free since
-                  the start and is large enough, the other node joins as a new host under its own
-                  name. checks.py then checks whether the new host lacks state of the run that was
-                  on the lost host.
+                  and is large enough. Otherwise, a large enough node that has been free since the
+                  start joins as a new host under its own name.
 
-A host keeps its node while the node is alive. Does no I/O, and does NOT call Ray (ray_cluster.py).
+A host keeps its node while the node is alive.
 """
 
 from __future__ import annotations
@@ -47,13 +45,8 @@ class RayNode:
 
 class HostMap:
     """The assignment of nodes to hosts. Invariant: a node is assigned to at most one host, and a
-    host has at most one node.
-
-    Args:
-        hosts: The plan's hosts.
-        spares: The plan's spare hosts.
-        addresses: For a host name, the address of the host's node in earlier starts of the run.
-    """
+    host has at most one node. `addresses`: for a host name, the address of its node in earlier
+    starts of the run."""
 
     def __init__(
         self,
@@ -72,8 +65,8 @@ class HostMap:
         self._instead: dict[str, str] = {}  # for a lost host, the joined host in its place
 
     def address_of(self, host: str) -> str:
-        """Return the address by which other hosts reach a host that is up. The plan's address of
-        the host has precedence over Ray's address, which may belong to another network card."""
+        """Return the address by which other hosts reach a host that is up. The plan's address has
+        precedence over Ray's, which may belong to another network card."""
         planned = self._hosts.get(host)
         return (planned.address if planned else "") or self._nodes[host].address
 
@@ -88,8 +81,7 @@ class HostMap:
         return [host for name, host in self._hosts.items() if name not in self._nodes]
 
     def was_at(self, host: str) -> str:
-        """Return the address of a host's current or last node, or "" if the host never had a
-        node."""
+        """Return the address of a host's current or last node, or "" if it never had one."""
         return self._addresses.get(host, "")
 
     def remember(self, host: str, node_id: str) -> None:
@@ -99,7 +91,7 @@ class HostMap:
 
     def missing_events(self) -> list[RunEvent]:
         """Return an event HostLost for each host and spare host of the plan that has no node. Call
-        this method once, after the first call of `look`."""
+        this method once, after the first `look`."""
         why = "the cluster has no node for this host"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
@@ -108,12 +100,9 @@ class HostMap:
     def look(
         self, nodes: Sequence[RayNode], why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
-        """Update the assignment of nodes to hosts, and return the changes as events.
-
-        Args:
-            nodes: All nodes that are alive.
-            why: Function that returns the reason why the node with a given id is dead, or "".
-        """
+        """Update the assignment of nodes to hosts, and return the changes as events. `nodes`: all
+        nodes that are alive. `why`: function that returns the reason why the node with a given id
+        is dead, or ""."""
         alive = {node.node_id: node for node in nodes}
         events: list[RunEvent] = []
         for host, node in list(self._nodes.items()):
@@ -137,13 +126,8 @@ class HostMap:
         return events
 
     def _lose_early(self) -> list[RunEvent]:
-        """Free the nodes that joined too early, so that hosts of the plan can get these nodes.
-
-        A node joins too early if it replaces a dead node before Ray has noticed the death. The host
-        of the dead node seems to be up, so the new node joins as an additional host with its own
-        name. When Ray has noticed the death, this method removes the additional host. Return a
-        HostLost for each additional host that was removed.
-        """
+        """Free the nodes that joined as additional hosts, but replace nodes whose death Ray has now
+        noticed. Return a HostLost for each additional host."""
         events: list[RunEvent] = []
         for host in self.missing():
             for name, node in list(self._nodes.items()):
@@ -155,9 +139,8 @@ class HostMap:
         return events
 
     def _was_early(self, host: PlanHost, node: RayNode) -> bool:
-        """Return True if `node` joined too early and should be the node of the plan's host `host`.
-        A matching address counts only if no other node has the same address, because a machine may
-        run several nodes."""
+        """Return True if `node` has joined as an additional host, but should be the node of the
+        plan's host `host`. An address counts only if it is unique."""
         if node.leaves_in_s is not None or not self._is_large_enough(host, node):
             return False
         if _by_label(host, node) or _by_name(host, node):
@@ -180,8 +163,8 @@ class HostMap:
         return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
-        """Assign free nodes to hosts, and remove the assigned nodes from `free`. Return the names
-        of the plan's hosts that got a node, and the names of the hosts that joined."""
+        """Assign free nodes to hosts, and remove them from `free`. Return the names of these
+        hosts."""
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
@@ -205,9 +188,8 @@ class HostMap:
         return host
 
     def _give_own(self, free: list[RayNode]) -> list[str]:
-        """For each host of the plan without a node, find a free node with the label, name or
-        address of the host, and assign the node to the host. Return the names of the hosts that got
-        a node."""
+        """Assign free nodes to hosts with their label, name or address. Return the names of these
+        hosts."""
         new = []
         for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
             for host in self.missing():
@@ -221,8 +203,7 @@ class HostMap:
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
         """Return True if a node has enough processors and devices for a host that had a node
-        before. Return True for the first node of a host, because checks.py later reports which
-        resources the node lacks."""
+        before. Any node is large enough for a host that never had one."""
         if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
@@ -236,8 +217,8 @@ class HostMap:
         return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
 
     def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
-        """For each lost host with workers, find a free node that is large enough, and let the node
-        join as a new host. Return the names of the new hosts."""
+        """Let a large enough free node join for each lost host with workers. Return the new hosts'
+        names."""
         new = []
         for host in self.missing():
             if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
@@ -289,9 +270,8 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
 
 
 def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
-    """Return a sort key for the nodes that could become the host `host`. The best node, with the
-    fewest idle accelerators, comes first. Among equal nodes, the head node comes last, because the
-    head node also runs Ray's own services."""
+    """Return a sort key by which the best node for a host comes first: few idle accelerators, then
+    not the head node."""
     return lambda node: (
         max(0, node.devices - host.workers),
         node.head,

@@ -1,8 +1,7 @@
 """Access to a Ray cluster: connect to the cluster, list its nodes, and request nodes.
 
-Nodes are drained by `ray drain-node`, or by the autoscaler after a notice of a spot machine. Ray
-(2.60) has no public API that lists drained nodes, so this module uses `get_draining_nodes`, like
-Ray Train.
+Ray (2.60) has no public API that lists drained nodes, so this module uses `get_draining_nodes`,
+like Ray Train.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 def connect(address: str) -> None:
-    """Make this process a driver of a cluster. `address`: The HOST:PORT of the cluster's head. If
-    `address` is "" or "auto", connect to the cluster of the node that runs on this host. Raises
-    LaunchError if the connection fails, and ConfigError if the address is not valid."""
+    """Make this process a driver of a cluster. `address`: the HOST:PORT of the cluster's head; ""
+    or "auto" for the cluster of this host's node. Raises LaunchError if the connection fails, and
+    ConfigError if the address is not valid."""
     _check_reachable(address)
     try:
         ray.init(
@@ -70,7 +69,7 @@ def _check_reachable(address: str) -> None:
 
 def has_node_here(address: str) -> bool:
     """Return True if this host runs a node of the cluster, even if the cluster's head does not
-    answer. `address`: The same as in `connect`."""
+    answer. `address`: as in `connect`."""
     heads = [
         word.removeprefix(HEADS_ADDRESS)
         for process in psutil.process_iter(["name", "cmdline"])
@@ -84,8 +83,8 @@ def has_node_here(address: str) -> bool:
 
 
 def is_same(address: str, other: str) -> bool:
-    """Return True if two texts HOST:PORT can mean the same server: the ports are equal, and the
-    hosts have a common IP address. A host name that cannot be resolved matches any host."""
+    """Return True if two texts HOST:PORT can mean the same server. A host name that cannot be
+    resolved matches any host."""
     (host, port), (other_host, other_port) = address_of(address), address_of(other)
     if port != other_port:
         return False
@@ -94,8 +93,8 @@ def is_same(address: str, other: str) -> bool:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the IP addresses of a host, or an empty set if the host name cannot be resolved. If
-    `host` is this host, include the addresses of all network interfaces of this host."""
+    """Return the IP addresses of a host, of all network interfaces if it is this host. The set is
+    empty if the name cannot be resolved."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -117,19 +116,15 @@ def nodes() -> list[RayNode]:
 
 def request_nodes(places: Sequence[Mapping[str, int]]) -> None:
     """Ask Ray's autoscaler to keep enough nodes for the resources in `places`, and to replace nodes
-    that die. Without this request, the autoscaler does not replace the node of an actor that is
-    bound to a node, and roadtrain's actors are bound to nodes.
-
-    An empty sequence withdraws the request. A cluster has only one such request, so this call
-    replaces the request of any other program. In a cluster without an autoscaler, the call has no
-    effect.
-    """
+    that die. (The autoscaler does not replace the node of an actor that is bound to a node.) An
+    empty sequence withdraws the request. A cluster has only one such request, so this call replaces
+    the request of any other program."""
     with suppress(RayError, RuntimeError, OSError):
         request_resources(bundles=[dict(place) for place in places])
 
 
 def why_dead(node_id: str) -> str:
-    """Return the reason why a node is dead, or "" if Ray does not know the reason."""
+    """Return the reason why a node is dead, or "" if Ray does not know it."""
     dead = {node["NodeID"]: node["DeathReasonMessage"] for node in ray.nodes() if not node["Alive"]}
     return str(dead.get(node_id, ""))
 

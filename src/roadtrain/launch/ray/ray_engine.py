@@ -6,8 +6,8 @@
                                   ends
     a host                        is a node (nodes.py)
 
-`close` ends all services and workers. If the driver is killed, the workers end, but the services
-keep running. A new engine of the same run finds the running services and keeps them.
+If the driver is killed, the workers end, but the services keep running, and a new engine of the
+same run keeps them.
 """
 
 from __future__ import annotations
@@ -92,12 +92,11 @@ class RayEngine:
 
     Args:
         hosts: The plan's hosts.
-        mark: The name of the run on the cluster. The names of service actors begin with this name.
+        mark: The name of the run on the cluster, with which the names of service actors begin.
         spares: The plan's spare hosts.
         addresses: For a host name, the address of the host's node in earlier starts of the run.
-        begun: If True, an earlier engine has started the run, and running services of the run are
-            kept. If False, running services with the same names belong to an earlier launch and are
-            ended.
+        begun: If True, running services of the run are kept. If False, they belong to an earlier
+            launch and are ended.
         directory: The directory for files of Ray Train.
 
     Raises:
@@ -145,8 +144,8 @@ class RayEngine:
             raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
-        """Return an event HostJoined for each host that is not in the plan but runs a reducer. Such
-        a host joined while an earlier engine ran."""
+        """Return an event HostJoined for each host that is not in the plan but runs a reducer of an
+        earlier engine."""
         planned = {host.name for host in plan}
         services = {actor.process.host for actor in self._services.values() if actor.process}
         return [
@@ -283,8 +282,7 @@ class RayEngine:
                 ray.kill(service.actor, no_restart=True)
 
     def _poll_actors(self, patience_s: float) -> None:
-        """Poll the actors for events. Wait for a reply for at most `patience_s` seconds, and handle
-        all replies that have arrived."""
+        """Poll the actors for events, for at most `patience_s` seconds, and handle all replies."""
         polls = {}
         for service in (self._mailbox, *self._services.values()):
             if service.poll is None and time.monotonic() >= service.poll_at:
@@ -314,8 +312,7 @@ class RayEngine:
         service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _drain_mailbox(self) -> None:
-        """Read all remaining events of the workers after the workers have ended. A poll that is
-        already in flight may miss the last events, so send a second poll."""
+        """Read all remaining events of the workers after the workers have ended."""
         mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
         while in_flight:
             in_flight = mailbox.poll is not None
@@ -331,9 +328,7 @@ class RayEngine:
             self._take(mailbox, batch)
 
     def _actor_silent(self, service: _PolledActor) -> None:
-        """Kill an actor that has not answered for a fixed time (Rule 5). If the actor is the
-        mailbox, Ray restarts the actor. If the actor runs a service, the process of the service
-        ends with the actor, and the supervisor starts the service again."""
+        """Kill an actor that has not answered for a fixed time, so that it is started again."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
             self._events.append(Output(WORKERS, "", f"[restarting the workers' mailbox: {why}]"))
@@ -377,7 +372,7 @@ class RayEngine:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
-        """End the workers and the services. Killing the actor of a service ends the service."""
+        """End the workers and the services."""
         if self._workers is not None:
             self._workers.stop(0.0)
         for service in (*self._services.values(), self._mailbox):
@@ -389,8 +384,8 @@ class RayEngine:
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
-    """Return a triple (actor, process, node id) for each running service of a run, by the name of
-    the process. `mark`: The name of the run on the cluster."""
+    """Return (actor, process, node id) for each running service of a run, by the name of the
+    process."""
     found = {}
     for actor in service_actors(mark):
         try:
@@ -410,7 +405,7 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Kill all services of a run. `mark`: The name of the run on the cluster. Raises LaunchError if
+    """Kill all services of a run. `mark`: the name of the run on the cluster. Raises LaunchError if
     an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):

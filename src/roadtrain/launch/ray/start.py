@@ -1,13 +1,11 @@
 """Start the supervisor of a run on Ray. The supervisor is a process `python -m
 roadtrain.launch.supervise`, run by a detached actor "roadtrain:RUN" on the node on which the user
-launched the run. If the actor is killed, Ray restarts the actor, and the actor restarts the
-supervisor. So the run survives the end of its launcher.
+launched the run. Ray restarts a killed actor, which restarts the supervisor. So the run survives
+the end of its launcher.
 
-The supervisor is a Ray driver of its own. The supervisor creates the workers and their placement
-groups, so that the workers and placement groups always end with the supervisor. If the actor
-created the placement groups instead, Ray would remove them as soon as the launcher ends. A
-restarted supervisor finds the services and restarts the workers. The run's home is on the node of
-the actor, so all commands on the run must be given on that node.
+The supervisor is a Ray driver of its own, so that the workers and their placement groups end with
+it. The run's home is on the node of the actor, so all commands on the run must be given on that
+node.
 """
 
 from __future__ import annotations
@@ -37,16 +35,9 @@ NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor that runs the supervisor of a run, and restarts the supervisor after a failure. The
-    actor ends when the run has ended or was resumed by a later command.
-
-    Args:
-        path: The directory of the run's home.
-        name: The name of this actor.
-        environment: Environment variables of the supervisor.
-        launched: The time at which the run was launched or resumed. If the run's state has another
-            time, the run was resumed by a later command.
-    """
+    """The actor that runs the supervisor of a run, and restarts it after a failure, until the run
+    has ended. `path`: the directory of the run's home. `name`: the name of this actor. `launched`:
+    the time of this launch; a run with another time was resumed by a later command."""
 
     def __init__(
         self, path: str, name: str, environment: dict[str, str], launched: float | None
@@ -73,8 +64,8 @@ class SupervisedRun:
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Run the supervisor until the run has ended. If the supervisor ends soon after its start
-        several times in a row, record the run as failed."""
+        """Run the supervisor until the run has ended. After several early ends in a row, record the
+        run as failed."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
@@ -90,13 +81,12 @@ class SupervisedRun:
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
-        """Return True if the actor must end. Raises LaunchError if the run's state cannot be read
-        after several tries."""
+        """Return True if the actor must end. Raises LaunchError if the run's state cannot be
+        read."""
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
-        """Return True if the run has ended, or was resumed later. A run that was resumed has a new
-        SupervisedRun."""
+        """Return True if the run has ended, or was resumed later with a new SupervisedRun."""
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
@@ -107,8 +97,8 @@ class SupervisedRun:
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Start the supervisor of a run on Ray. Wait until the supervisor has the run's lock, or has
-    refused the run because a check failed. Raises LaunchError if the supervisor does not start."""
+    """Start the supervisor of a run on Ray, and wait until it has the run's lock or has refused the
+    run. Raises LaunchError if the supervisor does not start."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -145,8 +135,8 @@ def _await_supervisor(home: RunHome) -> None:
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """Wait until no actor has the name `name`, because the actor of a run that has just ended may
-    still exist. Raises LaunchError if the actor does not end."""
+    """Wait until the actor of an earlier run with this name has ended. Raises LaunchError if it
+    does not end."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(

@@ -1,17 +1,12 @@
 """Run the workers with Ray Train. Each attempt has a trainer, and each train function of the
 trainer runs one `train` process.
 
-Each worker has one bundle of resources. The bundle is bound to a node by the node's id, so that
-each host of the plan gets exactly its workers. A train function gets its worker from WorkerMailbox,
-because Ray assigns ranks in its own order and treats nodes with the same address as one node.
-
-Ray Train is configured to stop at the first failure and not to restart workers. Instead, the
-supervisor restarts the workers with a new trainer, because the supervisor must first announce the
-restart and may choose other hosts.
-
-Two private callbacks of Ray Train are disabled. The callback that cleans up placement groups would
-wait up to 10 s at the end of each attempt, and is not needed, because placement groups end with
-this driver. The callback that watches for preempted nodes would do the same work as nodes.py.
+The resources of a worker are bound to a node, so that each host of the plan gets exactly its
+workers. A train function gets its worker from WorkerMailbox, because Ray assigns ranks in its own
+order. Ray Train stops at the first failure, and the supervisor restarts the workers with a new
+trainer, because it must announce the restart and may choose other hosts. Two private callbacks of
+Ray Train are disabled: the cleanup of placement groups, which is slow and not needed, and the watch
+for preempted nodes, which nodes.py does.
 """
 
 from __future__ import annotations
@@ -70,15 +65,15 @@ ENVIRONMENT = {
 
 
 class AllDevicesSeen(Backend):
-    """A backend of Ray Train that makes the devices of all workers on a node visible to each worker
-    on the node. A worker uses the device with the number LOCAL_RANK."""
+    """A backend of Ray Train that makes the devices of all workers on a node visible to each of
+    them. A worker uses the device with the number LOCAL_RANK."""
 
     share_cuda_visible_devices = True
 
 
 class NoGroups(BackendConfig):
-    """A backend configuration that keeps Ray Train from creating a torch.distributed process group,
-    because `train` creates its own process group."""
+    """A backend configuration without a torch.distributed process group, because `train` creates
+    its own."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -86,8 +81,7 @@ class NoGroups(BackendConfig):
 
 
 class WorkerTrainer(DataParallelTrainer):
-    """A trainer of Ray Train without the callback that cleans up placement groups (see the
-    module)."""
+    """A trainer of Ray Train without the callback that cleans up placement groups."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -95,12 +89,9 @@ class WorkerTrainer(DataParallelTrainer):
 
 
 def run_worker(config: Mapping[str, Any]) -> None:
-    """Run one worker to its end. This is the train function that Ray Train calls.
-
-    Raises LaunchError if the worker fails without a stop request. After a stop request, a failure
-    is not raised, because Ray Train would then kill the other workers, which must finish their
-    step.
-    """
+    """Run one worker to its end, as the train function of Ray Train. Raises LaunchError if the
+    worker fails without a stop request. (After a stop request, Ray Train would kill the other
+    workers, which must finish their step.)"""
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
@@ -120,8 +111,8 @@ def run_worker(config: Mapping[str, Any]) -> None:
 def _follow(
     held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Post the events of a worker to the mailbox until the worker ends. Return a pair: the worker's
-    ProcessEnded, and True if the worker was asked to end."""
+    """Post the events of a worker to the mailbox until the worker ends. Return its ProcessEnded,
+    and True if it was asked to end."""
     obeyed = None  # grace period of the stop request that was carried out
     while True:
         events = _drained(pending)
@@ -150,13 +141,8 @@ def _drained(pending: queue.SimpleQueue[ProcessEvent]) -> list[ProcessEvent]:
 
 
 class RayWorkers:
-    """The workers of an attempt, as the supervisor sees them.
-
-    Args:
-        workers: The workers.
-        mailbox: The WorkerMailbox actor that hands out the workers to train functions.
-        fit: Function that runs the workers and returns when all workers have ended.
-    """
+    """The workers of an attempt, as the supervisor sees them. `fit`: function that runs the workers
+    and returns when all of them have ended."""
 
     def __init__(self, workers: WorkerSet, mailbox: Any, fit: Callable[[], object]) -> None:
         self.attempt = workers.attempt
@@ -186,14 +172,13 @@ class RayWorkers:
         self._order(grace_s)
 
     def lose(self, host: str) -> None:
-        """Record that the workers on a lost host have ended, because nothing else reports their
-        end."""
+        """Record that the workers on a lost host have ended, because nothing else reports it."""
         why = f"its host {host} was lost"
         for name in [name for name, where in self._run.hosts.items() if where == host]:
             self.take(ProcessEnded(name, KILLED, why))
 
     def begun(self, name: str) -> bool:
-        """Record the start of a worker. Return True if the worker has rank 0."""
+        """Record the start of a worker. Return True if it has rank 0."""
         self._not_begun.discard(name)
         return name == self._first
 
@@ -210,7 +195,6 @@ class RayWorkers:
             self._order(0.0)
 
     def _order(self, grace_s: float) -> None:
-        """Tell all workers to end within `grace_s` seconds."""
         self._mailbox.order.remote(self.attempt, grace_s)
         self._let_go_within(grace_s + LET_GO_S)
 
@@ -219,9 +203,8 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Return True if the attempt is over. An attempt is over when Ray Train has released the
-        resources of the workers, or when the deadline for the release has passed (Rule 5). If the
-        result is True, all events of the workers are in the mailbox."""
+        """Return True if Ray Train has released the resources of the workers, or is too late. Then
+        all events of the workers are in the mailbox."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
@@ -237,8 +220,8 @@ class RayWorkers:
         return True
 
     def ended(self) -> WorkersEnded:
-        """Return the result of the attempt. Call this method only after `is_over` has returned True
-        and all events were handled."""
+        """Return the result of the attempt. Call this method after `is_over` has returned True and
+        all events were handled."""
         for name in list(self._run.hosts):  # workers that were lost with their nodes or not started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
         self._ended = self._ended or self._run.ended()
@@ -253,17 +236,9 @@ def ray_workers(
     mark: str,
     directory: Path | None = None,
 ) -> RayWorkers:
-    """Start the workers of an attempt.
-
-    Args:
-        workers: The workers.
-        nodes: The node of each host.
-        mailbox: The WorkerMailbox actor.
-        mark: The name of the run on the cluster.
-        directory: The directory for files of Ray Train.
-
-    Raises LaunchError if a node has too few processors or devices.
-    """
+    """Start the workers of an attempt. `nodes`: the node of each host. `mark`: the name of the run
+    on the cluster. `directory`: the directory for files of Ray Train. Raises LaunchError if a node
+    has too few processors or devices."""
     places: dict[str, list[Process]] = {}
     for process in workers.processes:
         places.setdefault(nodes[process.host].node_id, []).append(process)
@@ -321,9 +296,8 @@ def trainer_of(
 
 
 def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """Return the number of threads per worker for each host, by the host's name. All workers on a
-    machine get equal shares of its processors, even if several nodes run on the machine. Without
-    this number, Ray would set OMP_NUM_THREADS to 1, because a worker requests one CPU."""
+    """Return the number of threads per worker for each host: equal shares of the processors of a
+    machine, even if several nodes run on it. (By default, Ray gives a worker one thread.)"""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
     return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
@@ -332,9 +306,8 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 
 def remove_old_places() -> None:
-    """Remove the placement groups of earlier attempts of this driver. If the controller of an
-    attempt died or did not end, Ray Train keeps the placement groups of the attempt, and the next
-    attempt would wait for the resources of these groups."""
+    """Remove the placement groups that Ray Train has left of earlier attempts, because the next
+    attempt would wait for their resources."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
@@ -347,7 +320,7 @@ def _last_line(error: Exception) -> str:
 
 
 def set_environment() -> None:
-    """Set the environment variables of Ray Train, but keep values that the user has set. Must be
-    called before Ray Train is used."""
+    """Set the environment variables of Ray Train that the user has not set. Must be called before
+    Ray Train is used."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
