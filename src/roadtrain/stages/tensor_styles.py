@@ -5,8 +5,8 @@ split the sequence.
     Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
     Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
                 sums the results.
-    Summed      is for a layer between a Column and a Row, which is not split. Each rank only has its
-                own heads as input, so the gradients of the parameters are summed over the group.
+    Summed      is for a layer between a Column and a Row, and not split. Each rank has only its
+                own heads as input, so gradients of the parameters are summed over the group.
     LocalHeads  divides attributes of a module by the degree: numbers of heads, or the total width
                 of the heads.
 
