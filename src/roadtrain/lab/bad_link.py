@@ -2,14 +2,13 @@
 
 Peers connect to the relay, which passes their data on to the target. A relay runs in a thread
 (`Relay`) or in a process of its own: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT`
-starts the relay and prints its address. Each line of the process's standard input calls a method of
-Relay, such as `set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`. After each call, the process
-prints `done`. The process ends at the end of its standard input. The relay loses and reorders no
-bytes. Needs no root.
+prints the relay's address. Each line of its standard input calls a method of Relay, such as
+`set_rate 1e6`, `cut 1000 back` or `flip 5000 there 7`, and is answered by `done`. The process ends
+with its standard input. Needs no root.
 
 Note "directions". `there` is the direction from the peer to the target, and `back` the opposite
-direction. Each direction has its own rate, which all connections share. The relay holds at most
-about 16 MiB per connection and direction, so a long delay limits the rate to 16 MiB / delay.
+direction. All connections share the rate of a direction. The relay holds at most about 16 MiB per
+connection and direction, so a long delay limits the rate to 16 MiB / delay.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class Relay:
     """A TCP relay that makes a link faulty on purpose, and runs within its context.
 
     `address`: the address at which the relay listens (port 0 in `listen` chooses a free port).
-    `nbytes`: direction (`there`: to the target; `back`: from the target) -> number of bytes passed
-    on. `flipped`: number of flipped bits. All methods are thread-safe and take effect before they
-    return.
+    `nbytes`: number of bytes passed on to the target ("there") and back ("back"). `flipped`: number
+    of flipped bits. All methods are thread-safe and take effect before they return.
     """
 
     def __init__(
@@ -58,8 +56,7 @@ class Relay:
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """Set the rate towards the target, and the rate back from the target (default: the same
-        rate)."""
+        """Set the rate towards the target, and the rate back from it (default: the same)."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 
@@ -69,8 +66,8 @@ class Relay:
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
-        """Close all connections when exactly `after_nbytes` more bytes have passed in the direction
-        `way`, counted over all connections. With 0, close them at once."""
+        """Close all connections when exactly `after_nbytes` more bytes (0: at once) have passed in
+        the direction `way`, counted over all connections."""
 
         def begin() -> None:
             self._left[way] = after_nbytes

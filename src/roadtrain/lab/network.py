@@ -9,13 +9,12 @@ reached, and `NAME-ethK` to the address of its NIC K.
 
 Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths: the
 device `ethN` in the host and a port `pN` of the bridge. A link between switches is a pair of ports.
-tc's tbf limits both ends, so each direction has its own rate. A bind mount in the network's
-directory keeps a namespace alive, and so do the processes in the namespace.
+tc's tbf limits both ends, so each direction has its own rate.
 
 Switches that are linked form one network 10.F.0.0/16, in which NIC K of host H has the address
 10.F.K.H. A host replies from the address to which a request was sent, and a connection that is
-bound to a NIC's address uses this NIC. The routing rule for a host's own addresses is moved from
-number 0 to number 1, so that a rule with number 0 can drop packets first (`LabHost.drop_from`).
+bound to a NIC's address uses this NIC. A host's routing rule 0 is free for dropping packets
+(`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -201,8 +200,6 @@ class Network(LabResource):
         return link
 
     def _names(self, host: LabHost) -> dict[str, str]:
-        """Return the names of all hosts and NICs, with the addresses at which `host` reaches
-        them."""
         reached = {_network_of(nic) for nic in host.nics}
         names: dict[str, str] = {}
         for other in self.hosts.values():

@@ -1,9 +1,8 @@
 """NICs and links of a lab: rates, cuts, loss, MTUs and traffic counters. network.py makes them.
 
-Note "loss". A filter of classic BPF at the receiver draws a random number for each packet, and
-drops the packet if the number is below the share of lost packets. A sender's kernel may leave it to
-the NIC to split a large block of data, which the filter would count as one packet. So on links with
-loss, the kernel splits the data.
+Note "loss". A BPF filter at the receiver drops each packet with the set probability. A NIC may
+split a large block of data into packets, and the filter would count the block as one packet. So on
+links with loss, the sender's kernel splits the data.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def limit_of(bytes_per_s: float) -> str:
     device.
 
     After an idle time, the device may send the bytes of 20 ms at once, but at least 80 kB and at
-    most 256 KiB. A smaller burst would force the kernel to split its blocks of 64 kB, which costs
-    much CPU time. The device's queue holds the bytes of 20 ms plus 256 KiB. A shorter queue would
-    slow down TCP connections that share the link.
+    most 256 KiB: a smaller burst would force the kernel to split its blocks of 64 kB, which costs
+    much CPU time. The queue holds the bytes of 20 ms plus 256 KiB; a shorter queue would slow down
+    TCP connections that share the link.
     """
     in_time = int(bytes_per_s * BURST_S)
     burst = min(max(in_time, LEAST_BURST), MOST_BURST)

@@ -2,9 +2,8 @@
 
 Note "names". The name of a directory or control group is `roadtrain-lab-PID-START-KIND-...`. KIND
 is the kind of resource, such as `net` or `loop`. PID is the process that made the resource, and
-START is the time at which this process started, so that a later process with the same PID is not
-mistaken for it. If the maker is dead, any process can remove the resource by the files in its
-directory.
+START the time at which it started, since a later process may get the same PID. If this process is
+dead, any process can remove the resource.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Storage of a lab: files that emulate SSDs with set rates.
 
 Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is missing. Rates apply to
-direct I/O only, because buffered writes bypass blkio. Latency is not emulated. The directory of a
-LoopDevice has a directory `mount/`, and a file with the path of the device's image. This file is
-named `kept` if the image outlives the device, otherwise `backing`.
+direct I/O only, because buffered writes bypass blkio. Latency is not emulated. A device's directory
+has the mounted `mount/`, and a file with the image's path: `kept` if the image outlives the device,
+otherwise `backing`.
 """
 
 from __future__ import annotations
@@ -93,11 +93,7 @@ class LoopDevice(LabResource):
 
 class Throttle(ControlGroup):
     """A control group that limits the rates at which its members together read and write each of
-    `devices`, which are LoopDevices or "MAJ:MIN" numbers.
-
-    At the end of the context the group is removed. Its processes then move to the control group of
-    the process that created it.
-    """
+    `devices`, which are LoopDevices or "MAJ:MIN" numbers."""
 
     controller = "blkio"
 

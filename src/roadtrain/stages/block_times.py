@@ -116,8 +116,9 @@ def measure_blocks(
 def block_parameters(
     cuts: Cuts, parameters: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the number of parameter elements of each block, and of the layers (before the first
-    block, after the last block). parameters: the number of elements of every parameter, by name."""
+    """Return the number of parameter elements of each block, and those of the layers before the
+    first block and after the last. parameters: the number of elements of every parameter, by
+    name."""
     last = len(cuts.blocks) - 1
     counts, ends = [], [0, 0]
     for i, block in enumerate(cuts.blocks):
@@ -140,8 +141,8 @@ def block_weights(counts: Sequence[int]) -> tuple[float, ...]:
 def block_memories(
     cuts: Cuts, parameters: Mapping[str, int], times: Sequence[RankTimes]
 ) -> tuple[tuple[BlockMemory, ...], tuple[BlockMemory, BlockMemory]]:
-    """Return the memory of each block, and of the layers (before the first block, after the last
-    block).
+    """Return the memory of each block, and those of the layers before the first block and after the
+    last.
 
     parameters: the number of elements of every parameter, by name. times: the measurements of all
     ranks. A block that no rank measured is assumed to keep as many activation bytes as the block

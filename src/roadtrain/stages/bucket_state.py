@@ -1,15 +1,15 @@
 """BucketState: one rank's memory of a bucket (a range of a stage's flat parameters, see
 flat_layout.py), and the optimizer update. ShardedPieces: a stage's parameters and optimizer state
-as pieces (pieces.py), for snapshots and for moving blocks between stages. Does NOT communicate.
+as pieces (pieces.py). Does NOT communicate.
 
 With d ranks and an optimizer rule that keeps k arrays, a parameter element needs these bytes on
 each rank: the size of the compute dtype for the value, 4 for the gradient, 4 k/d for the rule's
-arrays, and 4/d for the fp32 master copy. The gradient is fp32, because gradients of micro-batches
-and ranks are summed in fp32. If the values are fp32 and the update runs where they are, they are
-the masters. If `whole` is set, every rank updates all elements, and d is 1 in these formulas.
+arrays, and 4/d for the fp32 master copy (0 for fp32 values on the device of the update, which are
+their own masters). If `whole` is set, every rank updates all elements, and d is 1 in these
+formulas.
 
-The update runs on the GPU if the rule has a GPU kernel, and otherwise on the CPU, with the
-gradients copied there. The masters and the rule's arrays are where the update runs.
+Masters and the rule's arrays are where the update runs: on the GPU if the rule has a GPU kernel,
+otherwise on the CPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """Return the device on which `rule` updates values that are on `device`: the same device if it
-    is a GPU and the rule has a GPU kernel, and otherwise the CPU."""
+    """Return the device of an update of values on `device`: the same device if it is a GPU and
+    `rule` has a GPU kernel, otherwise the CPU."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
@@ -47,9 +47,9 @@ class BucketState:
     values: the bucket's values, [numel] in the compute dtype. grads: the bucket's gradients, fp32
     [numel]. Both are views of larger memory. whole: whether this rank keeps the optimizer state of
     the complete bucket instead of its share only. `spans`: the positions of the parameters within
-    the elements whose state this rank keeps. `share_spans` and `share_grads`: the positions of the
-    parameters in this rank's share, and the gradients of the share. Norms and snapshots use shares,
-    because the shares of different ranks are disjoint.
+    the elements whose state this rank keeps. `share_spans`, `share_grads`: the positions of the
+    parameters in this rank's share, and its gradients; norms and snapshots use them, because shares
+    of different ranks are disjoint.
     """
 
     def __init__(

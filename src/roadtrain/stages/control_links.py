@@ -1,13 +1,9 @@
 """ControlLinks: control messages between all ranks of a job. Does NOT choose their network.
 
-Ranks all-gather small messages, and send host tensors to each other. Every wait has a timeout, and
-its error names the missing rank (Rule 5). All-gathers go through rank 0, which tells all other
-ranks which rank is missing. Rank 0 replies over a second group, because a gloo group is unusable
-after a timeout. Nothing is unpickled (Rule 8): messages are bytes, and a receiver knows the shapes
-of tensors.
-
-Assumes that the process group moves host tensors (gloo), and that all ranks make the same calls in
-the same order.
+Every wait has a timeout, and its error names the missing rank (Rule 5). All-gathers go through rank
+0, which tells all other ranks which rank is missing, over a second group, because a gloo group is
+unusable after a timeout. Nothing is unpickled (Rule 8): messages are bytes, and a receiver knows
+the shapes of tensors. All ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -169,8 +165,6 @@ class ControlLinks:
         return message.numpy().tobytes()
 
     def _wait(self, begin: Callable[[], Any], peer: int, what: str, patience_s: float) -> None:
-        """Start a send or receive with `begin`, and wait until it is done. Raises DeadlineError and
-        LostError."""
         me, other = self.name(self.rank), self.name(peer)
         start, patience_s = time.monotonic(), max(patience_s, 0.001)
         try:

@@ -1,20 +1,15 @@
 """Cuts: find where a model can be cut into stages, and the tensors and parameters of each stage.
+Does NOT read the values of the user's parameters.
 
-One forward is recorded. Parameters, and all tensors computed from them, are on the `meta` device,
-which takes no memory and no time. Token numbers and masks keep their values, because models read
-them. A cut is the point after a block: the tensors that the block returns cross the cut.
-
-The parameters of a stage are found by tracing its results back to the tensors that cross the cut
-before it. So parameters that several stages use (tied embeddings) are found, too. If the trace
-reaches a block of an earlier stage, a tensor bypasses the cut (a skip connection), and no cut is
-possible there. An unused parameter belongs to the stage of its block, or else to the first stage.
-
-A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
-The first block of each such kind runs once on the host, on zeros, to show the shapes that it
-returns.
+One forward is recorded, with parameters and all tensors computed from them on the `meta` device,
+which takes no memory and no time. A cut is the point after a block: the tensors that the block
+returns cross the cut. The parameters of a stage are found by tracing its results back to the cut
+before it. No cut is possible where a tensor bypasses it (a skip connection). An unused parameter
+belongs to the stage of its block, or else to the first stage. A block that cannot run on `meta`
+(experts that sort their tokens) runs once on the host, on zeros.
 
 Assumes that blocks run in the recorded order, each once, and that a block returns the same shapes
-in every micro-batch. Does NOT read the values of the user's parameters.
+in every micro-batch.
 """
 
 from __future__ import annotations
@@ -82,9 +77,9 @@ class DataFlow(TorchDispatchMode):
     """The graph of a forward: which tensors were computed from which other tensors. Its nodes are
     numbers.
 
-    An operation adds a node for each storage that it writes to. An operation with a `meta` argument
-    runs on `meta`. Other operations run on the host, so that the model can read their results
-    (positions, masks). Values that the model reads with `Tensor.item` are not traced.
+    Operations with a `meta` argument run on `meta`, and others on the host, so that the model can
+    read their results (positions, masks). Values that the model reads with `Tensor.item` are not
+    traced.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,12 @@
 """StageParameters: the parameters of a stage by their names in the whole model. FlatLayout: the
 layout of the trainable parameters in flat memory, divided among the stage's data-parallel ranks.
+Does NOT communicate.
 
 Parameters of one dtype and one parameter group form a run, in the model's order. Each set of stages
-that share parameters (tied embeddings) has separate runs, in which parameters are ordered by name,
-so that all of these stages have the same order. A run is divided into buckets, the unit of
-communication. A bucket is divided into equal shares, one per rank. Buckets and shares may begin and
-end inside a parameter. A run is padded at its end, so that its last bucket divides into equal
-shares.
-
-Assumes that a stage's parameters are on one device. Does NOT communicate.
+that share parameters (tied embeddings) has separate runs, ordered by name, which are equal in all
+of these stages. A run is divided into buckets, the unit of communication, and a bucket into equal
+shares, one per rank. Both may begin and end inside a parameter. A run is padded at its end, so that
+its last bucket divides into equal shares.
 """
 
 from __future__ import annotations
@@ -104,14 +102,14 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """Return the indices of the runs that the set of stages with the index `link` share, in the
-        same order in all of these stages."""
+        """Return the indices of the runs that the set of stages `link` share, in the same order in
+        all of these stages."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """Return the indices of the buckets that the set of stages with the index `link` share, in
-        the same order in all of these stages."""
+        """Return the indices of the buckets that the set of stages `link` share, in the same order
+        in all of these stages."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))

@@ -1,10 +1,8 @@
 """GradientHooks: move gradients into flat fp32 memory while backward computes them, and report each
 bucket as soon as its gradients are complete. Does NOT communicate.
 
-Note: `p.grad` is not a view of the flat memory. Such a view would have to be zeroed in every step,
-which costs as much as a copy, and a missing gradient would look like a gradient of zeros. Instead,
-the first gradient of a step is copied to the flat memory, and further gradients are added.
-Moreover, no code can mistake one rank's `p.grad` for the gradient of the step.
+Note: `p.grad` is not a view of the flat memory, which would have to be zeroed in every step, and in
+which a missing gradient would look like zeros.
 
 Counting: usually, each backward adds to a parameter's gradient once. If each adds k times (a module
 that several layers use, reentrant checkpoints), the gradient is complete after k times as many

@@ -109,7 +109,6 @@ def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr
 
 
 def _has_card(sys: Path, bridge: Path) -> bool:
-    """Return whether the bridge has a port that is a card or a bond of cards."""
     ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
     return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 

@@ -307,7 +307,6 @@ def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
 
 
 def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
-    """Raise ConfigError if a fabric has both InfiniBand and RoCE cards."""
     fabrics = {card.fabric for host in hosts for card in host.cards if card.fabric}
     for fabric in sorted(fabrics):
         found = {

@@ -134,8 +134,8 @@ class StageSizes:
             self._watch.moved(offer)
 
     def _try_move(self, sizes: tuple[int, ...]) -> bool:
-        """Move blocks to reach these sizes, and return True. If the model cannot be cut so, report
-        the reason and return False."""
+        """Move blocks to reach these sizes, and return True. If the model cannot be cut this way,
+        report the reason and return False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
@@ -183,13 +183,13 @@ class StageSizes:
 
     def move(self, sizes: tuple[int, ...]) -> None:
         """Cut the model into stages of these sizes, and move parameters and state between the
-        stages. If the model cannot be cut so, raises ModelError or ConfigError and changes
+        stages. If the model cannot be cut this way, raises ModelError or ConfigError and changes
         nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Return the layout of stages with these sizes. Raises ModelError or ConfigError, the same
-        on all ranks, if the model cannot be cut so."""
+        """Return the layout of stages with these sizes, or raise ModelError or ConfigError on all
+        ranks."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)

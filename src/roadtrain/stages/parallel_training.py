@@ -224,7 +224,6 @@ class ParallelTraining:
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """Return the buffers of this stage for a snapshot, as blobs by name."""
         return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
@@ -241,7 +240,6 @@ class ParallelTraining:
             )
 
     def _entries(self) -> list[ParamEntry]:
-        """Return the parameters of this stage, under their names in the whole model."""
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.context.rule)
@@ -306,7 +304,6 @@ class ParallelTraining:
             self.abandon()
 
     def _gather(self, values: list[float]) -> list[list[float]]:
-        """Return the `values` of all ranks, in rank order. Collective."""
         return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(

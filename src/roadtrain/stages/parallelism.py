@@ -158,8 +158,8 @@ class Parallelism:
         return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
 
     def check_micro_batches(self, total: int) -> None:
-        """Raise ConfigError if a step of `total` micro-batches leaves a replica without any, or if
-        virtual stages cannot divide it evenly."""
+        """Raise ConfigError if `total` micro-batches leave a replica without any or, with virtual
+        stages, are not a multiple of dp x pp."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
@@ -252,10 +252,10 @@ def balanced(
     """Return the number of layers of each stage so that the slowest stage is as fast as possible,
     or None if no division fits.
 
-    `weights`: the work of each layer (FLOPs), which a stage's speed divides. `ends`: the work
-    before the first layer and after the last. `fits(stage, begin, stop)`: whether layers [begin,
-    stop) fit in the stage's memory; any smaller range must fit, too. The result is exact, and even
-    if an even division is as fast.
+    `weights`: the work of each layer (FLOPs). `speeds`: the work that each stage does in a unit of
+    time. `ends`: the work before the first layer and after the last. `fits(stage, begin, stop)`:
+    whether layers [begin, stop) fit in the stage's memory; any smaller range must fit, too. The
+    result is exact; an even division is preferred if it is as fast.
     """
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)

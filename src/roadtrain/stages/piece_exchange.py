@@ -1,8 +1,8 @@
-"""exchange(): ranks send each other the pieces (parts of parameters and state) that they need.
+"""exchange(): ranks send each other the pieces (values and optimizer state of ranges of parameters)
+that they need.
 
 Used when blocks move between stages, and when a job starts on hosts with separate disks. Needs
-memory for one piece only. Every rank must exhaust its iterator before it communicates with other
-ranks again. Assumes that the pieces of a rank do not change during the exchange.
+memory for one piece only. Assumes that the pieces of a rank do not change during the exchange.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def exchange(
     elements. Collective.
 
     A piece that this rank lacks comes from the nearest rank that has it. Pieces are sent while the
-    ranks iterate, so every rank must exhaust its iterator.
+    ranks iterate, so every rank must exhaust its iterator before it communicates with other ranks
+    again.
 
     Raises GoneError if no rank has some of the elements, and DeadlineError or LostError if a rank
     is missing. A rank that cannot read a piece raises the error at the end of its iteration; the

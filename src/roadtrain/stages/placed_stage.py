@@ -180,7 +180,8 @@ class PlacedStage:
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
 
     def piece(self, extent: Extent) -> Piece:
-        """Return a copy of the values and state of an extent. Call `extents` before."""
+        """Return a copy of the values and state of an extent. Call `extents` before, which waits
+        for the previous step."""
         spec = self.placed.params[self._names[extent.name]]
         rule = self.placed.rules[spec.group] if spec.trainable else None
         whats = {VALUE: MASTER} | {key: key for key in (rule.arrays if rule else ())}

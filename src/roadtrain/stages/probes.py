@@ -98,7 +98,6 @@ async def probe(
 
 
 async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve the requests of one client until it disconnects."""
     async with asyncio.timeout(STEP_S):
         if not secrets.compare_digest(await reader.readexactly(TOKEN_NBYTES), token):
             return
@@ -180,8 +179,8 @@ async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """Return (round-trip time, clock difference) in seconds; positive if the other clock is
-    ahead."""
+    """Return (round-trip time, clock difference) in seconds; the difference is positive if the
+    other host's clock is ahead."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))

@@ -407,7 +407,6 @@ def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> Con
 
 
 def _too_many(hello: RankHello, world_size: int) -> ConfigError:
-    """Return the error about a rank that arrived after the meeting was complete."""
     if hello.world_size != world_size:
         return _other_size(hello, world_size)
     return ConfigError(

@@ -121,7 +121,6 @@ class ShardedOptimizer:
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
     ) -> None:
-        """Allocate memory for values, gradients, receive buffers and optimizer state."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
@@ -190,8 +189,8 @@ class ShardedOptimizer:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """Begin a step of `backwards` backwards. Raises LoopError if gradients of the previous step
-        are unused."""
+        """Begin a step of this number of backwards. Raises LoopError if gradients of the previous
+        step are unused."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
                 f"{self._step}: begin_step() was called again before step() used the gradients",
@@ -211,7 +210,8 @@ class ShardedOptimizer:
 
     def step(self, scale: float = 1.0) -> None:
         """Update the parameters with `scale` times the gradients, and clear the gradients. The
-        update may continue while the next forward runs; a later call raises its errors."""
+        update may continue while the next forward runs; the next call that waits for the update
+        raises its errors."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -313,7 +313,6 @@ class ShardedOptimizer:
         self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
-        """Queue the sum of a bucket by the service `sums`."""
         grads, made = self.states[index].grads, self.side.mark()
         identity = f"the gradients of bucket {index} of {self.options.label}"
 
@@ -339,8 +338,8 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Queue an update of `has`: whether each parameter has a gradient on this rank becomes
-        whether it has one on any rank of the stage or of a stage that shares the parameter."""
+        """Queue an update of `has`, which says whether each parameter has a gradient on this rank,
+        so that it says so for any rank of the stage, and of other stages with a copy."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
         groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]

@@ -2,7 +2,7 @@
 
 Note "committed": a rank writes its marker (a file) when the files of all ranks are on disk, so a
 single marker proves that the snapshot was complete. A start chooses the newest snapshot with any
-marker, and is refused if some of its data has been lost since. Exception: if a rank has data but no
+marker, and is refused if data of this snapshot has been lost. Exception: if a rank has data but no
 marker, the snapshot was never announced, and the previous snapshot is chosen.
 
 Note "forked": a snapshot's history has one link for each start that led to it; the link names the

@@ -231,8 +231,7 @@ class JobSnapshots:
         `blobs`: name -> bytes of the job's state that belongs to no parameter; of several ranks,
         the first's value is used. A rank that cannot write raises FullError or another StoreError,
         all others a LostError with the same message, and earlier snapshots stay. If communication
-        fails, the files stay, because some ranks may not know that all files are durable; the next
-        start decides.
+        fails, the files stay, and the next start decides whether to use them.
         """
         begun = time.monotonic()
         description = Description(

@@ -1,5 +1,5 @@
-"""StageModel: a model that is reduced to one stage: its own forward runs from the cut before the
-stage to the cut after it. Does NOT communicate.
+"""StageModel: a model that is reduced to one stage: its own forward runs from the cut (boundary
+between stages) before the stage to the cut after it. Does NOT communicate.
 
 Blocks of other stages are replaced by stubs, and parameters that only other stages use by NaN
 values that take no memory. Code before the first block (masks, positions) runs on every stage.
@@ -117,8 +117,8 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Reduce `model` in place to `segments`. If it cannot be cut so, raises ModelError and
-        leaves the model unchanged."""
+        """Reduce `model` in place to `segments`. If it cannot be cut this way, raises ModelError
+        and leaves the model unchanged."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
         self.names = frozenset().union(*(cuts.parameters(s) for s in segments))

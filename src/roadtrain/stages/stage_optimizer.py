@@ -26,8 +26,8 @@ class StageOptimizer(PieceSource, Protocol):
         """The number of steps that the job has taken, over all of its starts."""
 
     def begin_step(self, backwards: int) -> None:
-        """Begin a step. backwards: the number of backwards of each parameter in this step on this
-        rank."""
+        """Begin a step. backwards: the number of backwards that this rank runs through each segment
+        of the stage in the step."""
 
     def sum_squares(self) -> float:
         """Wait for the summed gradients, and return the sum of their squares in this rank's share.

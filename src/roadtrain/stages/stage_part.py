@@ -72,8 +72,8 @@ class StagePart:
 
     @property
     def message_nbytes(self) -> int:
-        """The size in bytes of a micro-batch's message before the segment or after it, whichever is
-        larger."""
+        """The size in bytes of a micro-batch's larger message: that into the segment, or that out
+        of it."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
@@ -151,7 +151,6 @@ class StagePart:
         )
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which tensors of `dtype` are sent."""
         wire = self._wire_dtype
         if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
             return dtype

@@ -76,8 +76,8 @@ def _request(message: Transfer) -> Transfer:
 
 
 def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """Request the messages `mine` several times, and return the least seconds until the last has
-    arrived."""
+    """Request the messages `mine` several times, and return the shortest time in seconds until all
+    have arrived."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
@@ -94,7 +94,6 @@ def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torc
 
 
 def _reply(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
-    """Answer the requests of `_time`. Runs on the sender."""
     message = _message(nbytes, device)
     for _ in range(TIMED_MESSAGES + 1):
         for transfer in mine:

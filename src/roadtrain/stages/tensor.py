@@ -253,7 +253,6 @@ def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices with a random generator: the host and `device`."""
     return list(dict.fromkeys((torch.device("cpu"), device)))
 
 

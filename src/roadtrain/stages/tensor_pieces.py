@@ -29,7 +29,7 @@ class LocalPieces(PieceSource, Protocol):
 
 
 class TensorPieces:
-    """The pieces of `inner`, one tensor rank's parameters, converted to pieces of whole
+    """The pieces of one tensor rank's parameters (`inner`), converted to pieces of whole
     parameters."""
 
     def __init__(

@@ -110,8 +110,6 @@ class DriftWatch:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Return an offer for stages with these speeds, or None if no sizes shorten a step
-        enough."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
         if key not in self._cache:

@@ -48,7 +48,7 @@ class StageMemory:
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
         """Return the bytes that a stage needs on each of its devices. blocks: the stage's ranges of
-        blocks, in the model's order; if the last are left out, the result is a lower bound."""
+        blocks, in the model's order; without the later ranges, the result is a lower bound."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
@@ -103,7 +103,6 @@ class StageMemory:
         return tuple(sizes) if sum(sizes) == len(self.blocks) else None
 
     def _ahead(self, stage: int) -> int:
-        """Return the largest number of forwards whose activations the stage holds at once."""
         work = self.work
         shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
         return shape.ahead

@@ -2,10 +2,10 @@
 the formula of a paper, or evenly.
 
 The exact search improves equal sizes and the caller's candidates by moving single blocks. Then a
-best-first branch and bound extends the sizes of the first parts of the model, until no lower bound
-is below the best step time. A search that takes too long (deep pipelines over slow links) stops
-early. A pass of a stage is the forward and backward of one micro-batch. A step takes at least as
-long as each of these two sums:
+best-first branch and bound extends the sizes of the first parts (ranges of blocks) of the model,
+until no lower bound is below the best step time. A search that takes too long stops early. A pass
+of a stage is the forward and backward of one micro-batch. A step takes at least as long as each of
+these two sums:
 
     the travel time of a micro-batch from the first stage to stage s and back, plus the time of all
     passes of the busiest replica of stage s
@@ -294,7 +294,6 @@ def paper_sizes(
 def _by_formula(
     work: StepWork, clusters: Sequence[str], names: Sequence[str], alpha: float
 ) -> list[int]:
-    """Return the number of blocks of each cluster by the paper's formula."""
     speed = dict.fromkeys(names, 0.0)
     for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s

@@ -67,7 +67,8 @@ class StepWork:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the model; of p stages, stage i mod p has part i."""
+        """The number of parts (ranges of blocks) of the model; of p stages, stage i mod p has part
+        i."""
         return len(self.stages) * self.virtual_stages
 
     @cached_property
