@@ -1,9 +1,9 @@
 """LabHost: a host of a lab, which is a network namespace with NICs, host names and a CPU limit.
 network.py makes the hosts.
 
-Note "inside a host". A process on a host runs in the host's network namespace, and in a mount
-namespace and a host-name namespace of its own, which end with the process. The process sees the lab
-host's name, NICs and file of names (as /etc/hosts).
+Note "inside a host". A process on a host enters the host's network namespace, and gets mount and
+host-name namespaces that end with the process. It sees the lab host's name, NICs and file of names
+(as /etc/hosts).
 """
 
 from __future__ import annotations

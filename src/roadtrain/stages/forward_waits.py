@@ -1,8 +1,7 @@
 """ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
-A block waits for all of its parameters when it is called. Any other parameter is awaited by the
-module that owns it if the first step called that module, and otherwise by the nearest enclosing
-module that was called: a model may use the weight of its head without calling the head. If several
+A block waits for all of its parameters. Any other parameter is awaited by its module or, if the
+first step did not call this module, by the nearest enclosing module that was called. If several
 modules own a parameter (a tied head), every module waits for it. In the first step and in
 evaluation, every module waits for all parameters, because other modules may be called.
 

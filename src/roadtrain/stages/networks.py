@@ -1,13 +1,12 @@
 """Networks: choose the network of each group of ranks. Does NOT communicate.
 
 A group on one host communicates inside the host. Any other group uses the fastest cards of one kind
-that connect all of its hosts. If no fast kind does, the group uses Ethernet. The rule of Yang et
-al. (Holmes), section 3.2, is a special case: RDMA for data groups inside a cluster, and Ethernet
-between stages.
+that connect all of its hosts, or else Ethernet. The rule of Yang et al. (Holmes), section 3.2, is a
+special case: RDMA for data groups inside a cluster, and Ethernet between stages.
 
 Cards of one kind are assumed to reach each other if they are on the same fabric: the name that the
-user stated or, without a statement, the subnet of the card's address. Ethernet is assumed to be
-routed between subnets; InfiniBand and RoCE are not. The preflight tests these assumptions.
+user stated or, by default, the subnet. Ethernet is assumed to be routed between subnets; InfiniBand
+and RoCE are not. The preflight tests these assumptions.
 """
 
 from __future__ import annotations

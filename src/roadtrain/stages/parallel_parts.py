@@ -100,7 +100,7 @@ class UserOptimizer:
     """The user's optimizer, and its original parameter groups over the whole model.
 
     Raises ConfigError if the optimizer has parameters that are not in the model, or has taken
-    steps. Its `load_state_dict` raises ConfigError if the loaded state has taken steps.
+    steps; so does its `load_state_dict` for the state of an optimizer that has taken steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:

@@ -110,8 +110,8 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """Move blocks if speeds have changed so much that other sizes would shorten a step. If
-        `resize_stages` is None, only report the better sizes. Called after each step.
+        """Move blocks if speeds have changed so much that other sizes would shorten a step, or only
+        report these sizes if the option `resize_stages` is None. Call this after each step.
 
         passes_s: the result of `own_pass_s` on every rank.
         """

@@ -215,10 +215,10 @@ class Parallelism:
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Divide `layers` layers among the stages. Return the number of layers of each stage or,
-        with virtual stages, of each virtual stage in the model's order. The first and last stage
-        may have 0 layers, because they have the embedding and the head. Raises ConfigError if
-        `stages` does not add up to `layers`."""
+        """Return the number of layers of each stage or, with virtual stages, of each virtual stage
+        in the model's order. Of virtual stages, the first and last may have 0 layers, because they
+        have the embedding and the head. Raises ConfigError if `stages` does not add up to
+        `layers`."""
         count = self.pp * self.virtual_stages
         if not self.stages:
             return even(layers, count)

@@ -93,8 +93,9 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """The groups of the ranks of two neighboring stages: one sends activations, the other their
-        gradients, so that no message waits for one in the opposite direction."""
+        """Two groups per boundary between stages, each with all ranks of both stages: one sends
+        activations, the other their gradients, so that no message waits for one in the opposite
+        direction."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))

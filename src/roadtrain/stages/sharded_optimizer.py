@@ -199,9 +199,9 @@ class ShardedOptimizer:
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """Return the float64 sum of the squares of the summed gradients in this rank's shard.
-        Gradients of shared parameters count only in the first stage. Infinite and NaN gradients
-        make it infinite or NaN."""
+        """Return the float64 sum of the squares of the summed gradients in this rank's shard;
+        infinite or NaN if a gradient is. Gradients of shared parameters count only in the first
+        stage."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split

@@ -1,8 +1,8 @@
 """Save and restore the buffers of a model in stages (running means, counters), which no optimizer
 holds. Does NOT average the buffers of replicas.
 
-Every stage has a copy of each buffer outside of the blocks. It belongs to the first stage that runs
-its module, because only there it changes during training. The first replica of a stage saves the
+Of the copies of a buffer outside of the blocks, that of the first stage that runs its module
+counts, because only this copy changes during training. The first replica of a stage saves the
 stage's buffers.
 """
 

@@ -38,10 +38,10 @@ _SEEDS = 1 << 62
 
 
 class TensorGroup:
-    """The ranks that share the layers of one replica. The methods communicate between these ranks.
+    """The ranks that share the layers of one replica, between which the methods communicate.
 
-    mesh: a one-dimensional device mesh. `cut`: the parameters that have already been cut to this
-    rank's share, so that a parameter of two layers (tied embeddings) is cut only once.
+    mesh: a one-dimensional device mesh. `cut`: the parameters already cut to this rank's share,
+    since layers may share a parameter (tied embeddings).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -1,10 +1,9 @@
 """Plan the transfers that send every rank the elements that it needs. Does NOT run the transfers.
 
 A rank's own elements are preferred, then the cheapest source, then the source with the fewest
-elements to send. Transfers are interleaved over the targets, so that many pairs of ranks are busy
-at once. All ranks compute the same plan, and run their transfers in its order. Deadlock is
-impossible: both ranks of the first unfinished transfer have finished all of their earlier
-transfers.
+elements to send. Many pairs of ranks are busy at once. All ranks compute the same plan, and run
+their transfers in its order, so deadlock is impossible: both ranks of the first unfinished transfer
+have finished all of their earlier transfers.
 """
 
 from __future__ import annotations
